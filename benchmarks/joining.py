@@ -92,8 +92,8 @@ def measure_storm(system: str, nodes: int, limit_s: float) -> Storm:
 
 def _our_joins(nodes: int, counter: Counter) -> list[Callable[[], Any]]:
     from azureml_elastic.config import RendezvousTimings, TableRendezvous
+    from azureml_elastic.node.core.round import Limits
     from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
-    from azureml_elastic.node.rendezvous.state.round import Limits
     from azureml_elastic.node.rendezvous.torchrun import TableRendezvousHandler
     from azureml_elastic.node.table import open_table
 

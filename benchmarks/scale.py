@@ -102,7 +102,7 @@ def _arrivals(scenario: str, nodes: int, seed: int) -> tuple[list[float], int]:
 
 def _simulate_here(scenario: str, nodes: int, seed: int) -> SimulatedStorm:
     sys.path.insert(0, str(_ROOT))
-    from azureml_elastic.node.rendezvous.state.round import Limits
+    from azureml_elastic.node.core.round import Limits
     from tests.support.rendezvous.simulation import Cluster
 
     cluster = Cluster(seed=seed)
@@ -158,8 +158,8 @@ def measure_steady(nodes: int, spares: int = 0, seconds: float = 30.0) -> Steady
     a call for each rarer event of the ledger.
     """
     from azureml_elastic.config import RendezvousTimings, TableRendezvous
+    from azureml_elastic.node.core.round import Limits
     from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
-    from azureml_elastic.node.rendezvous.state.round import Limits
     from azureml_elastic.node.table import open_table
 
     counter, over = Counter(), threading.Event()

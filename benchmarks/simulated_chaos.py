@@ -18,7 +18,7 @@ from azureml_elastic.ledger.reading import read_events  # noqa: E402
 from azureml_elastic.local.cluster import LocalCluster  # noqa: E402
 from azureml_elastic.local.faults.model import Add, AtStep, Freeze, Kill, Preempt, Schedule  # noqa: E402
 from azureml_elastic.local.faults.schedule import ChaosState, due, random_schedule, reached  # noqa: E402
-from azureml_elastic.node.rendezvous.state.round import Limits  # noqa: E402
+from azureml_elastic.node.core.round import Limits  # noqa: E402
 from azureml_elastic.simulate.calibration import calibrate  # noqa: E402
 from azureml_elastic.simulate.elastic import ElasticRun  # noqa: E402
 from azureml_elastic.simulate.parameters import Parameters  # noqa: E402

@@ -34,20 +34,20 @@ from azureml_elastic.node.agent.shard_receiver import ShardReceiver
 from azureml_elastic.node.agent.shard_sender import ShardSender
 from azureml_elastic.node.agent.worker_environment import set_inherited_variables, withheld_variables
 from azureml_elastic.node.agent.worker_processes import Workers
+from azureml_elastic.node.core.hangs import HangPolicy
+from azureml_elastic.node.core.round import Limits
 from azureml_elastic.node.diagnostics.admission import Admission
 from azureml_elastic.node.diagnostics.checks.accelerator import count_visible_devices
 from azureml_elastic.node.diagnostics.findings import CheckRunner, DiagnosticReport
 from azureml_elastic.node.diagnostics.node_checks import check_folders, node_checks
 from azureml_elastic.node.failures.host_strikes import HostStrikes
 from azureml_elastic.node.hangs.detector import HangDetector
-from azureml_elastic.node.hangs.policy import HangPolicy
 from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
 from azureml_elastic.node.preload.client import PreloadServer
 from azureml_elastic.node.preload.early_start import begin_preload
 from azureml_elastic.node.publishing.opening import open_publishing
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
-from azureml_elastic.node.rendezvous.state.round import Limits
 from azureml_elastic.node.replacement.on_node import start_replacement_thread
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.opening import connection_string_variable

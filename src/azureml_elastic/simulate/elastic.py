@@ -15,11 +15,10 @@ from typing import Literal
 from azureml_elastic.config import CheckpointPolicy, PreemptionPolicy, RendezvousTimings
 from azureml_elastic.ledger.accounting import Activity, Cause
 from azureml_elastic.node.agent.newcomers import ends_soon
+from azureml_elastic.node.core.round import Limits, Member, Round, reopened
+from azureml_elastic.node.core.sealing import SealTimer, candidates, seal
 from azureml_elastic.node.preemption.notices import Announcement, Notice
 from azureml_elastic.node.rendezvous.hub.state import HubView
-from azureml_elastic.node.rendezvous.state.member_selection import candidates
-from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
-from azureml_elastic.node.rendezvous.state.sealing import SealTimer, reopened, seal
 from azureml_elastic.simulate.accounts import Accounts, exact, later
 from azureml_elastic.simulate.parameters import Parameters
 from azureml_elastic.simulate.processes import Process, Processes
@@ -201,7 +200,7 @@ class ElasticRun:
             self._detect(silent=True)
 
     def _new_seal_timer(self) -> SealTimer:
-        return SealTimer(self._round, self._limits, self._timings, clock=lambda: self.now)
+        return SealTimer(self._round, self._limits, self._timings)
 
     def _try_seal(self) -> None:
         """Seal the open round if its first candidate would do so now."""
@@ -212,7 +211,7 @@ class ElasticRun:
         ]
         ranked = candidates(self._round, rows)
         self._wake = math.inf
-        if ranked and self._seal_timer.is_due(rows, ranked[0].node):
+        if ranked and self._seal_timer.is_due(rows, ranked[0].node, self.now):
             self._enter(seal(self._round, rows, self._limits))
         elif ranked:
             self._wake_at(later(self.now, self._seal_timer.next_change), self._try_seal)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from azureml_elastic.config.resources import first_nodes, step_names
-from azureml_elastic.node.rendezvous.state.round import Limits
+from azureml_elastic.node.core.round import Limits
 from azureml_elastic.node.replacement.policy import JobState, NodeJob, Start, decide, limit_reached, next_change
 from azureml_elastic.simulate.accounts import exact
 from azureml_elastic.simulate.elastic import ElasticRun

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from azureml_elastic.config import HealthPolicy, TableRendezvous
 from azureml_elastic.errors import RowChanged, TableUnavailable
+from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.failures.host_strikes import (
     STRIKE_PREFIX,
     HostStrikes,
@@ -22,7 +23,6 @@ from azureml_elastic.node.failures.host_strikes import (
     worker_fault,
 )
 from azureml_elastic.node.host.identity import host_id
-from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.server_time import CLOCK_PREFIX, Reading, ServerClock
 from tests.support.waiting import until

@@ -10,7 +10,7 @@ import pytest
 from azure.data.tables import TableServiceClient
 
 from azureml_elastic.ipc import KEY_BYTES
-from azureml_elastic.node.rendezvous.state.round import Round
+from azureml_elastic.node.core.round import Round
 from azureml_elastic.node.rendezvous.state.row_keys import ALL_PREFIX, ROUND_KEY, RUN_KEY
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 from tests.support.rendezvous.nodes import TIMEOUT, Nodes

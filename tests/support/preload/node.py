@@ -12,8 +12,8 @@ from starting import gone, preload_server
 
 from azureml_elastic.node.agent.worker_environment import worker_environments
 from azureml_elastic.node.agent.worker_processes import WorkerSet
+from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
-from azureml_elastic.node.rendezvous.state.round import Member, Round
 
 
 def main(script: str, folder: Path) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc import KEY_BYTES, Peer
+from azureml_elastic.node.core.round import Limits, Member
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub.hub import Hub
 from azureml_elastic.node.rendezvous.runtime import Runtime
-from azureml_elastic.node.rendezvous.state.round import Limits, Member
 
 __all__ = ["hub_at", "make_context", "start_hub"]
 

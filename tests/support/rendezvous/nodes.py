@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 
 from azureml_elastic.config import RendezvousTimings, TableRendezvous
+from azureml_elastic.node.core.round import Limits
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
-from azureml_elastic.node.rendezvous.state.round import Limits
 from azureml_elastic.node.table import open_table
 from tests.support.waiting import until
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from azureml_elastic.config import CheckpointPolicy
-from azureml_elastic.node.rendezvous.state.round import Limits
+from azureml_elastic.node.core.round import Limits
 from azureml_elastic.simulate.elastic import ElasticRun
 from azureml_elastic.simulate.parameters import Parameters
 

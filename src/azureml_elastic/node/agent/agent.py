@@ -31,11 +31,11 @@ from azureml_elastic.node.agent.observation_log import ObservationLog
 from azureml_elastic.node.agent.peer_messages import PeerMessenger
 from azureml_elastic.node.agent.worker_group import WorkerGroup
 from azureml_elastic.node.agent.worker_processes import Workers
+from azureml_elastic.node.core.hangs import Hang
 from azureml_elastic.node.failures.classification import FailedWorker, Failure, hang_failure, root_cause
 from azureml_elastic.node.failures.host_strikes import HostStrikes, faulty_members, incident_id, worker_fault
 from azureml_elastic.node.failures.restart_decision import apply_restart_policy
 from azureml_elastic.node.hangs.detector import HangDetector
-from azureml_elastic.node.hangs.policy import Hang
 from azureml_elastic.node.hangs.response import HangResponse
 from azureml_elastic.node.hangs.stack_dump import Worker
 from azureml_elastic.node.hangs.stack_report import StackReporter

@@ -25,9 +25,9 @@ from azureml_elastic.node.agent.pointer_service import PointerService
 from azureml_elastic.node.agent.progress_log import ProgressLog
 from azureml_elastic.node.agent.shard_sender import ShardSender
 from azureml_elastic.node.agent.temporary_folder import TemporaryFolder
+from azureml_elastic.node.core.round import Member
 from azureml_elastic.node.hangs.detector import HangDetector
 from azureml_elastic.node.rendezvous.hub.inbox import Inbox
-from azureml_elastic.node.rendezvous.state.round import Member
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
 __all__ = ["Channel"]

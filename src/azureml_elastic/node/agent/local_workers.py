@@ -19,7 +19,7 @@ from azureml_elastic.ipc.worker_messages import (
     Prepare,
     Prepared,
 )
-from azureml_elastic.node.agent.step_boundary import BoundaryVote
+from azureml_elastic.node.core.boundary import BoundaryVote
 from azureml_elastic.node.rendezvous.hub.inbox import Inbox, LocalVote
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 
+from azureml_elastic.ipc.agent_interface import Action
 from azureml_elastic.ipc.agent_messages import (
     AllPlaced,
     Decision,
@@ -24,15 +25,15 @@ from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch
 from azureml_elastic.node.agent.newcomers import ends_soon
 from azureml_elastic.node.agent.peer_discovery import PeerDiscovery
-from azureml_elastic.node.agent.step_boundary import BoundaryCoordinator
-from azureml_elastic.node.hangs.policy import Hang
+from azureml_elastic.node.core.boundary import BoundaryCoordinator
+from azureml_elastic.node.core.hangs import Hang
+from azureml_elastic.node.core.round import Round
 from azureml_elastic.node.hangs.response import HangResponse
 from azureml_elastic.node.rendezvous.hub.inbox import FromLeader, FromMember, LocalVote
 from azureml_elastic.node.rendezvous.hub.messages import Report
 from azureml_elastic.node.rendezvous.reachability.reachability import UnreachablePair
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.assignment import Status
-from azureml_elastic.node.rendezvous.state.round import Round
 from azureml_elastic.node.rendezvous.store_process import RemoteStore, RoundStore
 
 __all__ = ["PeerMessenger"]
@@ -93,7 +94,7 @@ class PeerMessenger:
         """A round begins."""
         names = tuple(member.node for member in round_.members)
         self._number = round_.number
-        self._coordinator = BoundaryCoordinator(names, self._rdzv.hub.broadcast) if leads else None
+        self._coordinator = BoundaryCoordinator(names) if leads else None
         self._started = time.monotonic()
         self._newcomers.rest()
         self._leaving = False
@@ -153,7 +154,9 @@ class PeerMessenger:
                 case FromMember(node=node, body=Dumped()):
                     self._hangs.answered(node)
                 case FromMember(node=node, body=Vote() as vote) if self._coordinator is not None:
-                    self._coordinator.take(node, vote, sorted(self.leavers))
+                    decided = self._coordinator.take(node, vote, time.monotonic(), sorted(self.leavers))
+                    if decided is not None:
+                        self._rdzv.hub.broadcast(decided)
         if self._discovery.must_report(placed=self._channel.workers.placed):
             self.report(Placed())
 
@@ -185,14 +188,17 @@ class PeerMessenger:
             self._newcomers.nobody_waits()
         self._look_at_store()
         ending = coordinator.finished or self._channel.workers.finished or done
-        if coordinator.busy or coordinator.leaving or ending or not (self.leavers or status.waiting):
+        if coordinator.is_busy(time.monotonic()) or coordinator.leaving or ending:
+            return None
+        if not (self.leavers or status.waiting):
             return None
         if ends_soon(self._channel.workers.seconds_left) and not self.leavers:
             return None
         if self._runs_engine:  # the processes stay and go on working, so that the end of the round costs nothing
             return f"preempted: {_list(self.leavers)}" if self.leavers else f"joining: {_list(status.waiting)}"
         if not coordinator.incapable and self._channel.workers.in_session:
-            coordinator.propose(self._channel.workers.step, "leave" if self.leavers else "rejoin")
+            action: Action = "leave" if self.leavers else "rejoin"
+            self._rdzv.hub.broadcast(coordinator.propose(self._channel.workers.step, action))
         elif self.leavers:
             return f"preempted: {_list(self.leavers)}"
         elif not importing and self._newcomers.may_end_round(status.waiting, connected=self.connecting):

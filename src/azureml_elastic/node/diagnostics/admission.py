@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from azureml_elastic.config import HealthPolicy
 from azureml_elastic.errors import ElasticError
+from azureml_elastic.node.core.round import Round
 from azureml_elastic.node.diagnostics.findings import CheckRunner, DiagnosticReport
 from azureml_elastic.node.failures.host_strikes import HostStrikes
-from azureml_elastic.node.rendezvous.state.round import Round
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
 from azureml_elastic.node.table import Table
 

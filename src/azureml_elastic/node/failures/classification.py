@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from azureml_elastic.ledger.timeline import headline
-from azureml_elastic.node.failures.restart_policy import FailureKind, FailureRecord
+from azureml_elastic.node.core.failures import FailureKind, FailureRecord
 from azureml_elastic.node.failures.tracebacks import ExceptionInfo, ParsedError, find_dump, find_error
 from azureml_elastic.node.host.memory import OomKillCounter
 

@@ -18,7 +18,7 @@ from datetime import datetime
 
 from azureml_elastic.config import HealthPolicy
 from azureml_elastic.errors import ElasticError, RowExists, TableUnavailable
-from azureml_elastic.node.rendezvous.state.round import Member, Round
+from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.table import Row, Table
 from azureml_elastic.node.table.server_time import ServerClock
 

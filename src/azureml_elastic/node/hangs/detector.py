@@ -1,4 +1,4 @@
-"""Detector of workers that no longer complete steps; :mod:`azureml_elastic.node.hangs.policy` defines the limits.
+"""Detector of workers that no longer complete steps; :mod:`azureml_elastic.node.core.hangs` defines the limits.
 
 A first evaluation longer than the floor cannot be distinguished from a hang. Each verdict therefore doubles the limits
 for a good while: an evaluation of up to 64 floors is over after a few restarts, and is learned from then on.
@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 
 from azureml_elastic.ipc.agent_messages import HangLesson
-from azureml_elastic.node.hangs.policy import Hang, HangPolicy, Phase, pause_limit, step_limit
+from azureml_elastic.node.core.hangs import Hang, HangPolicy, Phase, pause_limit, step_limit
 
 __all__ = ["HangDetector"]
 

@@ -6,9 +6,9 @@ import threading
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc import Authenticator, Peer
+from azureml_elastic.node.core.round import Limits
 from azureml_elastic.node.rendezvous.hub.inbox import Inbox
 from azureml_elastic.node.rendezvous.runtime import Runtime
-from azureml_elastic.node.rendezvous.state.round import Limits
 from azureml_elastic.node.rendezvous.state.round_codec import LatestRound
 
 __all__ = ["Context"]

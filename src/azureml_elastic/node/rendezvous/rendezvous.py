@@ -18,6 +18,8 @@ from azureml_elastic.errors import RunFailed, RunSucceeded, TableUnavailable
 from azureml_elastic.ipc import Connection, Peer
 from azureml_elastic.ipc.shards import ShardDescription
 from azureml_elastic.ledger import events
+from azureml_elastic.node.core.joining import is_landmark
+from azureml_elastic.node.core.round import Limits, Member, Round, is_same_round, reopened
 from azureml_elastic.node.host.addresses import Ports, format_address, listening_address
 from azureml_elastic.node.host.identity import new_incarnation
 from azureml_elastic.node.rendezvous.context import Context
@@ -34,12 +36,8 @@ from azureml_elastic.node.rendezvous.reachability.reachability import Reachabili
 from azureml_elastic.node.rendezvous.round_end import RoundEnd
 from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.assignment import Assignment, Status
-from azureml_elastic.node.rendezvous.state.lost_row import is_same_round
-from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
-from azureml_elastic.node.rendezvous.state.row_keys import is_landmark
 from azureml_elastic.node.rendezvous.state.rows import Roster, Rows
 from azureml_elastic.node.rendezvous.state.run_key import RunKey
-from azureml_elastic.node.rendezvous.state.sealing import reopened
 from azureml_elastic.node.rendezvous.table_heartbeat import TableHeartbeat
 from azureml_elastic.node.table import Table
 

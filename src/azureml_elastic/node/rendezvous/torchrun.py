@@ -29,10 +29,10 @@ from torch.distributed.elastic.rendezvous import (
 
 from azureml_elastic.config import RendezvousTimings, TableRendezvous
 from azureml_elastic.errors import RunFailed, RunSucceeded, UsageError
+from azureml_elastic.node.core.round import Limits
 from azureml_elastic.node.host.addresses import advertised_address
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
-from azureml_elastic.node.rendezvous.state.round import Limits
 from azureml_elastic.node.rendezvous.store import open_store
 from azureml_elastic.node.rendezvous.store_process import enter
 from azureml_elastic.node.rendezvous.store_server import STORE_TIMEOUT

@@ -16,7 +16,7 @@ from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.config.resources import NodePool, replacement_name
 from azureml_elastic.errors import JobRefused, RowExists, UsageError, WorkspaceUnavailable
 from azureml_elastic.node.azure.credentials import developer_credential
-from azureml_elastic.node.rendezvous.state.round import Round
+from azureml_elastic.node.core.round import Round
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
 from azureml_elastic.node.replacement.job_document import NodeSlot, replacement_job, variable_of
 from azureml_elastic.node.replacement.jobs import WorkspaceJobs, workspace_id

@@ -10,8 +10,8 @@ import pytest
 from azureml_elastic.ipc.agent_messages import Dumped, DumpStacks, HangLesson, Leaving, RanksConnecting, Vote
 from azureml_elastic.ipc.worker_messages import Decide, Prepare
 from azureml_elastic.node.agent.peer_messages import PeerMessenger
+from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.hub.inbox import FromLeader, FromMember, Inbox, LocalVote
-from azureml_elastic.node.rendezvous.state.round import Member, Round
 
 NODES = ("node-0", "node-1")
 

@@ -7,13 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from azureml_elastic.node.core.joining import MeetingPoints, ReadSchedule, is_landmark
+from azureml_elastic.node.core.round import Limits, Member, Round
+from azureml_elastic.node.core.sealing import drop_unresponsive
 from azureml_elastic.node.rendezvous.hub.state import HubState, SealQueue
 from azureml_elastic.node.rendezvous.hub.watchers import Watcher, Watchers
-from azureml_elastic.node.rendezvous.join.meeting_point import MeetingPoints
-from azureml_elastic.node.rendezvous.join.read_schedule import ReadSchedule
-from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
-from azureml_elastic.node.rendezvous.state.row_keys import is_landmark
-from azureml_elastic.node.rendezvous.state.sealing import drop_unresponsive
 
 
 class Clock:

@@ -11,10 +11,10 @@ import pytest
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc import MessageClient, MessageServer, listen
 from azureml_elastic.ipc.agent_messages import AllPlaced
+from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.hub.link import Link
 from azureml_elastic.node.rendezvous.hub.messages import CODEC, Hello
 from azureml_elastic.node.rendezvous.runtime import Runtime
-from azureml_elastic.node.rendezvous.state.round import Member, Round
 from tests.support.rendezvous.hubs import hub_at, make_context, start_hub
 from tests.support.waiting import until
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from azureml_elastic.config import RendezvousTimings
-from azureml_elastic.node.rendezvous.state.round import Limits, Round
+from azureml_elastic.node.core.round import Limits, Round
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY, RUN_KEY
 from azureml_elastic.node.table import Row
 from tests.support.rendezvous.simulation import Cluster, Node

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from azureml_elastic.config import RendezvousTimings
-from azureml_elastic.node.rendezvous.state.round import Limits, Round
+from azureml_elastic.node.core.round import Limits, Round
 from azureml_elastic.node.rendezvous.state.row_keys import member_key
 from tests.support.rendezvous.simulation import Cluster
 

@@ -10,9 +10,9 @@ import pytest
 
 from azureml_elastic.config import HealthPolicy, RendezvousTimings, TableRendezvous
 from azureml_elastic.errors import RunSucceeded
+from azureml_elastic.node.core.round import Limits
 from azureml_elastic.node.failures.host_strikes import HostStrikes
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
-from azureml_elastic.node.rendezvous.state.round import Limits
 from azureml_elastic.node.rendezvous.state.row_keys import member_key
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.server_time import ServerClock

@@ -19,6 +19,12 @@ from hypothesis import strategies as st
 
 from azureml_elastic.config import RendezvousTimings, TableRendezvous
 from azureml_elastic.errors import UsageError
+from azureml_elastic.node.core.round import Limits, Member, Round
+from azureml_elastic.node.core.sealing import (
+    describe_partitions,
+    partitioned_nodes,
+    select_members,
+)
 from azureml_elastic.node.host.addresses import Ports
 from azureml_elastic.node.rendezvous.hub.link import Link
 from azureml_elastic.node.rendezvous.hub.messages import Watch
@@ -33,12 +39,6 @@ from azureml_elastic.node.rendezvous.reachability.reachability import (
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
-from azureml_elastic.node.rendezvous.state.member_selection import (
-    describe_partitions,
-    partitioned_nodes,
-    select_members,
-)
-from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
 from azureml_elastic.node.rendezvous.store import open_store
 from azureml_elastic.node.table import open_table
 from tests.support.rendezvous.hubs import hub_at, make_context, start_hub

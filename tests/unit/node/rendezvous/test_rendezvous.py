@@ -10,12 +10,11 @@ from dataclasses import replace
 import pytest
 
 from azureml_elastic.errors import RunFailed, RunSucceeded, UsageError
-from azureml_elastic.node.failures.restart_policy import FailureRecord
+from azureml_elastic.node.core.failures import FailureRecord
+from azureml_elastic.node.core.round import Member, Round, reopened
 from azureml_elastic.node.rendezvous.hub.link import Link
 from azureml_elastic.node.rendezvous.hub.messages import Watch
-from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY, RUN_KEY, member_key
-from azureml_elastic.node.rendezvous.state.sealing import reopened
 from tests.support.rendezvous.hubs import hub_at, make_context
 from tests.support.rendezvous.nodes import TIMEOUT, TIMINGS, Nodes, Slow
 from tests.support.waiting import until
@@ -186,7 +185,7 @@ def test_a_node_takes_over_when_all_others_died(nodes):
 def test_a_candidate_that_has_died_is_left_out(nodes, dead, alive):
     """Its row says that it waits, and its machine refuses connections to its hub."""
     ghost = Member(dead, "gone", round=1, host="127.0.0.1", store_port=1, hub_port=1)
-    nodes.table.insert(ghost.key, ghost.to_value())
+    nodes.table.insert(member_key(ghost.node), ghost.to_value())
     assignments = nodes.join(*(nodes.make(name, len(alive), 3) for name in alive))
     assert {assignment.round.number for assignment in assignments} == {1}
     assert [member.node for member in assignments[0].round.members] == alive
@@ -210,7 +209,7 @@ def frozen(nodes):
 
     def freeze(name: str) -> None:
         ghost = Member(name, "frozen", round=1, host="127.0.0.1", store_port=1, hub_port=deaf.port)
-        nodes.table.insert(ghost.key, ghost.to_value())
+        nodes.table.insert(member_key(ghost.node), ghost.to_value())
 
     yield freeze
     deaf.close()

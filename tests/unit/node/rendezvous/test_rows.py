@@ -13,14 +13,14 @@ import pytest
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.errors import RunFailed, TableForbidden, TableNotFound, TableUnavailable, ValueTooLarge
 from azureml_elastic.ipc.line_codec import MAX_LINE, encode
+from azureml_elastic.node.core.joining import is_landmark
+from azureml_elastic.node.core.round import Limits, Member, Round, reopened
 from azureml_elastic.node.rendezvous.hub.messages import CODEC, RoundChanged
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
-from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
 from azureml_elastic.node.rendezvous.state.round_codec import LatestRound, unpack
-from azureml_elastic.node.rendezvous.state.row_keys import LANDMARK_PREFIX, ROUND_KEY, is_landmark, member_key, node_of
+from azureml_elastic.node.rendezvous.state.row_keys import LANDMARK_PREFIX, ROUND_KEY, member_key, node_of
 from azureml_elastic.node.rendezvous.state.rows import Rows
 from azureml_elastic.node.rendezvous.state.run_key import RunKey
-from azureml_elastic.node.rendezvous.state.sealing import reopened
 from azureml_elastic.node.table.sqlite import SqliteTable
 from azureml_elastic.node.table.values import write_value
 
@@ -239,7 +239,7 @@ def test_too_many_nodes_fail_the_run_for_everyone_with_the_limit(table):
         where = {"round": 1, "host": "127.0.0.1", "hub_port": hub.getsockname()[1], "host_id": "h" * 5000}
         for number in range(100):
             member = Member(f"{number:063}", f"{number:012x}", **where)
-            table.insert(member.key, member.to_value())
+            table.insert(member_key(member.node), member.to_value())
         node = Rendezvous(table, "0", "127.0.0.1", 1, Limits(1, 3000), RendezvousTimings())
         with pytest.raises(RunFailed, match=r"A round of 10\d nodes .* at most 921,600.* Lower max_instance_count"):
             node.join()

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from azureml_elastic.config import RendezvousTimings
-from azureml_elastic.node.rendezvous.state.round import Limits, Round
+from azureml_elastic.node.core.round import Limits, Round
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY, member_key
 from tests.support.rendezvous.simulation import Cluster, Costs, Fault, Node, Write
 

@@ -10,7 +10,7 @@ from azureml_elastic.config import ElasticResources, NodePool, Plan, Replacement
 from azureml_elastic.config import environment as variables
 from azureml_elastic.config.plan import SubmittedNames
 from azureml_elastic.errors import JobRefused, PlanError, WorkspaceUnavailable
-from azureml_elastic.node.rendezvous.state.round import Member, Round
+from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
 from azureml_elastic.node.replacement.jobs import RunRecord
 from azureml_elastic.node.replacement.replacer import NodeReplacer

@@ -17,10 +17,10 @@ from urllib.request import getproxies, proxy_bypass
 
 from azureml_elastic.config import HealthPolicy
 from azureml_elastic.config.environment import LOCAL_ADDRESS
+from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.diagnostics.findings import Check, CheckRunner, Finding
 from azureml_elastic.node.host.addresses import format_address
 from azureml_elastic.node.rendezvous.reachability.reachability import describe_error
-from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
 from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
 from azureml_elastic.node.table import Table

@@ -8,6 +8,7 @@ the round, those that wait for an open round are sent which of them should seal 
 
 from __future__ import annotations
 
+import functools
 import logging
 import socket
 import threading
@@ -17,13 +18,13 @@ from typing import Any
 from azureml_elastic.ipc import Connection, Peer
 from azureml_elastic.ipc.agent_messages import BroadcastBody
 from azureml_elastic.ipc.shards import ShardDescription
+from azureml_elastic.node.core.pauses import PauseDetector
+from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub import messages
 from azureml_elastic.node.rendezvous.hub.inbox import FromMember
-from azureml_elastic.node.rendezvous.hub.pause_detection import PauseDetector
 from azureml_elastic.node.rendezvous.hub.state import HubState, HubView
 from azureml_elastic.node.rendezvous.hub.watchers import Watcher
-from azureml_elastic.node.rendezvous.state.round import Member, Round
 
 __all__ = ["Hub"]
 
@@ -67,7 +68,7 @@ class Hub:
         self._absent: set[str] = set()
         self._done: set[str] = set()
         self._was_given_up = False
-        self._pauses = PauseDetector(context.clock, context.tick)
+        self._pauses = PauseDetector(context.clock(), context.tick)
         self.port: int = listener.getsockname()[1]
         with self._lock:  # the first tick may come before this constructor has returned
             self._server = context.runtime.serve(
@@ -248,7 +249,9 @@ class Hub:
             if self._round is None or connection.state.get("round") != self._round.number:
                 return
             # Then the member lives, and forms the next round without this node.
-            given_up = node not in self._done and self._pauses.was_given_up(self._context.heartbeat_timeout)
+            given_up = node not in self._done and self._pauses.was_given_up(
+                self._context.heartbeat_timeout, self._context.clock()
+            )
             self._was_given_up = self._was_given_up or given_up
         if given_up:
             self._context.wake.set()
@@ -256,8 +259,9 @@ class Hub:
             self._lose([node])
 
     def _on_tick(self) -> None:
-        self._pauses.tick()
-        silence = self._pauses.silence
+        now = self._context.clock()
+        self._pauses.tick(now)
+        silence = functools.partial(self._pauses.silence, now=now)
         timeout = self._context.heartbeat_timeout
         join_timeout = self._context.timings.join_timeout.total_seconds()
         with self._lock:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from azureml_elastic.ipc import Connection, MessageClient, Peer
+from azureml_elastic.node.core.pauses import PauseDetector
+from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub import messages
 from azureml_elastic.node.rendezvous.hub.inbox import FromLeader
-from azureml_elastic.node.rendezvous.hub.pause_detection import PauseDetector
-from azureml_elastic.node.rendezvous.state.round import Member, Round
 
 __all__ = ["Link"]
 
@@ -55,7 +55,7 @@ class Link:
         timeout: float | None = None,
     ) -> None:
         self._context = context
-        self._pauses = PauseDetector(context.clock, context.tick)
+        self._pauses = PauseDetector(context.clock(), context.tick)
         self._last_received = context.clock()
         self._round = greeting.round
         self.answered = False
@@ -128,7 +128,7 @@ class Link:
         self._context.wake.set()
 
     def _on_close(self, connection: Connection) -> None:
-        self.was_given_up = self._pauses.was_given_up(self._context.heartbeat_timeout)
+        self.was_given_up = self._pauses.was_given_up(self._context.heartbeat_timeout, self._context.clock())
         self.refused = connection.refused
         self.broken = True
         self._context.wake.set()
@@ -136,7 +136,8 @@ class Link:
     def _on_tick(self) -> None:
         if self._client is None:
             return
-        self._pauses.tick()
+        now = self._context.clock()
+        self._pauses.tick(now)
         self.send(messages.Beat())
-        if self._pauses.silence(self._last_received) > self._context.heartbeat_timeout:
+        if self._pauses.silence(self._last_received, now) > self._context.heartbeat_timeout:
             self._client.connection.close("the hub is silent")

@@ -24,7 +24,7 @@ from pydantic import PlainSerializer, PlainValidator
 from azureml_elastic.ipc.agent_messages import BROADCASTS, REPORTS, BroadcastBody, ReportBody
 from azureml_elastic.ipc.message import Count, MessageCodec, Name, Text
 from azureml_elastic.ipc.shards import ShardDescription
-from azureml_elastic.node.rendezvous.state.round import Member, Round
+from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.state.round_codec import pack, unpack
 
 __all__ = [

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from azureml_elastic.ipc import Connection
+from azureml_elastic.node.core.round import Member, Round
+from azureml_elastic.node.core.sealing import candidates
 from azureml_elastic.node.rendezvous.hub.watchers import Watcher, Watchers
-from azureml_elastic.node.rendezvous.state.member_selection import candidates
-from azureml_elastic.node.rendezvous.state.round import Member, Round
 
 __all__ = ["HubState", "HubView", "SealQueue"]
 

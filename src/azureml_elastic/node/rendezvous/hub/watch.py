@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
+from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub.link import Link
 from azureml_elastic.node.rendezvous.hub.messages import RoundChanged, Watch
 from azureml_elastic.node.rendezvous.reachability.reachability import Reachability, is_unreachable
-from azureml_elastic.node.rendezvous.state.round import Member, Round
 
 __all__ = ["HubWatch"]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from azureml_elastic.ipc import Connection
-from azureml_elastic.node.rendezvous.state.round import Member, Round
+from azureml_elastic.node.core.round import Member, Round
 
 __all__ = ["Watcher", "Watchers"]
 

@@ -13,6 +13,7 @@ import socket
 from dataclasses import dataclass, replace
 
 from azureml_elastic.errors import TableUnavailable
+from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.host.addresses import format_address
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.join.sleeper import Sleeper
@@ -20,7 +21,6 @@ from azureml_elastic.node.rendezvous.membership import Membership
 from azureml_elastic.node.rendezvous.reachability.quorum_check import is_leader_unreachable, query_members
 from azureml_elastic.node.rendezvous.reachability.reachability import Reachability, UnreachablePair, is_unreachable
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
-from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.rendezvous.state.rows import Rows
 from azureml_elastic.node.rendezvous.table_heartbeat import StaleHeartbeat, TableHeartbeat
 

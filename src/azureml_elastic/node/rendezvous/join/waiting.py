@@ -14,19 +14,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from azureml_elastic.errors import TableUnavailable, ValueTooLarge
+from azureml_elastic.node.core.joining import MeetingPoints, ReadSchedule
+from azureml_elastic.node.core.round import Member, Round, has_gone_back, reopened
+from azureml_elastic.node.core.sealing import SealTimer, candidates, describe_partitions, drop_unresponsive, seal
 from azureml_elastic.node.host.addresses import format_address
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub.hub import Hub
 from azureml_elastic.node.rendezvous.hub.watch import HubWatch
-from azureml_elastic.node.rendezvous.join.meeting_point import MeetingPoints
-from azureml_elastic.node.rendezvous.join.read_schedule import ReadSchedule
 from azureml_elastic.node.rendezvous.join.sleeper import Sleeper
 from azureml_elastic.node.rendezvous.reachability.reachability import Reachability
-from azureml_elastic.node.rendezvous.state.lost_row import has_gone_back
-from azureml_elastic.node.rendezvous.state.member_selection import candidates, describe_partitions
-from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.rendezvous.state.rows import Roster, Rows
-from azureml_elastic.node.rendezvous.state.sealing import SealTimer, drop_unresponsive, reopened, seal
 from azureml_elastic.node.rendezvous.table_heartbeat import StaleHeartbeat, TableHeartbeat
 
 __all__ = ["JoinWaiter"]
@@ -79,7 +76,7 @@ class JoinWaiter:
         write_at = self.context.clock() + _WRITE_SECONDS
         self.hub.add_own_candidacy(round_, me)
         points = MeetingPoints(round_, me, known)
-        timer = SealTimer(round_, self.context.limits, self.context.timings, self.context.clock)
+        timer = SealTimer(round_, self.context.limits, self.context.timings)
         schedule = ReadSchedule(self.context.clock())
         rows: dict[str, Member] = {}
         while (newer := self.context.latest.after(round_)) is None:
@@ -93,7 +90,7 @@ class JoinWaiter:
                 written = self._write(round_, me)
                 continue
             if schedule.take_decision(self.context.clock()):
-                if timer.is_due(self._present(rows, points, me), me.node):
+                if timer.is_due(self._present(rows, points, me), me.node, self.context.clock()):
                     schedule.read_now(self.context.clock())
                 schedule.has_decided(self.context.clock(), timer.next_change)
             if schedule.should_read(self.context.clock()):
@@ -107,7 +104,7 @@ class JoinWaiter:
                     points.update(roster)
                     rows = {node: Member.from_value(value) for node, value in roster.items()}
                     present = self._present(rows, points, me, confirmed=True)
-                    if timer.is_due(present, me.node):
+                    if timer.is_due(present, me.node, self.context.clock()):
                         if (later := self.heartbeat.round()) >= round_.number:
                             return self._forward(self._wait_for_restored(round_, later))
                         return self._forward(

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from azureml_elastic.node.core.round import Member
 from azureml_elastic.node.host.addresses import format_address
-from azureml_elastic.node.rendezvous.state.round import Member
 
 __all__ = ["Reachability", "Target", "UnreachablePair", "describe_absence", "describe_error", "is_unreachable"]
 

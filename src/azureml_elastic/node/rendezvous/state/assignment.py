@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 
-from azureml_elastic.node.rendezvous.state.round import Round
+from azureml_elastic.node.core.round import Round
 
 __all__ = ["Assignment", "Status"]
 

@@ -13,7 +13,7 @@ import threading
 import zlib
 from functools import lru_cache
 
-from azureml_elastic.node.rendezvous.state.round import Round
+from azureml_elastic.node.core.round import Round
 
 __all__ = ["LatestRound", "pack", "unpack"]
 

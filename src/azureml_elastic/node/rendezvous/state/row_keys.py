@@ -14,7 +14,7 @@ there are few nodes, and it reads all rows.
 
 from __future__ import annotations
 
-import zlib
+from azureml_elastic.node.core.joining import is_landmark
 
 __all__ = [
     "ALL_PREFIX",
@@ -22,7 +22,6 @@ __all__ = [
     "MEMBER_PREFIX",
     "ROUND_KEY",
     "RUN_KEY",
-    "is_landmark",
     "member_key",
     "node_of",
 ]
@@ -40,13 +39,6 @@ LANDMARK_PREFIX = ROUND_KEY
 
 MEMBER_PREFIX = "round.1."
 """Prefix of the nodes that are not landmarks."""
-
-_ONE_IN = 32
-
-
-def is_landmark(node: str) -> bool:
-    """Return whether nodes prefer to meet at this node's hub."""
-    return zlib.crc32(node.encode("utf-8", "surrogatepass")) % _ONE_IN == 0
 
 
 def member_key(node: str) -> str:

@@ -9,8 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from azureml_elastic.errors import ElasticError, RowChanged, RowExists, TableError, TableUnavailable, ValueTooLarge
-from azureml_elastic.node.rendezvous.state.lost_row import describe_loss, has_gone_back, restored
-from azureml_elastic.node.rendezvous.state.round import Member, Round, require_member
+from azureml_elastic.node.core.round import Member, Round, describe_loss, has_gone_back, require_member, restored
 from azureml_elastic.node.rendezvous.state.round_codec import LatestRound
 from azureml_elastic.node.rendezvous.state.row_keys import (
     ALL_PREFIX,
@@ -171,8 +170,8 @@ class Rows:
             Whether it was written.
         """
         try:
-            while (etag := self._write(member.key, member.to_value(), self._member_etag, unless)) is None:
-                row = self._retry(self._table.get, member.key, unless=unless)
+            while (etag := self._write(member_key(member.node), member.to_value(), self._member_etag, unless)) is None:
+                row = self._retry(self._table.get, member_key(member.node), unless=unless)
                 self._member_etag = row.etag if row else None
         except TableUnavailable:
             return False

@@ -9,18 +9,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from azureml_elastic.config import RendezvousTimings
-from azureml_elastic.node.rendezvous.state.member_selection import candidates, is_quarantined, select_members
-from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
-from azureml_elastic.node.rendezvous.state.sealing import SealTimer, is_complete, seal
+from azureml_elastic.node.core.round import Limits, Member, Round
+from azureml_elastic.node.core.sealing import SealTimer, candidates, is_complete, is_quarantined, seal, select_members
 
 TIMINGS = RendezvousTimings(settle_timeout=10, rejoin_timeout=5, takeover_delay=1)
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def waiting(node: str, strikes: int = 0, number: int = 3) -> Member:
@@ -124,12 +116,12 @@ def test_without_strikes_the_first_in_rank_order_get_the_places(case):
 @given(case=rounds())
 def test_the_round_is_sealed_exactly_if_there_are_enough_nodes(case):
     round_, rows, limit = case
-    clock = Clock()
-    timers = {member.node: SealTimer(round_, limit, TIMINGS, clock) for member in rows}
+    now = 100.0
+    timers = {member.node: SealTimer(round_, limit, TIMINGS) for member in rows}
     sealers = []
     for _ in range(40):
-        sealers += [node for node, one in timers.items() if one.is_due(rows, node)]
-        clock.now += 1
+        sealers += [node for node, one in timers.items() if one.is_due(rows, node, now)]
+        now += 1
     assert bool(sealers) == (len(rows) >= limit.minimum)
     if sealers:
         assert sealers[0] == names(seal(round_, rows, limit).members)[0]
@@ -170,14 +162,14 @@ def test_a_quarantined_node_is_not_waited_for():
 
 
 def test_a_quarantined_node_does_not_replace_one_that_is_expected():
-    clock = Clock()
+    now = 100.0
     round_ = Round(number=3, previous=("a", "b"), expected=("a", "b"))
-    timer = SealTimer(round_, Limits(2, 2, 2), TIMINGS, clock)
+    timer = SealTimer(round_, Limits(2, 2, 2), TIMINGS)
     rows = [waiting("a"), waiting("b", 0, number=2), waiting("q", 2)]
-    assert not timer.is_due(rows, "a")
+    assert not timer.is_due(rows, "a", now)
     assert timer.next_change == pytest.approx(5)
-    clock.now += 5
-    assert timer.is_due(rows, "a"), "the quarantine does not end the run"
+    now += 5
+    assert timer.is_due(rows, "a", now), "the quarantine does not end the run"
 
 
 def test_strikes_are_part_of_the_rows():

@@ -8,14 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from azureml_elastic.ipc.agent_messages import Decision, Prepare, Vote
-from azureml_elastic.node.agent.step_boundary import BoundaryCoordinator, BoundaryVote
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from azureml_elastic.node.core.boundary import BoundaryCoordinator, BoundaryVote
 
 
 class Worker:
@@ -48,24 +41,23 @@ class Worker:
     speeds=st.lists(st.integers(0, 6), min_size=1, max_size=60),
 )
 def test_all_leave_at_one_step_that_all_have_completed(starts, speeds):
-    sent: list[Prepare | Decision] = []
-    clock = Clock()
     workers = {f"node-{k}": Worker(100 + start) for k, start in enumerate(starts)}
-    coordinator = BoundaryCoordinator(workers, sent.append, clock)
+    coordinator = BoundaryCoordinator(workers)
     pace = itertools.cycle(speeds)  # of all: gradients are averaged, so that nobody gets more than a step ahead
-    for _ in range(200):
-        clock.now += 0.1
+    for attempt in range(200):
         if coordinator.leaving:
             break
-        if not coordinator.busy:
-            coordinator.propose(workers["node-0"].step)
-        proposal = sent[-1]
+        now = 0.1 * attempt
+        assert not coordinator.is_busy(now)
+        proposal = coordinator.propose(workers["node-0"].step)
+        assert coordinator.is_busy(now)
         steps = next(pace)
+        answers = []
         for name, worker in workers.items():
             worker.advance(steps)
-            coordinator.take(name, worker.prepare(proposal))
-        decision = sent[-1]
-        assert isinstance(decision, Decision)
+            answers.append(coordinator.take(name, worker.prepare(proposal), now))
+        *early, decision = answers
+        assert early == [None] * (len(workers) - 1)
         steps = next(pace)
         for worker in workers.values():
             worker.decide(go=decision.go)
@@ -82,49 +74,41 @@ def vote(boundary: int = 1, **fields) -> Vote:
 
 
 def test_a_node_without_sessions_ends_the_attempt():
-    sent: list[Prepare | Decision] = []
-    coordinator = BoundaryCoordinator(["a", "b"], sent.append, Clock())
+    coordinator = BoundaryCoordinator(["a", "b"])
     coordinator.propose(5)
-    coordinator.take("a", vote())
-    coordinator.take("b", vote(ok=False, capable=False))
+    assert coordinator.take("a", vote(), 0.0) is None
+    assert coordinator.take("b", vote(ok=False, capable=False), 0.0) == Decision(1, go=False)
     assert coordinator.incapable
-    assert sent[-1] == Decision(1, go=False)
 
 
 def test_a_finished_worker_means_that_the_run_is_about_to_end():
-    coordinator = BoundaryCoordinator(["a"], lambda _: None, Clock())
+    coordinator = BoundaryCoordinator(["a"])
     coordinator.propose(5)
-    coordinator.take("a", vote(ok=False, finished=True))
+    coordinator.take("a", vote(ok=False, finished=True), 0.0)
     assert coordinator.finished
     assert not coordinator.leaving
 
 
 def test_workers_that_are_still_loading_do_not_push_the_step_away():
-    sent: list[Prepare | Decision] = []
-    clock = Clock()
-    coordinator = BoundaryCoordinator(["a"], sent.append, clock)
+    coordinator = BoundaryCoordinator(["a"])
     for number in range(1, 20):
-        coordinator.propose(0)
-        coordinator.take("a", vote(number, ok=False, step=0))
-        assert coordinator.busy
-        clock.now += 1
-        assert not coordinator.busy
-    assert [message.step for message in sent if isinstance(message, Prepare)] == [1] * 19
+        assert coordinator.propose(0).step == 1
+        coordinator.take("a", vote(number, ok=False, step=0), number)
+        assert coordinator.is_busy(number)
+        assert not coordinator.is_busy(number + 1)
 
 
 def test_late_answers_to_an_older_proposal_do_not_count():
-    coordinator = BoundaryCoordinator(["a"], lambda _: None, Clock())
+    coordinator = BoundaryCoordinator(["a"])
     coordinator.propose(5)
-    coordinator.take("a", vote(0))
+    assert coordinator.take("a", vote(0), 0.0) is None
     assert not coordinator.leaving
 
 
 def test_the_leaving_nodes_are_sent_to_everyone():
-    sent: list[Prepare | Decision] = []
-    coordinator = BoundaryCoordinator(["a"], sent.append, Clock())
+    coordinator = BoundaryCoordinator(["a"])
     coordinator.propose(5)
-    coordinator.take("a", vote(), ["b"])
-    assert sent[-1].leavers == ("b",)
+    assert coordinator.take("a", vote(), 0.0, ["b"]).leavers == ("b",)
 
 
 def test_a_ballot_waits_for_every_worker():

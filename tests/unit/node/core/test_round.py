@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from azureml_elastic.config import RendezvousTimings
-from azureml_elastic.node.failures.restart_policy import FailureRecord
+from azureml_elastic.node.core.failures import FailureRecord
+from azureml_elastic.node.core.round import Limits, Member, Round, reopened
+from azureml_elastic.node.core.sealing import SealTimer, candidates, is_complete, seal
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
-from azureml_elastic.node.rendezvous.state.member_selection import candidates
-from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
-from azureml_elastic.node.rendezvous.state.sealing import SealTimer, is_complete, reopened, seal
 
 FAILURE = FailureRecord("1234abcd ValueError: no (train.py:3 f)", "user", 5, "node-1", 1, 7, 2.5)
 TIMINGS = RendezvousTimings(settle_timeout=10, rejoin_timeout=5, takeover_delay=1)
@@ -25,13 +24,6 @@ def waiting(node: str, number: int = 1, slots: int = 1) -> Member:
 
 
 names = st.lists(st.sampled_from([f"node-{k}" for k in range(12)]), unique=True, max_size=12)
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @given(previous=names, present=names, strangers=names, data=st.data())
@@ -90,35 +82,35 @@ def test_fields_of_later_releases_are_ignored():
 
 
 def test_the_minimum_starts_at_once():
-    timer = SealTimer(Round(), Limits(2, 8), TIMINGS, Clock())
-    assert not timer.is_due([waiting("a")], "a")
-    assert timer.is_due([waiting("a"), waiting("b")], "a")
+    timer = SealTimer(Round(), Limits(2, 8), TIMINGS)
+    assert not timer.is_due([waiting("a")], "a", 100.0)
+    assert timer.is_due([waiting("a"), waiting("b")], "a", 100.0)
 
 
 def test_the_first_round_waits_for_nodes_that_still_import_up_to_the_timeout():
-    clock = Clock()
-    timer = SealTimer(Round(), Limits(1, 8), TIMINGS, clock)
+    now = 100.0
+    timer = SealTimer(Round(), Limits(1, 8), TIMINGS)
     rows = [waiting("a"), Member("b", "i", state="starting")]
-    assert not timer.is_due(rows, "a")
+    assert not timer.is_due(rows, "a", now)
     assert timer.next_change == pytest.approx(10)
-    clock.now += 9.9
-    assert not timer.is_due(rows, "a")
-    clock.now += 0.2
-    assert timer.is_due(rows, "a")
+    now += 9.9
+    assert not timer.is_due(rows, "a", now)
+    now += 0.2
+    assert timer.is_due(rows, "a", now)
 
 
 def test_a_full_round_waits_for_no_other_node():
-    timer = SealTimer(Round(), Limits(1, 1), TIMINGS, Clock())
-    assert timer.is_due([waiting("a"), Member("b", "i", state="starting")], "a")
+    timer = SealTimer(Round(), Limits(1, 1), TIMINGS)
+    assert timer.is_due([waiting("a"), Member("b", "i", state="starting")], "a", 100.0)
 
 
 def test_a_reopened_round_waits_for_the_survivors():
-    clock = Clock()
+    now = 100.0
     round_ = Round(number=2, previous=("a", "b"), expected=("a", "b"))
-    timer = SealTimer(round_, Limits(1, 3), TIMINGS, clock)
-    assert not timer.is_due([waiting("a", 2), waiting("b", 1)], "a")
-    clock.now += 5
-    assert timer.is_due([waiting("a", 2), waiting("b", 1)], "a")
+    timer = SealTimer(round_, Limits(1, 3), TIMINGS)
+    assert not timer.is_due([waiting("a", 2), waiting("b", 1)], "a", now)
+    now += 5
+    assert timer.is_due([waiting("a", 2), waiting("b", 1)], "a", now)
 
 
 def test_a_survivor_that_has_left_is_not_waited_for():
@@ -132,30 +124,30 @@ def test_the_next_round_waits_until_a_preempted_node_has_saved_and_left():
     sealed = Round(number=1, state="sealed", members=(waiting("a"), waiting("b")))
     round_ = reopened(sealed, "preempted: b", ["b"], finishing=["b"], finishing_seconds=25)
     round_ = Round.from_value(json.loads(json.dumps(round_.to_value())))
-    clock, rows = Clock(), [waiting("a", 2), waiting("b", 1)]
-    timer, late = (SealTimer(round_, Limits(1, 3), TIMINGS, clock) for _ in range(2))
-    assert not timer.is_due(rows, "a")
-    clock.now += 24
-    assert not timer.is_due(rows, "a")
+    now, rows = 100.0, [waiting("a", 2), waiting("b", 1)]
+    timer, late = (SealTimer(round_, Limits(1, 3), TIMINGS) for _ in range(2))
+    assert not timer.is_due(rows, "a", now)
+    now += 24
+    assert not timer.is_due(rows, "a", now)
     assert timer.next_change == pytest.approx(1)
-    assert timer.is_due([waiting("a", 2), Member("b", "i", state="left", round=1)], "a")
-    assert not late.is_due(rows, "a")
-    clock.now += 25
-    assert late.is_due(rows, "a"), "it has died before it could leave"
+    assert timer.is_due([waiting("a", 2), Member("b", "i", state="left", round=1)], "a", now)
+    assert not late.is_due(rows, "a", now)
+    now += 25
+    assert late.is_due(rows, "a", now), "it has died before it could leave"
 
 
 def test_the_next_candidate_seals_when_the_first_does_not():
-    clock = Clock()
+    now = 100.0
     rows = [waiting("a"), waiting("b"), waiting("c")]
-    second, third = (SealTimer(Round(), Limits(1, 3), TIMINGS, clock) for _ in range(2))
-    assert not second.is_due(rows, "b")
-    assert not third.is_due(rows, "c")
-    clock.now += 1
-    assert second.is_due(rows, "b")
-    assert not third.is_due(rows, "c")
-    clock.now += 1
-    assert third.is_due(rows, "c")
+    second, third = (SealTimer(Round(), Limits(1, 3), TIMINGS) for _ in range(2))
+    assert not second.is_due(rows, "b", now)
+    assert not third.is_due(rows, "c", now)
+    now += 1
+    assert second.is_due(rows, "b", now)
+    assert not third.is_due(rows, "c", now)
+    now += 1
+    assert third.is_due(rows, "c", now)
 
 
 def test_a_node_that_is_no_candidate_does_not_seal():
-    assert not SealTimer(Round(), Limits(1, 3), TIMINGS, Clock()).is_due([waiting("a")], "b")
+    assert not SealTimer(Round(), Limits(1, 3), TIMINGS).is_due([waiting("a")], "b", 100.0)

@@ -8,19 +8,35 @@ by compare-and-swap::
 The node that will be rank 0 seals an open round with one write, which carries all members and the address of rank 0's
 store; if it does not, the next candidate does. Clocks of different machines are never compared: each duration is
 measured on one node's monotonic clock.
+
+The row may also go back in time, or be gone. A failover of the storage may lose the last writes, and a table may be
+cleaned or made again while nodes are in a round. A node that has read, written or received a version of the row, and
+then reads an older one, writes the row again with a higher number than any that it knows, by the same compare-and-swap
+as any other change. All nodes join that round. A node of a later round that finds this one does the same, so the
+highest number of all living nodes remains.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, asdict, dataclass, replace
 from dataclasses import fields as fields_of
 from typing import Any, Literal
 
-from azureml_elastic.node.failures.restart_policy import FailureRecord, read_records
-from azureml_elastic.node.rendezvous.state.row_keys import member_key
+from azureml_elastic.node.core.failures import FailureRecord, aged, read_records
 
-__all__ = ["Limits", "Member", "Round", "RoundState", "require_member"]
+__all__ = [
+    "Limits",
+    "Member",
+    "Round",
+    "RoundState",
+    "describe_loss",
+    "has_gone_back",
+    "is_same_round",
+    "reopened",
+    "require_member",
+    "restored",
+]
 
 RoundState = Literal["open", "sealed", "succeeded", "failed"]
 MemberState = Literal["starting", "waiting", "left"]
@@ -77,11 +93,6 @@ class Member:
     strikes: int = 0
     unreached: tuple[str, ...] = ()
     data_port: int = 0
-
-    @property
-    def key(self) -> str:
-        """The key of this member's row."""
-        return member_key(self.node)
 
     def to_value(self) -> dict[str, Any]:
         """Return the row's value."""
@@ -186,6 +197,83 @@ class Round:
         if other is None:
             return True
         return (self.number, _ORDER.index(self.state)) > (other.number, _ORDER.index(other.state))
+
+
+def reopened(
+    round_: Round,
+    reason: str,
+    lost: Iterable[str] = (),
+    waiting: Iterable[str] = (),
+    *,
+    finishing: Iterable[str] = (),
+    finishing_seconds: float = 0.0,
+    failures: tuple[FailureRecord, ...] = (),
+    seconds: float = 0.0,
+    round_failed: bool = False,
+) -> Round:
+    """Return the open round after a sealed one.
+
+    Args:
+        round_: sealed round that ends.
+        reason: why it ends.
+        lost: members that will not go on.
+        waiting: spares, which the next round waits for; one may have the name of a lost member.
+        finishing: those of the lost nodes whose workers may still save.
+        finishing_seconds: seconds for which the next round waits until these have left.
+        failures: failures of the run with the one that ends the round; by default those of the round, aged by its
+            duration.
+        seconds: duration of the round on the clock of the node that ends it; 0 for a node that was not a member.
+        round_failed: whether the round ends because its nodes could not connect to each other.
+    """
+    gone = set(lost)
+    survivors = tuple(member.node for member in round_.members if member.node not in gone)
+    return Round(
+        number=round_.number + 1,
+        previous=survivors,
+        expected=survivors + tuple(node for node in waiting if node not in survivors),
+        finishing=tuple(sorted(finishing)),
+        finishing_seconds=finishing_seconds,
+        failures=failures or aged(round_.failures, seconds),
+        losses=round_.losses + bool(gone or failures),
+        seconds=round_.seconds + seconds,
+        failed_rounds=round_.failed_rounds + 1 if round_failed else 0,
+        reason=reason,
+    )
+
+
+def has_gone_back(row: Round, known: Round | None) -> bool:
+    """Return whether the row holds an older version than one that was known before it was read."""
+    return known is not None and known.is_newer_than(row)
+
+
+def describe_loss(row: Round, known: Round) -> str:
+    """Return the reason of the round that replaces the lost one."""
+    is_gone = row == Round()
+    found = "is gone" if is_gone else f"went back to round {row.number} ({row.state})"
+    return f"the table's row of round {known.number} ({known.state}) {found}"
+
+
+def restored(row: Round, known: Round) -> Round:
+    """Return the version to write in place of an older one: the next open round, or the end of the run once more.
+
+    Args:
+        row: version that the table holds.
+        known: newest version that this node knows.
+    """
+    if known.closed:
+        return known
+    reason = describe_loss(row, known)
+    if known.state == "sealed":
+        return reopened(known, reason)
+    # Another node may have sealed it, and that version may be lost, too.
+    return replace(known, number=known.number + 1, reason=reason)
+
+
+def is_same_round(row: Round, mine: Round) -> bool:
+    """Return whether the row still holds this sealed round, and not another one of the same number."""
+    if (row.number, row.state) != (mine.number, mine.state):
+        return False
+    return [member.incarnation for member in row.members] == [member.incarnation for member in mine.members]
 
 
 def require_member(value: Mapping[str, Any]) -> None:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from azureml_elastic.config import ElasticDistribution, RendezvousTimings, TableRendezvous
 from azureml_elastic.config.exit_codes import AGENT_LOST, PREEMPTED, UNHEALTHY, of_failed_run
-from azureml_elastic.node.failures.restart_decision import SUMMARIES, closing_message
-from azureml_elastic.node.failures.restart_policy import (
+from azureml_elastic.node.core.failures import (
     MAX_RECORDS,
     FailureRecord,
     RestartDecision,
@@ -21,8 +20,8 @@ from azureml_elastic.node.failures.restart_policy import (
     decide_restart,
     read_records,
 )
-from azureml_elastic.node.rendezvous.state.round import Member, Round
-from azureml_elastic.node.rendezvous.state.sealing import reopened
+from azureml_elastic.node.core.round import Member, Round, reopened
+from azureml_elastic.node.failures.restart_decision import SUMMARIES, closing_message
 
 HOUR = 3600.0
 KINDS = sorted(SUMMARIES.keys() - {"nonfinite"})

@@ -9,8 +9,7 @@ round).
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from azureml_elastic.ipc.agent_interface import Action
@@ -61,19 +60,10 @@ class BoundaryCoordinator:
 
     Args:
         members: names of the round's nodes.
-        broadcast: sends a message to every member's agent.
-        clock: returns monotonic seconds.
     """
 
-    def __init__(
-        self,
-        members: Iterable[str],
-        broadcast: Callable[[Prepare | Decision], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, members: Iterable[str]) -> None:
         self._members = frozenset(members)
-        self._broadcast = broadcast
-        self._clock = clock
         self._number = 0
         self._margin = _FIRST_MARGIN
         self._pending = False
@@ -88,45 +78,45 @@ class BoundaryCoordinator:
         self.leaving = False
         """Whether all workers are about to leave at a step."""
 
-    @property
-    def busy(self) -> bool:
-        """Whether a proposal is under way, or the next one has to wait."""
-        return self._pending or self._clock() < self._not_before
+    def is_busy(self, now: float) -> bool:
+        """Return whether a proposal is under way, or the next one has to wait; ``now`` is in monotonic seconds."""
+        return self._pending or now < self._not_before
 
-    def propose(self, step: int, action: Action = "leave") -> None:
-        """Propose that all workers do something soon after ``step``, the last one that a local worker has completed.
+    def propose(self, step: int, action: Action = "leave") -> Prepare:
+        """Return the proposal, for the agents of all members, that workers do something soon after a step.
 
         Args:
-            step: see above.
+            step: last step that a local worker has completed.
             action: ``leave`` after a checkpoint, or ``rejoin`` with the state in memory.
         """
         self._number += 1
         self._pending = True
         self._answers = {}
         self._step = max(step, self._seen) + self._margin
-        self._broadcast(Prepare(self._number, self._step, action))
+        return Prepare(self._number, self._step, action)
 
-    def take(self, node: str, vote: Vote, leavers: Sequence[str] = ()) -> None:
-        """Record a node's vote, and broadcast the decision after the last one.
+    def take(self, node: str, vote: Vote, now: float, leavers: Sequence[str] = ()) -> Decision | None:
+        """Record a node's vote; return the decision, for the agents of all members, after the last one.
 
         Args:
             node: name of the node.
             vote: its vote.
+            now: monotonic seconds.
             leavers: nodes that will not be in the next round, for the decision.
         """
         if not self._pending or vote.boundary != self._number:
-            return
+            return None
         self.finished = self.finished or vote.finished
         self._answers[node] = vote
         if not self._members <= self._answers.keys():
-            return
+            return None
         self._pending = False
         replies = self._answers.values()
         self.incapable = not all(reply.capable for reply in replies)
         self._seen = max(self._seen, *(reply.step for reply in replies))
         self.leaving = all(reply.ok for reply in replies)
-        self._broadcast(Decision(self._number, self.leaving, tuple(leavers)))
         if not self.leaving:
-            self._not_before = self._clock() + _RETRY_SECONDS
+            self._not_before = now + _RETRY_SECONDS
             if self._seen >= self._step:
                 self._margin = min(_LARGEST_MARGIN, self._margin * 2)
+        return Decision(self._number, self.leaving, tuple(leavers))

@@ -1,0 +1,211 @@
+"""Decisions about an open round: with which members it is sealed, by strikes and reachability, and when.
+
+A round with its minimum is sealed at once, unless nodes are known to be coming.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+from azureml_elastic.config import RendezvousTimings
+from azureml_elastic.node.core.round import Limits, Member, Round
+
+__all__ = [
+    "SealTimer",
+    "candidates",
+    "describe_partitions",
+    "drop_unresponsive",
+    "is_complete",
+    "is_quarantined",
+    "partitioned_nodes",
+    "seal",
+    "select_members",
+]
+
+
+def candidates(round_: Round, members: Iterable[Member]) -> list[Member]:
+    """Return the nodes that want to be in the open round, in the order of the ranks that they would get.
+
+    Members of the round before keep their order, so that rank 0 and its memory stay where they are. Others follow by
+    name.
+    """
+    ranks = {node: rank for rank, node in enumerate(round_.previous)}
+    waiting = [member for member in members if member.state == "waiting" and member.round == round_.number]
+    return sorted(waiting, key=lambda member: (ranks.get(member.node, len(ranks)), member.node))
+
+
+def is_quarantined(member: Member, limits: Limits) -> bool:
+    """Return whether the member's host has so many strikes that it is a member only where the minimum needs it."""
+    return limits.quarantine is not None and member.strikes >= limits.quarantine
+
+
+def partitioned_nodes(ranked: Sequence[Member]) -> dict[str, int]:
+    """Return the nodes to leave out so that all others reach each other, each with the number of nodes it cannot reach.
+
+    The node that is cut off from most others is left out first, among equals the one with the last rank. So a node that
+    is cut off from all others is left out itself, whichever side noticed it.
+
+    Args:
+        ranked: candidates in the order of ranks, each node once.
+    """
+    if not any(member.unreached for member in ranked):
+        return {}
+    names = {member.incarnation: member.node for member in ranked}
+    unreachable: dict[str, set[str]] = {member.node: set() for member in ranked}
+    for member in ranked:
+        for incarnation in member.unreached:
+            peer = names.get(incarnation, member.node)
+            if peer != member.node:
+                unreachable[member.node].add(peer)
+                unreachable[peer].add(member.node)
+    removed: dict[str, int] = {}
+    order = [member.node for member in reversed(ranked)]
+    while (worst := max(order, key=lambda node: len(unreachable[node]), default=None)) and unreachable[worst]:
+        removed[worst] = len(unreachable[worst])
+        for peer in unreachable.pop(worst):
+            unreachable[peer].discard(worst)
+        order.remove(worst)
+    return removed
+
+
+def select_members(ranked: Sequence[Member], survivors: Collection[str], limits: Limits) -> list[Member]:
+    """Return the members of the round that is sealed with these candidates, in rank order.
+
+    - Above the maximum, candidates with fewer strikes are preferred, a spare even to a survivor: the workers are
+      restarted in any case, and a host that broke one round is likelier to break the next. Among equals the order of
+      ranks decides, which prefers survivors.
+    - One survivor is kept where there is more than one place, because it holds the newest state in memory.
+    - Quarantined and partitioned nodes become members only where the minimum is not reached without them, those that
+      are cut off from fewest first, then those with the fewest strikes. They get the last ranks, because the loss of
+      rank 0's node costs most.
+
+    Args:
+        ranked: candidates in the order of ranks, each node once.
+        survivors: nodes of the round before.
+        limits: node counts and quarantine threshold.
+    """
+    accepted = [member for member in ranked if not is_quarantined(member, limits)]
+    partitioned = partitioned_nodes(accepted)
+    fit = sorted((each for each in accepted if each.node not in partitioned), key=lambda member: member.strikes)
+    fit_names = {member.node for member in fit}
+    unfit = sorted(
+        (member for member in ranked if member.node not in fit_names),
+        key=lambda member: (partitioned.get(member.node, 0), member.strikes),
+    )
+    taken, left = fit[: limits.maximum], fit[limits.maximum :]
+    survivor = next((member for member in left if member.node in survivors), None)
+    if survivor is not None and limits.maximum > 1 and not any(member.node in survivors for member in taken):
+        taken[-1] = survivor
+    names = {member.node for member in taken}
+    return [member for member in ranked if member.node in names] + unfit[: max(0, limits.minimum - len(taken))]
+
+
+def describe_partitions(ranked: Sequence[Member], sealed: Collection[str]) -> list[str]:
+    """Return a text for each partitioned candidate: whether it is among ``sealed``, and which nodes it cannot reach."""
+    texts = []
+    for node in partitioned_nodes(ranked):
+        own = next(member for member in ranked if member.node == node)
+        concerned = [member for member in ranked if member is own or own.incarnation in member.unreached]
+        reasons = [member.reason for member in concerned if member.reason]
+        more = f" (and {len(reasons) - 1} similar reports)" if len(reasons) > 1 else ""
+        texts.append(f"{'with' if node in sealed else 'without'} {node}: {reasons[-1] if reasons else ''}{more}")
+    return texts
+
+
+def is_complete(round_: Round, members: Sequence[Member], limits: Limits) -> bool:
+    """Return whether no further node needs to be waited for, given that the minimum is present.
+
+    That is so when the maximum is present, or every node that is known to be coming is: in the first round the nodes
+    that have announced themselves and still import, later the survivors of the round before. Quarantined and
+    partitioned nodes are not waited for, and do not count towards the maximum. If the minimum is reached only with
+    nodes that cannot reach each other, any other node is waited for.
+    """
+    ranked = candidates(round_, members)
+    present = {member.node for member in ranked}
+    partitioned = partitioned_nodes(ranked)
+    needed = partitioned and len(present) < limits.maximum and select_members(ranked, round_.previous, limits)
+    if needed and any(member.node in partitioned for member in needed):
+        return False
+    excluded = {member.node for member in members if is_quarantined(member, limits)} | partitioned.keys()
+    if len(present - excluded) >= limits.maximum:
+        return True
+    if round_.number == 1:
+        coming = {member.node for member in members if member.state == "starting"}
+    else:
+        coming = set(round_.expected) - {member.node for member in members if member.state == "left"}
+    return coming - excluded <= present
+
+
+class SealTimer:
+    """Decides when this node seals the open round.
+
+    A round with its minimum is sealed at once, unless nodes are known to be coming, which are waited for up to
+    ``settle_timeout`` or ``rejoin_timeout``, or preempted ones still save what the next round continues from. The node
+    that will be rank 0 seals; if it does not, each next candidate does ``takeover_delay`` later.
+
+    Args:
+        round_: open round.
+        limits: node counts.
+        timings: settle and rejoin timeout, takeover delay.
+
+    Attributes:
+        next_change: seconds until time alone may change the decision.
+    """
+
+    def __init__(self, round_: Round, limits: Limits, timings: RendezvousTimings) -> None:
+        self._round = round_
+        self._limits = limits
+        self._takeover = timings.takeover_delay.total_seconds()
+        first = round_.number == 1
+        self._timeout = (timings.settle_timeout if first else timings.rejoin_timeout).total_seconds()
+        self._minimum_since: float | None = None
+        self._ready_since: float | None = None
+        self.next_change = float("inf")
+
+    def is_due(self, members: Sequence[Member], me: str, now: float) -> bool:
+        """Return whether the node ``me`` seals the round, given the present rows and the time in monotonic seconds."""
+        ranked = candidates(self._round, members)
+        inside = [member.node for member in select_members(ranked, self._round.previous, self._limits)]
+        # Candidates without a place come last in the order, for the case that all others have died.
+        outside = {member.node for member in ranked}.difference(inside)
+        names = inside + [member.node for member in ranked if member.node in outside]
+        self.next_change = float("inf")
+        if len(inside) < self._limits.minimum or me not in names:
+            self._minimum_since = self._ready_since = None
+            return False
+        if self._minimum_since is None:
+            self._minimum_since = now
+        timeout = 0.0 if is_complete(self._round, members, self._limits) else self._timeout
+        if set(self._round.finishing) - {member.node for member in members if member.state == "left"}:
+            timeout = max(timeout, self._round.finishing_seconds)
+        left = self._minimum_since + timeout - now
+        if left > 0:
+            self._ready_since = None
+            self.next_change = left
+            return False
+        if self._ready_since is None:
+            self._ready_since = now
+        turn = self._ready_since + names.index(me) * self._takeover - now
+        self.next_change = max(turn, 0.0)
+        return turn <= 0
+
+
+def drop_unresponsive(round_: Round, members: Iterable[Member], me: str, limits: Limits) -> list[Member]:
+    """Return the rows without the candidates before ``me`` in the order of ranks, which should have sealed but did not.
+
+    They are dead, hang or are slow, and would get the first ranks, on which all others depend. A candidate that is only
+    slow becomes a spare, for which the round makes room. All are kept where the minimum is not reached without them.
+    """
+    rows = list(members)
+    names = [member.node for member in candidates(round_, rows)]
+    passed = set(names[: names.index(me)] if me in names else names)
+    others = [member for member in rows if member.node not in passed]
+    enough = len(select_members(candidates(round_, others), round_.previous, limits)) >= limits.minimum
+    return others if enough else rows
+
+
+def seal(round_: Round, members: Iterable[Member], limits: Limits) -> Round:
+    """Return the round sealed with the members that are selected from these rows."""
+    selected = select_members(candidates(round_, members), round_.previous, limits)
+    return replace(round_, state="sealed", members=tuple(selected))
