@@ -23,8 +23,8 @@ from azureml_elastic.ipc.shards import ShardDescription
 from azureml_elastic.ipc.worker_messages import Accepted, ReplicateShard
 from azureml_elastic.node.agent.shard_receiver import ShardReceiver
 from azureml_elastic.node.agent.shard_sender import ShardSender
+from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.round import Member
-from azureml_elastic.node.rendezvous.hub import messages
 
 TIMES = 7
 PIECE_BYTES = 1 << 26

@@ -17,7 +17,7 @@ from azureml_elastic.ipc.tls import ServerCertificate
 from azureml_elastic.ipc.tls import connect as connect_tls
 from azureml_elastic.ipc.worker_messages import Accepted, HeldShards, ReplicateShard
 from azureml_elastic.node.agent.shard_sender import ShardSender
-from azureml_elastic.node.rendezvous.hub import messages
+from azureml_elastic.node.core import messages
 from tests.support.rendezvous.sealed_run import SHARD_SECONDS, SHARD_TRANSFERS, Run, encoded
 from tests.support.shards import describe, memory_of
 from tests.support.waiting import until

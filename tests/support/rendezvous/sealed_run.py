@@ -12,8 +12,8 @@ from azureml_elastic.config import RendezvousTimings, TableRendezvous
 from azureml_elastic.ipc import MessageClient
 from azureml_elastic.ipc.authentication import Authenticator, Peer
 from azureml_elastic.node.agent.shard_receiver import ShardReceiver
+from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.round import Limits
-from azureml_elastic.node.rendezvous.hub import messages
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY, RUN_KEY
 from azureml_elastic.node.table import open_table

@@ -32,6 +32,7 @@ from azureml_elastic.node.agent.peer_messages import PeerMessenger
 from azureml_elastic.node.agent.worker_group import WorkerGroup
 from azureml_elastic.node.agent.worker_processes import Workers
 from azureml_elastic.node.core.hangs import Hang
+from azureml_elastic.node.core.messages import Done, Report
 from azureml_elastic.node.failures.classification import FailedWorker, Failure, hang_failure, root_cause
 from azureml_elastic.node.failures.host_strikes import HostStrikes, faulty_members, incident_id, worker_fault
 from azureml_elastic.node.failures.restart_decision import apply_restart_policy
@@ -42,7 +43,6 @@ from azureml_elastic.node.hangs.stack_report import StackReporter
 from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
 from azureml_elastic.node.preload.state_lookups import read_lookups
-from azureml_elastic.node.rendezvous.hub.messages import Done, Report
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.assignment import Assignment, Status
 from azureml_elastic.node.rendezvous.store_process import RemoteStore, RoundStore, enter, open_round_store

@@ -26,8 +26,8 @@ from azureml_elastic.errors import ElasticError, MissingExtra
 from azureml_elastic.ipc import Connection
 from azureml_elastic.ipc.message_stream import MessageStream
 from azureml_elastic.ipc.shards import ShardDescription
+from azureml_elastic.node.core import messages
 from azureml_elastic.node.host.memory import available_memory
-from azureml_elastic.node.rendezvous.hub import messages
 
 if TYPE_CHECKING:
     from azureml_elastic.ipc.tls import ServerCertificate

@@ -16,8 +16,8 @@ from azureml_elastic.ipc.message_stream import MessageStream
 from azureml_elastic.ipc.shards import ShardDescription
 from azureml_elastic.ipc.worker_messages import Accepted, Refused, ReplicateShard, Reply
 from azureml_elastic.node.agent.shard_receiver import MAX_TRANSFERS, PIECE_BYTES, TIMEOUT_SECONDS
+from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.round import Member
-from azureml_elastic.node.rendezvous.hub import messages
 
 __all__ = ["ShardSender"]
 

@@ -9,7 +9,7 @@ from azureml_elastic.ipc import Authenticator, Peer
 from azureml_elastic.node.core.round import Limits
 from azureml_elastic.node.rendezvous.hub.inbox import Inbox
 from azureml_elastic.node.rendezvous.runtime import Runtime
-from azureml_elastic.node.rendezvous.state.round_codec import LatestRound
+from azureml_elastic.node.rendezvous.state.latest_round import LatestRound
 
 __all__ = ["Context"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import socket
 
 from azureml_elastic.node.core.failures import FailureRecord, aged
+from azureml_elastic.node.core.messages import Hello, Message
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub.link import Link
-from azureml_elastic.node.rendezvous.hub.messages import Hello, Message
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
 
 __all__ = ["Membership"]

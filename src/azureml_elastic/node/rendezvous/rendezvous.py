@@ -18,14 +18,14 @@ from azureml_elastic.errors import RunFailed, RunSucceeded, TableUnavailable
 from azureml_elastic.ipc import Connection, Peer
 from azureml_elastic.ipc.shards import ShardDescription
 from azureml_elastic.ledger import events
+from azureml_elastic.node.core.hub_state import HubView
 from azureml_elastic.node.core.joining import is_landmark
+from azureml_elastic.node.core.messages import Unreachable
 from azureml_elastic.node.core.round import Limits, Member, Round, is_same_round, reopened
 from azureml_elastic.node.host.addresses import Ports, format_address, listening_address
 from azureml_elastic.node.host.identity import new_incarnation
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub.hub import Hub
-from azureml_elastic.node.rendezvous.hub.messages import Unreachable
-from azureml_elastic.node.rendezvous.hub.state import HubView
 from azureml_elastic.node.rendezvous.hub.watch import HubWatch
 from azureml_elastic.node.rendezvous.join.entering import LeaderLostError, RoundEntry
 from azureml_elastic.node.rendezvous.join.sleeper import Sleeper

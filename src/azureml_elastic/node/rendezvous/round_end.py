@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from azureml_elastic.errors import TableError
 from azureml_elastic.node.core.failures import FailureRecord
+from azureml_elastic.node.core.messages import RoundChanged
 from azureml_elastic.node.core.round import Member, Round, reopened
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub.hub import Hub
-from azureml_elastic.node.rendezvous.hub.messages import RoundChanged
 from azureml_elastic.node.rendezvous.hub.watch import HubWatch
 from azureml_elastic.node.rendezvous.membership import Membership
 from azureml_elastic.node.rendezvous.reachability.reachability import Reachability, describe_absence

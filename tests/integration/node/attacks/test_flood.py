@@ -14,7 +14,7 @@ import pytest
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc.unauthenticated import HANDSHAKE_SECONDS
-from azureml_elastic.node.rendezvous.hub import messages
+from azureml_elastic.node.core import messages
 from tests.support.flood import flood
 from tests.support.waiting import until
 

@@ -21,8 +21,8 @@ import pytest
 from azureml_elastic.ipc import MessageClient
 from azureml_elastic.ipc.authentication import Authenticator, Peer
 from azureml_elastic.ipc.unauthenticated import HANDSHAKE_SECONDS
+from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.round import Member, Round
-from azureml_elastic.node.rendezvous.hub import messages
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.row_keys import RUN_KEY
 from tests.support.descriptors import no_free_descriptor

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from azureml_elastic.errors import RowChanged, RowExists, TableError, TableForbidden, TableNotFound, TableUnavailable
 from azureml_elastic.node.azure.credentials import TableCredential
 from azureml_elastic.node.core.round import Member, Round
-from azureml_elastic.node.rendezvous.state.round_codec import LatestRound
+from azureml_elastic.node.rendezvous.state.latest_round import LatestRound
 from azureml_elastic.node.rendezvous.state.rows import Rows
 from azureml_elastic.node.rendezvous.state.run_key import RunKey
 from azureml_elastic.node.table import Row

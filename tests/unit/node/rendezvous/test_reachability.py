@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from azureml_elastic.config import RendezvousTimings, TableRendezvous
 from azureml_elastic.errors import UsageError
+from azureml_elastic.node.core.messages import Watch
 from azureml_elastic.node.core.round import Limits, Member, Round
 from azureml_elastic.node.core.sealing import (
     describe_partitions,
@@ -27,7 +28,6 @@ from azureml_elastic.node.core.sealing import (
 )
 from azureml_elastic.node.host.addresses import Ports
 from azureml_elastic.node.rendezvous.hub.link import Link
-from azureml_elastic.node.rendezvous.hub.messages import Watch
 from azureml_elastic.node.rendezvous.reachability.probing import peers_to_probe
 from azureml_elastic.node.rendezvous.reachability.quorum_check import is_leader_unreachable, query_members
 from azureml_elastic.node.rendezvous.reachability.reachability import (

@@ -14,10 +14,10 @@ from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.errors import RunFailed, TableForbidden, TableNotFound, TableUnavailable, ValueTooLarge
 from azureml_elastic.ipc.line_codec import MAX_LINE, encode
 from azureml_elastic.node.core.joining import is_landmark
+from azureml_elastic.node.core.messages import CODEC, RoundChanged, unpack
 from azureml_elastic.node.core.round import Limits, Member, Round, reopened
-from azureml_elastic.node.rendezvous.hub.messages import CODEC, RoundChanged
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
-from azureml_elastic.node.rendezvous.state.round_codec import LatestRound, unpack
+from azureml_elastic.node.rendezvous.state.latest_round import LatestRound
 from azureml_elastic.node.rendezvous.state.row_keys import LANDMARK_PREFIX, ROUND_KEY, member_key, node_of
 from azureml_elastic.node.rendezvous.state.rows import Rows
 from azureml_elastic.node.rendezvous.state.run_key import RunKey

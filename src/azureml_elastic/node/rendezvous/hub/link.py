@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from azureml_elastic.ipc import Connection, MessageClient, Peer
+from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.pauses import PauseDetector
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.context import Context
-from azureml_elastic.node.rendezvous.hub import messages
 from azureml_elastic.node.rendezvous.hub.inbox import FromLeader
 
 __all__ = ["Link"]

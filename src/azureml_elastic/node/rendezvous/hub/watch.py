@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
+from azureml_elastic.node.core.messages import RoundChanged, Watch
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub.link import Link
-from azureml_elastic.node.rendezvous.hub.messages import RoundChanged, Watch
 from azureml_elastic.node.rendezvous.reachability.reachability import Reachability, is_unreachable
 
 __all__ = ["HubWatch"]

@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from azureml_elastic.ipc import Connection, Peer
+from azureml_elastic.node.core.messages import CODEC, LeaderAnswer, LeaderQuery
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.context import Context
-from azureml_elastic.node.rendezvous.hub.messages import CODEC, LeaderAnswer, LeaderQuery
 
 __all__ = ["is_leader_unreachable", "query_members"]
 

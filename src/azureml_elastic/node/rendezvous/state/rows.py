@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from azureml_elastic.errors import ElasticError, RowChanged, RowExists, TableError, TableUnavailable, ValueTooLarge
 from azureml_elastic.node.core.round import Member, Round, describe_loss, has_gone_back, require_member, restored
-from azureml_elastic.node.rendezvous.state.round_codec import LatestRound
+from azureml_elastic.node.rendezvous.state.latest_round import LatestRound
 from azureml_elastic.node.rendezvous.state.row_keys import (
     ALL_PREFIX,
     LANDMARK_PREFIX,

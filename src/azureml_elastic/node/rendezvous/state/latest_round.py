@@ -1,4 +1,4 @@
-"""Rounds in messages between nodes, so that a node which receives one need not read the table.
+"""The newest version of the round that a node knows, so that a node which receives one need not read the table.
 
 A node acts at once on a received round that follows the one that it knows: the seal of an open round, or the next
 open round. Every node may write either of them, and repeating a round costs one restart. Any other received round, one
@@ -7,46 +7,11 @@ that is closed or leaves out a round, is only the reason to read the row.
 
 from __future__ import annotations
 
-import base64
-import json
 import threading
-import zlib
-from functools import lru_cache
 
 from azureml_elastic.node.core.round import Round
 
-__all__ = ["LatestRound", "pack", "unpack"]
-
-
-_MAX_BYTES = 8 << 20
-"""Longest row in bytes: more than the table takes, so that a short text cannot fill the memory."""
-
-
-@lru_cache(maxsize=4)  # the same round goes to the node's own hub and to another one
-def pack(round_: Round) -> str:
-    """Return the round as text for a message.
-
-    A thousand members are 200 KB of JSON, which a hub would encode for each of a thousand nodes; a compressed text
-    without characters to escape costs almost nothing.
-    """
-    return base64.b64encode(zlib.compress(json.dumps(round_.to_value(), separators=(",", ":")).encode(), 1)).decode()
-
-
-@lru_cache(maxsize=8)  # the same round arrives from several hubs
-def unpack(text: str) -> Round:
-    """Return the round that :func:`pack` has packed.
-
-    Raises:
-        ValueError: the text is not a packed round.
-    """
-    try:
-        stream = zlib.decompressobj()
-        data = stream.decompress(base64.b64decode(text, validate=True), _MAX_BYTES)
-        if stream.eof:
-            return Round.from_value(json.loads(data))
-    except (zlib.error, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{text[:40]!r} is no packed round: {error}") from error
-    raise ValueError(f"{text[:40]!r} is no packed round: it is cut off, or longer than {_MAX_BYTES} bytes")
+__all__ = ["LatestRound"]
 
 
 class LatestRound:

@@ -16,7 +16,11 @@ The sender's name and incarnation are those that it has proved in the connection
 
 from __future__ import annotations
 
+import base64
+import json
+import zlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated
 
 from pydantic import PlainSerializer, PlainValidator
@@ -25,7 +29,6 @@ from azureml_elastic.ipc.agent_messages import BROADCASTS, REPORTS, BroadcastBod
 from azureml_elastic.ipc.message import Count, MessageCodec, Name, Text
 from azureml_elastic.ipc.shards import ShardDescription
 from azureml_elastic.node.core.round import Member, Round
-from azureml_elastic.node.rendezvous.state.round_codec import pack, unpack
 
 __all__ = [
     "CODEC",
@@ -49,7 +52,39 @@ __all__ = [
     "ShardRefused",
     "Unreachable",
     "Watch",
+    "pack",
+    "unpack",
 ]
+
+_MAX_BYTES = 8 << 20
+"""Longest row in bytes: more than the table takes, so that a short text cannot fill the memory."""
+
+
+@lru_cache(maxsize=4)  # the same round goes to the node's own hub and to another one
+def pack(round_: Round) -> str:
+    """Return the round as text for a message.
+
+    A thousand members are 200 KB of JSON, which a hub would encode for each of a thousand nodes; a compressed text
+    without characters to escape costs almost nothing.
+    """
+    return base64.b64encode(zlib.compress(json.dumps(round_.to_value(), separators=(",", ":")).encode(), 1)).decode()
+
+
+@lru_cache(maxsize=8)  # the same round arrives from several hubs
+def unpack(text: str) -> Round:
+    """Return the round that :func:`pack` has packed.
+
+    Raises:
+        ValueError: the text is not a packed round.
+    """
+    try:
+        stream = zlib.decompressobj()
+        data = stream.decompress(base64.b64decode(text, validate=True), _MAX_BYTES)
+        if stream.eof:
+            return Round.from_value(json.loads(data))
+    except (zlib.error, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{text[:40]!r} is no packed round: {error}") from error
+    raise ValueError(f"{text[:40]!r} is no packed round: it is cut off, or longer than {_MAX_BYTES} bytes")
 
 
 def _unpack(text: object) -> Round | None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from azureml_elastic.ipc import Connection
 from azureml_elastic.node.core.round import Member, Round
 
 __all__ = ["Watcher", "Watchers"]
@@ -19,7 +18,7 @@ class Watcher:
     """A waiting node.
 
     Args:
-        connection: connection to the node.
+        link: number of the connection to the node.
         since: monotonic seconds at which it has sent its state.
         beside: number of the sealed round beside which it waits, 0 for none.
         candidacy: the row with which it wants to be in an open round.
@@ -28,7 +27,7 @@ class Watcher:
         unreached: incarnations of the nodes that it cannot reach.
     """
 
-    connection: Connection
+    link: int
     since: float
     beside: int = 0
     candidacy: Member | None = None
@@ -38,29 +37,25 @@ class Watcher:
 
 
 class Watchers:
-    """The waiting nodes of one hub, by name. Not thread-safe: the hub holds its lock.
+    """The waiting nodes of one hub, by name.
 
     To make room, a round interrupts its workers, which must not happen repeatedly for a node that then does not join.
     An open connection does not show that a node will join, since a thread keeps it alive even if the main thread
     hangs. A node that was expected in a round and missed the seal therefore counts again only when it sends that it
     waits beside that round, which its main thread does. If it misses a second seal, it waits longer each time.
 
-    Args:
-        clock: clock in monotonic seconds.
-
     Attributes:
         nodes: the waiting nodes, by name.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self.nodes: dict[str, Watcher] = {}
         self._missed_seals: dict[str, int] = {}
         self._number = 0
         self._members: frozenset[str] = frozenset()
         self._unreached_by: dict[str, set[str]] = {}
 
-    def enter(self, round_: Round) -> list[tuple[Connection, tuple[str, ...]]]:
+    def enter(self, round_: Round) -> list[tuple[int, tuple[str, ...]]]:
         """Count the nodes that were expected in this sealed round but are not in it, and record unreachable pairs.
 
         Returns:
@@ -77,8 +72,8 @@ class Watchers:
         for member in round_.members:
             for incarnation in member.unreached:
                 self._unreached_by.setdefault(incarnation, set()).add(member.node)
-        found = ((watcher.connection, self.unreached_by(watcher)) for watcher in self.nodes.values())
-        return [(connection, names) for connection, names in found if names]
+        found = ((watcher.link, self.unreached_by(watcher)) for watcher in self.nodes.values())
+        return [(link, names) for link, names in found if names]
 
     def reached(self, incarnation: str, member: str) -> None:
         """Record that a member can reach this incarnation again."""
@@ -95,10 +90,10 @@ class Watchers:
             watcher = replace(watcher, since=before.since)
         self.nodes[node] = watcher
 
-    def remove(self, node: str, connection: Connection | None = None) -> bool:
+    def remove(self, node: str, link: int | None = None) -> bool:
         """Remove a waiting node, if it has this connection or none is given; return whether it was removed."""
         watcher = self.nodes.get(node)
-        if watcher is None or (connection is not None and watcher.connection is not connection):
+        if watcher is None or (link is not None and watcher.link != link):
             return False
         del self.nodes[node]
         return True
@@ -111,16 +106,16 @@ class Watchers:
         """Return the rows with which waiting nodes want to be in an open round."""
         return [watcher.candidacy for watcher in self.nodes.values() if watcher.candidacy is not None]
 
-    def waiting(self, members: Collection[str], quarantine: int | None = None) -> dict[str, float]:
+    def waiting(self, members: Collection[str], now: float, quarantine: int | None = None) -> dict[str, float]:
         """Return the nodes to make room for, each with the moment since which it waits.
 
         Nodes and members that cannot reach each other are never in one round that has its minimum.
 
         Args:
             members: names of the members that are not lost, which may still be connected as waiting nodes.
+            now: monotonic seconds.
             quarantine: number of strikes from which a node is not in a round that has its minimum.
         """
-        now = self._clock()
         return {
             node: watcher.since
             for node, watcher in self.nodes.items()
