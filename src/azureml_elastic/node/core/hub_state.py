@@ -176,8 +176,8 @@ class HubState:
             for name, link in self._members.items()
             if self._peers[link].round == round_.number and self._is_member(link)
         }
-        told = [Send(link, messages.SealPosition(unreachable_from=names)) for link, names in unreachable]
-        return [*self.publish(round_), *told]
+        answers = [Send(link, messages.SealPosition(unreachable_from=names)) for link, names in unreachable]
+        return [*self.publish(round_), *answers]
 
     def view(self, now: float) -> HubView:
         """Return the state of the round."""
@@ -284,12 +284,12 @@ class HubState:
                 return [*actions, *self._lose([peer.node])]
         return actions if was_first else None
 
-    def ticked(self, now: float, heard: Mapping[int, float]) -> list[HubAction] | None:
+    def ticked(self, now: float, last_received: Mapping[int, float]) -> list[HubAction] | None:
         """Look for silent nodes.
 
         Args:
             now: monotonic seconds.
-            heard: moment of the last message, by connection.
+            last_received: moment of the last message, by connection.
 
         Returns:
             What to do, ``None`` if nothing has changed.
@@ -297,7 +297,7 @@ class HubState:
         self._pauses.tick(now)
 
         def is_silent(link: int, timeout: float) -> bool:
-            return link in heard and self._pauses.silence(heard[link], now) > timeout
+            return link in last_received and self._pauses.silence(last_received[link], now) > timeout
 
         actions: list[HubAction] = [
             Close(watcher.link, "silent")

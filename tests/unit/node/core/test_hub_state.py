@@ -44,13 +44,13 @@ class Hub:
         return self.state.closed(self.link(node), self.now)
 
     def tick(self, silent: str = "", seconds: float = 0.5, ticks: int = 1) -> list:
-        """Let time pass in which only some nodes are heard."""
+        """let time pass in which some nodes are silent."""
         found = []
         last = dict.fromkeys(silent, self.now)
         for _ in range(ticks):
             self.now += seconds
-            heard = {link: last.get(node, self.now) for node, link in self._links.items()}
-            found += self.state.ticked(self.now, heard) or []
+            last_received = {link: last.get(node, self.now) for node, link in self._links.items()}
+            found += self.state.ticked(self.now, last_received) or []
         return found
 
     def positions(self, actions: list) -> list:
@@ -137,7 +137,7 @@ def hub():
     return hub
 
 
-def test_a_member_whose_connection_ends_is_lost_at_once_and_the_others_are_told(hub):
+def test_a_member_whose_connection_ends_is_lost_at_once_and_the_others_learn_it(hub):
     assert hub.close("b") == [Send(hub.link(node), Lost(("b",))) for node in "ac"]
     assert hub.state.view(hub.now).lost == {"b"}
     assert not hub.state.view(hub.now).absent
@@ -174,7 +174,7 @@ def test_a_member_that_does_not_come_is_absent_unless_it_is_seen_to_wait(waiting
     assert set(hub.state.view(hub.now).waiting) == ({"c"} if waiting == "another" else set())
 
 
-def test_all_are_told_once_the_workers_of_all_have_succeeded_and_who_has_may_go(hub):
+def test_all_learn_once_the_workers_of_all_have_succeeded_and_who_has_may_go(hub):
     assert hub.state.done(hub.link("a")) == []
     assert hub.state.done(hub.link("b")) == []
     assert hub.close("b") == []

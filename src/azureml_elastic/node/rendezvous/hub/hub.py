@@ -174,8 +174,8 @@ class Hub:
 
     def _on_tick(self) -> None:
         with self._lock:
-            heard = {link: connection.last_received for link, connection in self._connections.items()}
-            actions = self._state.ticked(self._context.clock(), heard)
+            last_received = {link: connection.last_received for link, connection in self._connections.items()}
+            actions = self._state.ticked(self._context.clock(), last_received)
         self._perform([SendAll(messages.Beat())])
         self._perform_and_wake(actions)
 
