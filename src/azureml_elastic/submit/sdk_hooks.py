@@ -27,7 +27,7 @@ import io
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -36,19 +36,23 @@ from azureml_elastic.errors import CommandError, SubmitError, needs_extra
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
-    from azure.ai.ml.entities import Command, CommandComponent, CommandJob, PipelineJob, ValidationResult
+    from azure.ai.ml.entities import Command, CommandComponent, CommandJob, Pipeline, PipelineJob, ValidationResult
 
 _MARK = "_wrapped_for_elastic_jobs"
 _UPLOAD = "_upload_and_generate_remote_uri"
+_BINDING = re.compile(r"\$\{\{\s*parent\..*\}\}")
 _BLANK = re.compile(r"(?:\x1b\[\d*m)?\n")
 
 __all__ = [
     "Submittable",
+    "binding_type",
     "component_of",
     "fields_of_command",
+    "is_binding",
     "log_files",
     "outside_pipelines",
     "plain_command_job",
+    "position_in_pipelines",
     "register",
     "running_time",
 ]
@@ -58,27 +62,67 @@ class Submittable(ABC):
     """Base class of jobs that ``MLClient`` compiles before it submits them."""
 
     @abstractmethod
-    def compile(self) -> Command | PipelineJob:
+    def compile(self) -> Command | PipelineJob | Pipeline:
         """Return the job as a new entity of azure-ai-ml."""
 
+    @abstractmethod
     def _to_job(self) -> Command | PipelineJob:
         """Return the entity that ``create_or_update`` submits."""
-        return self.compile()
 
     def _set_base_path(self, _: object) -> None:
         """Refuse to be a node as it is: ``PipelineJob(jobs=...)`` calls this of each."""
         raise SubmitError(
-            "jobs= of a PipelineJob has an elastic job, which is no node of a pipeline. Give what it compiles to, a "
-            "node with the placement 'gang' or 'service': job.with_options(resources={'placement': 'gang'}).compile()."
+            "jobs= of a PipelineJob has an elastic job, which is no node of a pipeline. Call the job in a "
+            "@dsl.pipeline function, or give what it compiles to, a node with the placement 'gang' or 'service': "
+            "job.with_options(resources={'placement': 'gang'}).compile()."
         )
+
+
+def _builders() -> Any:
+    """Return azure-ai-ml's stack of the pipelines whose functions are running; ``None`` if a release has none."""
+    with needs_extra("azure-ai-ml", "submit"):
+        from azure.ai.ml.dsl import _pipeline_component_builder as builder
+    return getattr(builder, "_definition_builder_stack", None)
+
+
+def position_in_pipelines() -> str | None:
+    """Return which node the next one is of the pipeline whose function is running; ``None`` outside such functions.
+
+    The text begins with the positions of that pipeline in those around it, so that each node of all of them has another
+    one. It is equal whenever the pipeline is built again.
+    """
+    stack = _builders()
+    if stack is None or not stack.items:
+        return None
+    return "-".join(str(len(builder.nodes)) for builder in stack.items)
+
+
+def is_binding(value: Any) -> bool:
+    """Return whether an input's value is known only when its pipeline runs, such as the output of another step."""
+    if isinstance(value, str):
+        return _BINDING.fullmatch(value) is not None
+    if "azure.ai.ml" not in sys.modules:  # nobody has such an object, and the import takes seconds
+        return False
+    from azure.ai.ml.entities._builders import BaseNode
+    from azure.ai.ml.entities._job.pipeline._io import InputOutputBase, OutputsAttrDict
+    from azure.ai.ml.entities._job.pipeline._pipeline_expression import PipelineExpression
+
+    return isinstance(value, (InputOutputBase, OutputsAttrDict, PipelineExpression, BaseNode))
+
+
+def binding_type(value: Any) -> str | None:
+    """Return the type of what an input is bound to, such as ``uri_folder``; ``None`` if it is unknown."""
+    outputs = getattr(value, "outputs", value)  # a step stands for its only output
+    if isinstance(outputs, Mapping):
+        value = next(iter(outputs.values()), None)
+    kind = getattr(value, "type", None)
+    return kind if isinstance(kind, str) else None
 
 
 @contextlib.contextmanager
 def outside_pipelines() -> Iterator[None]:
     """Keep nodes that are created meanwhile out of the pipeline whose function is running."""
-    with needs_extra("azure-ai-ml", "submit"):
-        from azure.ai.ml.dsl import _pipeline_component_builder as builder
-    stack = getattr(builder, "_definition_builder_stack", None)
+    stack = _builders()
     if stack is None:
         yield
         return
