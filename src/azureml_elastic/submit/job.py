@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from typing_extensions import Self
 
@@ -16,9 +16,11 @@ from azureml_elastic.submit.conversion import fields_of
 from azureml_elastic.submit.display import as_html, as_line, as_text
 from azureml_elastic.submit.fields import JobFields
 from azureml_elastic.submit.sdk_hooks import Submittable, outside_pipelines, position_in_pipelines
+from azureml_elastic.submit.trials import is_sweep, trial_of
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import Command, CommandJob, Pipeline, PipelineJob, Sweep
+    from azure.ai.ml.sweep import SweepJob
 
 __all__ = ["ElasticCommandJob"]
 
@@ -69,6 +71,7 @@ class ElasticCommandJob(JobFields, Submittable):
         audit: whether workers record the samples of each step.
     """
 
+    @overload
     @classmethod
     def from_command(
         cls,
@@ -77,14 +80,36 @@ class ElasticCommandJob(JobFields, Submittable):
         resources: ElasticResources | Mapping[str, Any] | None = None,
         distribution: ElasticDistribution | Mapping[str, Any] | None = None,
         **changes: Any,
-    ) -> Self:
+    ) -> Self: ...
+
+    @overload
+    @classmethod
+    def from_command(
+        cls,
+        command_job: Sweep | SweepJob,
+        *,
+        resources: ElasticResources | Mapping[str, Any] | None = None,
+        distribution: ElasticDistribution | Mapping[str, Any] | None = None,
+        **changes: Any,
+    ) -> Sweep: ...
+
+    @classmethod
+    def from_command(
+        cls,
+        command_job: Command | CommandJob | Sweep | SweepJob,
+        *,
+        resources: ElasticResources | Mapping[str, Any] | None = None,
+        distribution: ElasticDistribution | Mapping[str, Any] | None = None,
+        **changes: Any,
+    ) -> Self | Sweep:
         """Return the elastic equivalent of a command job of azure-ai-ml, which is not modified.
 
         A launcher in the command (``torchrun``, ``python -m torch.distributed.run``) and a ``PyTorchDistribution``
         are translated to the distribution. Settings without an elastic equivalent are rejected by name.
 
         Args:
-            command_job: result of ``command(...)`` or ``load_job("job.yml")``.
+            command_job: result of ``command(...)``, ``command(...).sweep(...)`` or ``load_job("job.yml")``. Of a sweep,
+                the result is a sweep whose trials are elastic jobs.
             resources: number and kind of the nodes; fields that are not set (VM size, ``shm_size``, ...) are taken
                 from the job. ``None`` turns ``instance_count`` > 1 into 1 to ``instance_count`` nodes.
             distribution: configuration of the processes, replacing that of the job; completed by the options of a
@@ -96,7 +121,10 @@ class ElasticCommandJob(JobFields, Submittable):
             CommandError: the command's launcher has options that cannot be translated.
             MissingExtra: azure-ai-ml is not installed.
         """
-        return cls(**fields_of(command_job, resources, distribution, changes))
+        if not is_sweep(command_job):
+            return cls(**fields_of(command_job, resources, distribution, changes))
+        trial = trial_of(command_job)
+        return cls(**fields_of(trial.command_job, resources, distribution, changes)).sweep(**trial.options)
 
     def with_options(self, **changes: Any) -> Self:
         """Return a copy of the job with changed fields, validated like a new job.

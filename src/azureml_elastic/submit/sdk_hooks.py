@@ -37,6 +37,7 @@ from azureml_elastic.errors import CommandError, SubmitError, needs_extra
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
     from azure.ai.ml.entities import Command, CommandComponent, CommandJob, Pipeline, PipelineJob, ValidationResult
+    from azure.ai.ml.sweep import SweepJob
 
 _MARK = "_wrapped_for_elastic_jobs"
 _UPLOAD = "_upload_and_generate_remote_uri"
@@ -52,6 +53,7 @@ __all__ = [
     "log_files",
     "outside_pipelines",
     "plain_command_job",
+    "plain_sweep_job",
     "position_in_pipelines",
     "register",
     "running_time",
@@ -238,6 +240,34 @@ def plain_command_job(job: Any) -> CommandJob:
         )
     with outside_pipelines():
         return job._to_job()  # noqa: SLF001 - no public conversion exists
+
+
+def plain_sweep_job(job: Any) -> SweepJob:
+    """Return a sweep of azure-ai-ml with plain values, without modifying the given one.
+
+    Raises:
+        SubmitError: the sweep was submitted already, or has a registered component as its trial.
+    """
+    from azure.ai.ml.sweep import SweepJob
+
+    if job.id is not None:
+        raise SubmitError(
+            f"The sweep {job.name!r} was submitted already and has been rewritten by the service. Give the original "
+            "one: what .sweep(...) returned, or load_job('sweep.yml')."
+        )
+    if isinstance(job.trial, str):
+        raise SubmitError(
+            f"The sweep's trial is the registered component {job.trial!r}, whose command is unknown. Load it with "
+            "ml_client.components.get(...) and sweep a call of it, or write the trial's fields."
+        )
+    if isinstance(job, SweepJob):
+        return job
+    command = job.trial.command
+    try:
+        with outside_pipelines():
+            return job._to_job()  # type: ignore[no-any-return]  # noqa: SLF001 - no public conversion exists
+    finally:
+        job.trial.command = command  # the conversion writes the search space into it
 
 
 def component_of(job: Any) -> CommandComponent | None:

@@ -1,22 +1,27 @@
 """Elastic jobs in what azure-ai-ml composes of jobs: pipelines, sweeps and schedules."""
 
+from datetime import timedelta
+
 import pytest
+import yaml
 from azure.ai.ml import (
     Input,
     MpiDistribution,
     PyTorchDistribution,
     RayDistribution,
     TensorFlowDistribution,
+    command,
     dsl,
     load_component,
+    load_job,
 )
 from azure.ai.ml.entities import CommandComponent, CronTrigger, JobSchedule, PipelineJob
-from azure.ai.ml.sweep import Choice
+from azure.ai.ml.sweep import BanditPolicy, Choice, Uniform
 from pydantic import ValidationError
 
-from azureml_elastic.config import ElasticDistribution, ElasticResources
+from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan
 from azureml_elastic.errors import SubmitError
-from azureml_elastic.submit import ElasticCommandJob
+from azureml_elastic.submit import ElasticCommandJob, load_elastic_job, load_elastic_sweep
 from tests.unit.submit.test_submission import make
 
 SEARCH = {"primary_metric": "loss", "goal": "Minimize", "sampling_algorithm": "random", "max_total_trials": 4}
@@ -112,6 +117,124 @@ def test_a_sweep_is_a_step_of_the_pipeline_that_makes_it(folder):
 def test_what_cannot_be_swept_says_what_to_write(folder, fields, space, part):
     with pytest.raises(SubmitError, match=part):
         make(**fields).sweep(search_space=space, **SEARCH)
+
+
+SWEEP_FILE = """
+type: sweep
+trial:
+  code: ../src
+  command: torchrun --nproc_per_node 2 train.py --lr ${{search_space.lr}} --data ${{inputs.data}} ${{inputs.depth}}
+  environment: azureml:theirs:1
+  environment_variables: {A: "1"}
+  resources: {shm_size: 8g, instance_type: big}
+  elastic: {min_instance_count: 2, max_instance_count: 3, placement: gang, checkpoint: {every: 600}}
+inputs:
+  depth: 3
+  data: {type: uri_folder, path: ../data}
+compute: azureml:gpu
+sampling_algorithm: {type: random, seed: 7}
+search_space:
+  lr: {type: uniform, min_value: 0.01, max_value: 0.1}
+objective: {goal: minimize, primary_metric: loss}
+early_termination: {type: bandit, slack_factor: 0.1, evaluation_interval: 2}
+limits: {max_total_trials: 4, max_concurrent_trials: 2, timeout: 7200, trial_timeout: 600}
+experiment_name: searched
+"""
+
+
+@pytest.fixture
+def sweep_file(folder):
+    """Write a sweep's file, changed as given, and return its path."""
+
+    def written(**changes):
+        document = yaml.safe_load(SWEEP_FILE)
+        for path, value in changes.items():
+            *holders, name = path.split("__")
+            target = document
+            for holder in holders:
+                target = target[holder]
+            target.update({name: value} if value is not None else {})
+            if value is None:
+                target.pop(name)
+        (folder / "jobs").mkdir(exist_ok=True)
+        (folder / "jobs" / "sweep.yml").write_text(yaml.safe_dump(document))
+        return folder / "jobs" / "sweep.yml"
+
+    return written
+
+
+def same_sweep(body):
+    """Return the parts of a submitted sweep that a sweep of plain command jobs has as well."""
+    trial = {name: body["trial"][name] for name in ("codeId", "environmentId")}
+    names = ("searchSpace", "samplingAlgorithm", "objective", "limits", "computeId")
+    policy = {name: value for name, value in body["earlyTermination"].items() if value}
+    inputs = {name: body["inputs"][name] for name in ("depth", "data")}
+    return {"trial": trial, "inputs": inputs, "policy": policy} | {name: body.get(name) for name in names}
+
+
+def test_a_sweep_of_a_file_has_elastic_trials_and_searches_as_written(client, sent, sweep_file):
+    path = sweep_file()
+    client.jobs.create_or_update(load_elastic_sweep(path, ["trial.elastic.checkpoint.keep=5"]))
+    document = yaml.safe_load(path.read_text())
+    del document["trial"]["elastic"]
+    (path.parent / "plain.yml").write_text(yaml.safe_dump(document))
+    client.jobs.create_or_update(load_job(path.parent / "plain.yml"))
+    (body, plain) = [each["properties"] for each in sent()]
+    assert same_sweep(body) == same_sweep(plain)
+    assert (body["jobType"], body["experimentName"]) == ("Sweep", "searched")
+    trial = body["trial"]
+    assert (trial["resources"]["instanceCount"], trial["resources"]["shmSize"]) == (3, "8g")
+    assert trial["resources"]["instanceType"] == "big"
+    assert body["resources"] == trial["resources"]
+    assert trial["environmentVariables"]["A"] == "1"
+    assert "-- python train.py --lr ${{search_space.lr}} --data ${{inputs.data}}" in trial["command"]
+    plan = Plan.from_json(trial["environmentVariables"]["AZUREML_ELASTIC_PLAN"])
+    assert plan.distribution.process_count_per_instance == 2
+    assert (plan.checkpoint.every, plan.checkpoint.keep) == (timedelta(minutes=10), 5)
+    assert plan.run_id_of({}, job="trial_1", root="sweep") == "trial_1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"trial__elastic": None}, "no elastic: block in trial:"),
+        ({"elastic": {"max_instance_count": 2}}, r"elastic belongs in the trial: block.*trial\.elastic"),
+        ({"trial": "azureml:registered:1"}, "trial is no block"),
+        ({"trial__elastic__placement": "fan_out"}, "A trial of a sweep is one job.*'gang'"),
+        ({"trial__elastic__most": 2}, "elastic.most is no field"),
+        ({"objective": None}, "objective"),
+        ({"trial__distribution": {"type": "a-secret"}, "trial__environment_variables": {"A": "a-secret"}}, r"\*\*\*"),
+    ],
+)
+def test_a_file_that_is_no_sweep_of_elastic_jobs_says_why(sweep_file, changes, part):
+    path = sweep_file(**changes)
+    with pytest.raises(SubmitError, match=part) as caught:
+        load_elastic_sweep(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    with pytest.raises(SubmitError, match=r"type is 'sweep'.*load_elastic_sweep\(\)"):
+        load_elastic_job(path)
+
+
+def test_a_sweep_of_a_command_job_is_converted_with_its_search(client, sent):
+    """azure-ai-ml itself drops the resources of the command job; they are those that are given."""
+    text = "python train.py --lr ${{inputs.lr}} ${{inputs.depth}}"
+    inputs = {"lr": 0.1, "depth": 3}
+    plain = command(code="src", command=text, inputs=inputs, environment="azureml:theirs:1", compute="gpu", timeout=600)
+    theirs = plain(lr=Uniform(0.01, 0.1)).sweep(**SEARCH, max_concurrent_trials=2)
+    theirs.early_termination = BanditPolicy(slack_factor=0.1, evaluation_interval=2)
+    before = str(theirs)
+    resources = ElasticResources(max_instance_count=2, placement="gang", shm_size="2g")
+    client.jobs.create_or_update(ElasticCommandJob.from_command(theirs, resources=resources))
+    (body,) = [each["properties"] for each in sent()]
+    assert str(theirs) == before
+    assert body["trial"]["resources"].items() >= {"instanceCount": 2, "shmSize": "2g"}.items()
+    assert body["searchSpace"] == {"lr": ["uniform", [0.01, 0.1]]}
+    assert (body["limits"]["maxTotalTrials"], body["limits"]["maxConcurrentTrials"]) == (4, 2)
+    assert body["earlyTermination"]["slackFactor"] == 0.1
+    assert body["inputs"]["depth"]["value"] == "3"
+    assert body["trial"]["command"].endswith("--lr ${{search_space.lr}} ${{inputs.depth}}")
+    with pytest.raises(SubmitError, match="instance_count=1"):
+        ElasticCommandJob.from_command(theirs)
 
 
 def test_a_search_expression_outside_a_sweep_says_where_it_belongs(folder):
