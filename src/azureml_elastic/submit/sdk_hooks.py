@@ -8,6 +8,9 @@ should a release of azure-ai-ml change these two, ``ml_client.jobs.create_or_upd
 ``jobs.validate`` checks only classes that inherit from a private one, and reports success for all others. The method is
 therefore wrapped: an elastic job is compiled, and the result is validated.
 
+Schedules take pipelines alone, and upload what a job needs before they convert the job: an elastic job is compiled
+first. A component is refused before azure-ai-ml reads attributes that an elastic job does not have.
+
 Whatever creates a node while a ``@dsl.pipeline`` function runs adds it to that pipeline, also where the node is only
 looked at. The stack of the pipelines being built is therefore hidden while an elastic job is compiled or converted.
 
@@ -32,6 +35,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from azureml_elastic.config.environment import PLAN
 from azureml_elastic.errors import CommandError, SubmitError, needs_extra
 
 if TYPE_CHECKING:
@@ -42,6 +46,10 @@ if TYPE_CHECKING:
 _MARK = "_wrapped_for_elastic_jobs"
 _UPLOAD = "_upload_and_generate_remote_uri"
 _BINDING = re.compile(r"\$\{\{\s*parent\..*\}\}")
+_SHOWN = ("display_name", "experiment_name", "description", "tags", "properties")
+_STEP = "elastic"
+"""Name of the step of a pipeline that is scheduled for a single job."""
+
 _BLANK = re.compile(r"(?:\x1b\[\d*m)?\n")
 
 __all__ = [
@@ -109,7 +117,8 @@ def is_binding(value: Any) -> bool:
     from azure.ai.ml.entities._job.pipeline._io import InputOutputBase, OutputsAttrDict
     from azure.ai.ml.entities._job.pipeline._pipeline_expression import PipelineExpression
 
-    return isinstance(value, (InputOutputBase, OutputsAttrDict, PipelineExpression, BaseNode))
+    kinds = (InputOutputBase, OutputsAttrDict, PipelineExpression, BaseNode)
+    return isinstance(value, kinds) and not isinstance(value, Submittable)
 
 
 def binding_type(value: Any) -> str | None:
@@ -143,14 +152,60 @@ def register(model: type[Submittable], quiet: str) -> None:
         quiet: name of the file whose upload shows no progress.
     """
     with needs_extra("azure-ai-ml", "submit"):
+        from azure.ai.ml.entities import JobSchedule
         from azure.ai.ml.entities._builders import BaseNode
-        from azure.ai.ml.operations import JobOperations, _job_operations
+        from azure.ai.ml.operations import ComponentOperations, JobOperations, ScheduleOperations, _job_operations
     BaseNode.register(model)
+    _before(ComponentOperations, "create_or_update", _refuse_component)
+    _before(ScheduleOperations, "begin_create_or_update", _make_schedulable)
+    _before(JobSchedule, "_to_rest_object", _make_schedulable)
     if not hasattr(JobOperations.validate, _MARK):
         JobOperations.validate = _compiling(JobOperations.validate)  # type: ignore[method-assign]
     upload = getattr(_job_operations, _UPLOAD, None)
     if upload is not None and not hasattr(upload, _MARK):
         setattr(_job_operations, _UPLOAD, _quiet(upload, quiet))
+
+
+def _before(owner: type, name: str, act: Callable[[Any], None]) -> None:
+    """Replace a method, if there is one, by one that first calls ``act`` with its argument, else with its object."""
+    method = getattr(owner, name, None)
+    if method is None or hasattr(method, _MARK):
+        return
+
+    @functools.wraps(method)
+    def wrapper(self: Any, *arguments: Any, **options: Any) -> Any:
+        act(next(iter((*arguments, *options.values(), self))))
+        return method(self, *arguments, **options)
+
+    setattr(wrapper, _MARK, True)
+    setattr(owner, name, wrapper)
+
+
+def _make_schedulable(schedule: Any) -> None:
+    """Compile the elastic job of a schedule; a single job becomes the only step of a pipeline.
+
+    azure-ai-ml uploads what a schedule's job needs before it converts the job, and schedules pipelines alone.
+    """
+    from azure.ai.ml.entities import Command, PipelineJob, PipelineJobSettings
+
+    held = getattr(schedule, "create_job", None)
+    job = held._to_job() if isinstance(held, Submittable) else held  # noqa: SLF001 - one of our own classes
+    if isinstance(job, Command) and PLAN in (job.environment_variables or {}):
+        shown = {name: getattr(job, name) for name in _SHOWN}
+        with outside_pipelines():
+            settings = PipelineJobSettings(force_rerun=True)
+            job = PipelineJob(jobs={_STEP: job}, compute=job.compute, settings=settings, **shown)
+    if job is not held:
+        schedule.create_job = job
+
+
+def _refuse_component(component: Any) -> None:
+    if isinstance(component, Submittable):
+        raise SubmitError(
+            "An elastic job cannot be registered as a component, which has neither the number of nodes nor the place "
+            "of checkpoints. Register the plain component of the script, and make a job of each call: "
+            "ElasticCommandJob.from_command(component(...), resources=ElasticResources(max_instance_count=...))."
+        )
 
 
 def _compiling(validate: Callable[..., ValidationResult]) -> Callable[..., ValidationResult]:

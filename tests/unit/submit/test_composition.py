@@ -1,5 +1,6 @@
 """Elastic jobs in what azure-ai-ml composes of jobs: pipelines, sweeps and schedules."""
 
+import json
 from datetime import timedelta
 
 import pytest
@@ -16,6 +17,7 @@ from azure.ai.ml import (
     load_job,
 )
 from azure.ai.ml.entities import CommandComponent, CronTrigger, JobSchedule, PipelineJob
+from azure.ai.ml.exceptions import ValidationException
 from azure.ai.ml.sweep import BanditPolicy, Choice, Uniform
 from pydantic import ValidationError
 
@@ -242,16 +244,78 @@ def test_a_search_expression_outside_a_sweep_says_where_it_belongs(folder):
         make("gang", inputs={"lr": Choice([1, 2])}, command="python train.py ${{inputs.lr}}").compile()
 
 
+def scheduled(workspace, client, job):
+    """Create a schedule, and return the definition of the jobs that it will submit."""
+    trigger = CronTrigger(expression="0 2 * * 1")
+    client.schedules.begin_create_or_update(JobSchedule(name="weekly", trigger=trigger, create_job=job)).result()
+    (entity,) = [each for key, each in workspace.entities.items() if key.startswith("/schedules/")]
+    return entity["properties"]["action"]["jobDefinition"]
+
+
+@pytest.mark.parametrize("form", ["job", "compiled", "pipeline"])
+@pytest.mark.parametrize("placement", ["fan_out", "service", "gang"])
+def test_a_schedule_starts_a_new_run_each_time(workspace, client, components, placement, form):
+    job = make(placement, name="mine", experiment_name="weekly", tags={"a": "1"}, properties={"b": "2"})
+    given = job if form == "job" else job.compile()
+    if form == "pipeline":
+        given = given if placement == "fan_out" else PipelineJob(jobs={"train": given}, compute="gpu")
+    body = scheduled(workspace, client, given)
+    assert (body["jobType"], body["settings"]["force_rerun"] if form != "pipeline" else True) == ("Pipeline", True)
+    if form != "pipeline":
+        assert (body["experimentName"], body["tags"]["a"], body["properties"]["b"]) == ("weekly", "1", "2")
+    steps = list(body["jobs"].values())
+    assert len(steps) == (3 if placement == "fan_out" else 1)
+    for step in steps:
+        assert "/components/" in step["componentId"]
+        counts = step["resources"]
+        assert counts["instance_count"] == {"fan_out": 1, "service": 2, "gang": 3}[placement]
+        # azure-ai-ml 1.35 writes this field of a step as those of a job
+        assert counts.get("max_instance_count", counts.get("maxInstanceCount")) == (3 if placement == "service" else None)
+    assert "AZUREML_ELASTIC_RUN_ID" not in json.dumps(body)
+    variables = [step["environment_variables"] for step in steps]
+    triggers = [
+        {
+            Plan.from_json(held["AZUREML_ELASTIC_PLAN"]).run_id_of(held, job=f"{week}-{at}", root=week)
+            for at, held in enumerate(variables)
+        }
+        for week in ("first-week", "second-week")
+    ]
+    assert [len(ids) for ids in triggers] == [1, 1]
+    assert triggers[0].isdisjoint(triggers[1])
+
+
+def test_a_schedule_of_a_pipeline_gives_each_trigger_runs_of_its_own(workspace, client, components):
+    train = make("fan_out", services=None)
+
+    @dsl.pipeline(compute="gpu")
+    def mine():
+        train()
+        train()
+
+    body = scheduled(workspace, client, mine())
+    assert [step["type"] for step in body["jobs"].values()] == ["pipeline", "pipeline"]
+    nodes = [node for each in components() if each["type"] == "pipeline" for node in each["jobs"].values()]
+    held = [node["environment_variables"] for node in nodes]
+    plans = [Plan.from_json(each["AZUREML_ELASTIC_PLAN"]) for each in held]
+    ids = [
+        {plan.run_id_of(each, job="node", root=week) for plan, each in zip(plans, held, strict=True)}
+        for week in ("first-week", "second-week")
+    ]
+    assert (len(nodes), *map(len, ids), len(set.union(*ids))) == (6, 2, 2, 4)
+
+
+def test_a_schedule_of_another_job_is_as_it_was(workspace, client):
+    plain = command(code="src", command="python train.py", environment="azureml:theirs:1", compute="gpu")
+    with pytest.raises(ValidationException, match="Unsupported job type"):
+        scheduled(workspace, client, plain)
+
+
 @pytest.mark.parametrize("placement", ["fan_out", "gang"])
-def test_no_run_is_written_into_what_a_schedule_submits_again(folder, placement):
-    job = make(placement)
-    submitted = job if placement == "fan_out" else PipelineJob(jobs={"train": job.compile()}, compute="gpu")
-    schedule = JobSchedule(name="weekly", trigger=CronTrigger(expression="0 2 * * 1"), create_job=submitted)
-    text = str(schedule._to_rest_object().as_dict())
-    assert "AZUREML_ELASTIC_PLAN" in text
-    assert "AZUREML_ELASTIC_RUN_ID" not in text
-    assert isinstance(job, ElasticCommandJob)
-    assert '"run_id":null' in text.replace("\\", "")
+def test_a_job_is_no_component_and_the_error_says_what_to_register(client, placement):
+    with pytest.raises(SubmitError, match=r"cannot be registered as a component.*from_command\(component\("):
+        client.components.create_or_update(make(placement))
+    with pytest.raises(SubmitError, match="cannot be registered as a component"):
+        client.components.create_or_update(component=make(placement), version="1")
 
 
 COMPONENT = """
