@@ -76,10 +76,10 @@ def compile_step(job: JobFields, position: str) -> Command | Pipeline:
     """
     job = resolved(job)
     fan_out = job.resources.effective_placement == "fan_out"
-    if fan_out and variables.STEP not in job.environment_variables:
-        job = job.model_copy(
-            update={"environment_variables": {**job.environment_variables, variables.STEP: f"step-{position}"}}
-        )
+    if fan_out:
+        # A replacement job is derived from the submitted pipeline, which is the user's.
+        own = {variables.STEP: f"step-{position}", **job.environment_variables}
+        job = job.model_copy(update={"environment_variables": own, "replacement": None})
     shared = _shared_outputs(job) if fan_out else ()
     text = node_launch.command_text(job, check(job), shared)
     with outside_pipelines():
