@@ -279,5 +279,5 @@ def test_only_the_nodes_of_a_fan_out_step_write_its_outputs_together(folder):
     path = {"model": Output(type="uri_folder", path=f"{URI}m/")}
     for alone in (make("gang"), make("service"), make(resources=one), make(outputs=path)):
         assert not any("--output" in node.component.command for node in nodes(alone))
-    with pytest.raises(SubmitError, match="'model' is a folder of each node's own.*'abfss://c@a/x'.*'gang'"):
+    with pytest.raises(SubmitError, match=r"'model' is a folder of each.*'abfss://c@a/x'.*'gang'"):
         nodes(make(checkpoint={"path": "abfss://c@a/x"}))
