@@ -152,7 +152,7 @@ class LocalWorkspace:
                 self._open_wrappers(stack, folder / "bin"),
                 self._grows,
             )
-            service = Service(setting, self._runs, resources.properties, self._evictions)
+            service = Service(setting, self._runs, resources.properties, self._metrics, self._evictions)
             stack.callback(service.close)
             service.start()
             # azure-identity's default credential then logs in to this workspace.
@@ -295,6 +295,9 @@ class LocalWorkspace:
         if run is None:
             raise UsageError(f"The local workspace has no job {name!r}.")
         return run
+
+    def _metrics(self, name: str) -> Mapping[str, Sequence[tuple[int, float]]]:
+        return self._tracking.logged(name).metrics
 
     def _submit(self, name: str, properties: dict[str, Any]) -> None:
         assert self._service is not None
