@@ -15,6 +15,7 @@ try:
         import azure.ai.ml  # noqa: F401
 except ModuleNotFoundError:
     collect_ignore = [
+        "test_composed.py",
         "test_corpus.py",
         "test_elastic.py",
         "test_engines.py",

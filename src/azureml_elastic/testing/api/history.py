@@ -23,9 +23,6 @@ _SNAKE_CASE_SINCE = (1, 35)
 _PROGRESS_LOGS = {"Pipeline": "logs/azureml/executionlogs.txt", "Sweep": "azureml-logs/hyperdrive.txt"}
 """Names of the logs in which clients look for the progress of what consists of other runs."""
 
-_LABELS = ("description", "displayName", "tags")
-"""Fields of a submitted job that can be changed."""
-
 
 @dataclass
 class History:
@@ -51,16 +48,17 @@ class History:
             return self._data(str(request.json().get("runId")), request.headers.get("user-agent", ""))
         if path.endswith("/dataversion/batchGetResolvedUris"):
             return document({"values": self._resolved(request.json().get("values"))})
-        if match := re.fullmatch(_RUNS + r"runs/([^/]+)(/details|/children)?", path):
+        if match := re.fullmatch(_RUNS + r"runs/([^/]+)(/details|/children|/serviceinstances/\d+)?", path):
             run = self.runs.get(match[1])
             if run is None:
                 return _no_run(match[1])
             if request.method == "PATCH" and not match[2]:
-                changes = request.json()
-                run.body.update({name: changes[name] for name in _LABELS if changes.get(name) is not None})
+                run.relabel(request.json())
                 return document(self._record(run))
             if match[2] == "/children":
                 return document({"value": [self._record(child) for child in self.runs.children(run.name)]})
+            if (match[2] or "").startswith("/serviceinstances"):
+                return document({"instances": _service_instances(run)})
             return document(self._details(run) if match[2] else self._record(run))
         return refusal(404, "NotFound", f"The local workspace has no {request.method} {path}.")
 
@@ -137,6 +135,21 @@ class History:
             if child.ended is not None and child.status in TERMINAL:
                 lines.append((child.ended, f"{label} ({child.name}): {child.status}"))
         return "".join(f"[{when:%Y-%m-%d %H:%M:%SZ}] {text}\n" for when, text in sorted(lines)).encode()
+
+
+def _service_instances(run: Run) -> dict[str, Any]:
+    """Return the state of a node's interactive services, none of which is started here."""
+    reason = "The local workspace starts no interactive services."
+    return {
+        name: {
+            "type": service.get("jobServiceType"),
+            "port": service.get("port"),
+            "status": "Failed",
+            "error": {"error": {"code": "UserError", "message": reason}},
+            "properties": service.get("properties") or {},
+        }
+        for name, service in (run.body.get("services") or {}).items()
+    }
 
 
 def _kind_for(client: str, kind: str) -> str:

@@ -13,6 +13,8 @@ from azureml_elastic.testing.jobs.verdicts import TERMINAL, Status, pipeline_sta
 
 __all__ = ["Run", "Runs"]
 
+_TEXTS = ("description", "displayName")
+
 
 @dataclass
 class Run:
@@ -61,6 +63,14 @@ class Run:
     def continues_on_failure(self) -> bool:
         """Whether the steps of a pipeline continue after the failure of one."""
         return bool((self.body.get("settings") or {}).get("continue_on_step_failure"))
+
+    def relabel(self, changes: Mapping[str, Any]) -> None:
+        """Change what a submitted job is called, and whether it is archived (``hidden``); tags are added."""
+        self.body.update({name: changes[name] for name in _TEXTS if changes.get(name) is not None})
+        self.body["tags"] = {**(self.body.get("tags") or {}), **(changes.get("tags") or {})}
+        if changes.get("hidden") is not None:
+            self.body["isArchived"] = bool(changes["hidden"])
+        self.display_name = str(self.body.get("displayName") or self.display_name)
 
     def log(self, name: str) -> bytes:
         """Return the content of a log so far."""
