@@ -31,6 +31,7 @@ from azureml_elastic.config.presets import Presets
 from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.config.resources import SERVERLESS, ElasticResources, NodePool
 from azureml_elastic.errors import SubmitError
+from azureml_elastic.submit.bindings import bound
 from azureml_elastic.submit.distributions import translated
 
 __all__ = ["JobFields", "field_of", "resources_of_pools"]
@@ -155,6 +156,11 @@ class JobFields(ConfigModel):
                 "max_instance_count=4)]. Give a single cluster by its name alone"
             )
         return handler(_POOLS.validate_python(value))
+
+    @field_validator("inputs")
+    @classmethod
+    def _inputs_are_bound(cls, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {name: bound(value) for name, value in inputs.items()}
 
     @field_validator("name")
     @classmethod
