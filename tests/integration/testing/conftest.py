@@ -25,6 +25,7 @@ except ModuleNotFoundError:
         "test_locations.py",
         "test_losses.py",
         "test_plugin.py",
+        "test_sweep_sample.py",
         "test_workspace.py",
     ]
 
