@@ -50,6 +50,7 @@ SDK_USERS = (
 SDK_TESTS = (
     *(f"unit/submit/test_{name}.py" for name in SDK_USERS),
     "integration/testing/test_workspace.py",
+    "integration/testing/test_composed.py",
     "integration/testing/test_secrets.py::test_a_job_shows_no_secret_of_its_author",
     "integration/testing/test_elastic.py::test_a_gang_that_the_service_starts_again_goes_on_from_its_checkpoint",
 )
