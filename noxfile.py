@@ -30,6 +30,7 @@ GROUPED = ("--dist", "loadgroup", "--no-loadscope-reorder")
 TWO, THREE, FOUR = (("-n", str(number), *GROUPED) for number in (2, 3, 4))
 SDK_USERS = (
     "compilation",
+    "composition",
     "conversion",
     "fields",
     "paths_on_compute",
@@ -40,6 +41,7 @@ SDK_USERS = (
     "request_bodies",
     "sdk_hooks",
     "service_models",
+    "steps",
     "submission",
     "validate_call",
     "yaml_job",
@@ -48,6 +50,7 @@ SDK_USERS = (
 SDK_TESTS = (
     *(f"unit/submit/test_{name}.py" for name in SDK_USERS),
     "integration/testing/test_workspace.py",
+    "integration/testing/test_composed.py",
     "integration/testing/test_secrets.py::test_a_job_shows_no_secret_of_its_author",
     "integration/testing/test_elastic.py::test_a_gang_that_the_service_starts_again_goes_on_from_its_checkpoint",
 )

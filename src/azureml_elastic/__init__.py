@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         TableRendezvous,
     )
     from azureml_elastic.errors import ElasticError
-    from azureml_elastic.submit import ElasticCommandJob, SubmittedRun, load_elastic_job
+    from azureml_elastic.submit import ElasticCommandJob, SubmittedRun, load_elastic_job, load_elastic_sweep
 
 __all__ = [
     "CheckpointPolicy",
@@ -53,6 +53,7 @@ __all__ = [
     "TableRendezvous",
     "errors",
     "load_elastic_job",
+    "load_elastic_sweep",
     "train",
 ]
 
@@ -62,6 +63,7 @@ _OUTSIDE_CONFIG = {
     "ElasticError": "errors",
     "SubmittedRun": "submit",
     "load_elastic_job": "submit",
+    "load_elastic_sweep": "submit",
 }
 
 

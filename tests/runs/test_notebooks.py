@@ -70,7 +70,12 @@ def execute(project, name, **workspace):
 
 
 def test_every_notebook_is_tested_and_has_no_outputs():
-    assert [path.stem for path in NOTEBOOKS] == ["from_an_existing_job", "quick_start", "spot_with_fallback"]
+    assert [path.stem for path in NOTEBOOKS] == [
+        "from_an_existing_job",
+        "pipeline",
+        "quick_start",
+        "spot_with_fallback",
+    ]
     for path in NOTEBOOKS:
         cells = nbformat.read(path, as_version=4).cells
         assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]
@@ -106,6 +111,22 @@ def test_spot_with_fallback(project):
     assert "dedicated_0  dedicated  Completed" in text
     assert "dedicated_1  dedicated" in text
     assert "Canceled" in text
+
+
+def test_pipeline(project):
+    # The step before is node 0.
+    evictions = [Eviction(node=1, at_step=10, notice_s=0)]
+    text, _ = execute(project, "pipeline", pools={"cluster": Pool(nodes=3)}, evictions=evictions)
+    shown = [line.split() for line in text.splitlines() if line.endswith(("Completed", "Failed"))]
+    assert [words for words in shown if len(words) == 2] == [
+        ["prepared", "Completed"],
+        ["trained", "Completed"],
+        ["node_0", "Failed"],
+        ["node_1", "Completed"],
+        ["node_2", "Completed"],
+        ["evaluated", "Completed"],
+    ]
+    assert float(text.rpartition("{'accuracy': ")[2].rstrip().rstrip("}")) > 0.9
 
 
 def test_from_an_existing_job(project):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,11 @@ from azureml_elastic.cli.local_submission import run_locally
 from azureml_elastic.cli.workspace import EvictOption, PoolOption
 from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption, find_workspace
 from azureml_elastic.errors import UsageError
+
+if TYPE_CHECKING:
+    from azure.ai.ml.entities import Sweep
+
+    from azureml_elastic.submit import ElasticCommandJob
 
 __all__ = ["compile_", "schema", "submit"]
 
@@ -106,12 +111,16 @@ def submit(
     name = find_workspace(subscription, group, workspace)
 
     from azureml_elastic.submit.resumption import check_earlier_run
-    from azureml_elastic.submit.yaml.job_file import load_elastic_job
+    from azureml_elastic.submit.yaml.job_file import is_sweep_file, load_elastic_job, load_elastic_sweep
 
-    job = load_elastic_job(job_file, overrides or ())
     client = connect(name.subscription, name.group, name.name)
-    with readable_errors(f"read the run {job.resume_from!r}"):
-        job = check_earlier_run(client, job)
+    job: ElasticCommandJob | Sweep
+    if is_sweep_file(job_file, overrides or ()):
+        job = load_elastic_sweep(job_file, overrides or ())
+    else:
+        job = load_elastic_job(job_file, overrides or ())
+        with readable_errors(f"read the run {job.resume_from!r}"):
+            job = check_earlier_run(client, job)
     with readable_errors(f"submit {job_file}"):
         submitted = client.jobs.create_or_update(job)
     typer.echo(submitted.name)

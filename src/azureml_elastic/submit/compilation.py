@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from azureml_elastic.config.presets import Presets, mode_of_input
 from azureml_elastic.config.resources import SERVERLESS, NodePool, first_nodes, step_names
 from azureml_elastic.errors import SubmitError, needs_extra
 from azureml_elastic.submit import node_launch
+from azureml_elastic.submit.bindings import LITERALS, Bound
 from azureml_elastic.submit.expressions import without_options
 from azureml_elastic.submit.fields import JobFields, field_of
 from azureml_elastic.submit.runtime.staging import stage_runtime
@@ -25,7 +26,6 @@ from azureml_elastic.submit.validation import check
 
 with needs_extra("azure-ai-ml", "submit"):
     from azure.ai.ml import Input, Output, PyTorchDistribution, command
-    from azure.ai.ml import sweep as search
     from azure.ai.ml.entities import (
         Command,
         Environment,
@@ -33,31 +33,35 @@ with needs_extra("azure-ai-ml", "submit"):
         PipelineJob,
         PipelineJobSettings,
         QueueSettings,
-        Sweep,
     )
 
-__all__ = ["compile_job", "compile_sweep"]
+__all__ = [
+    "compile_job",
+    "declaration",
+    "fan_out_nodes",
+    "has_no_value",
+    "identification",
+    "inputs_of",
+    "outputs_of",
+    "resolved",
+    "single",
+]
 
-_LITERALS = {bool: "boolean", int: "integer", float: "number", str: "string"}
 _LABELLED = re.compile(r"azureml:[\w.-]+@[\w.-]+", re.ASCII)
-_SEARCH_EXPRESSIONS = (
-    *(search.Choice, search.Randint, search.Uniform, search.LogUniform, search.Normal, search.LogNormal),
-    *(search.QUniform, search.QLogUniform, search.QNormal, search.QLogNormal),
-)
-_LITERAL_TYPES = frozenset(_LITERALS.values())
+_LITERAL_TYPES = frozenset(LITERALS.values())
 
 
 def compile_job(job: JobFields) -> Command | PipelineJob:
     """Return the job as a new entity of azure-ai-ml, which is in no pipeline of the user's."""
-    job = _with_options_resolved(job)
+    job = resolved(job)
     text = node_launch.command_text(job, check(job))
     with outside_pipelines():
         if job.resources.effective_placement == "fan_out":
             return _fan_out(job, text)
-        return _single(job, text)
+        return single(job, text)
 
 
-def _with_options_resolved(job: JobFields) -> JobFields:
+def resolved(job: JobFields) -> JobFields:
     """Return the job without optional inputs that have no value, and without what its command has for them.
 
     Azure ML resolves ``$[[...]]`` in components alone, and the agent's own command must have a program that is certain.
@@ -74,46 +78,25 @@ def _is_left_out(value: Any) -> bool:
     return bool(field_of(value, "optional")) and field_of(value, "default") is None and field_of(value, "path") is None
 
 
-def compile_sweep(job: JobFields, search_space: Mapping[str, Any], options: Mapping[str, Any]) -> Sweep:
-    """Return a sweep whose trials are this job; see :meth:`~azureml_elastic.submit.job.ElasticCommandJob.sweep`."""
-    if job.resources.effective_placement == "fan_out":
-        raise SubmitError(
-            "A trial of a sweep is one job, but with the placement 'fan_out' each node is a job of its own. Take "
-            "job.with_options(resources={'placement': 'gang'}).sweep(...), or the placement 'service'."
-        )
-    unknown = sorted(search_space.keys() - job.inputs.keys())
-    if unknown:
-        raise SubmitError(
-            f"search_space has {unknown[0]!r}, which is no input of the job. Declare it with any value, as in "
-            f"inputs={{{unknown[0]!r}: 1}}, and write ${{{{inputs.{unknown[0]}}}}} in the command."
-        )
-    if job.services:
-        raise SubmitError(
-            "azure-ai-ml carries no interactive services to the trials of a sweep. Leave services out, as in "
-            "job.model_copy(update={'services': None}).sweep(...)."
-        )
-    job = _with_options_resolved(job)
-    text = node_launch.command_text(job, check(job))
-    with outside_pipelines():
-        trial: Any = _single(job, text)(**search_space)
-    # A sweep takes from its trial what the component has, and the resources of a command are those of its node. As a
-    # step of a pipeline it has them itself.
-    trial.component.resources = trial.resources
-    if job.timeout is not None:
-        options = {"trial_timeout": trial.limits.timeout, **options}
-    sweep: Sweep = trial.sweep(**options)
-    sweep.resources = trial.resources
-    return sweep
-
-
 def _fan_out(job: JobFields, text: str) -> PipelineJob:
     """Return a pipeline of single-node jobs, each scheduled independently.
 
-    The nodes inherit the pipeline's compute, so that ``create_or_update(job, compute=...)`` applies to them. All nodes
-    call one component; ``force_rerun`` keeps Azure ML from reusing the result of an equal call.
+    The nodes inherit the pipeline's compute, so that ``create_or_update(job, compute=...)`` applies to them.
+    ``force_rerun`` keeps Azure ML from reusing the result of an equal call.
     """
-    inputs = _inputs(job)
-    node = _command(job, text, inputs={name: _declaration(value) for name, value in inputs.items()})
+    inputs = inputs_of(job)
+    return PipelineJob(
+        jobs=fan_out_nodes(job, text, inputs),
+        inputs=inputs,
+        compute=job.pools[0].compute if job.pools else str(job.compute or SERVERLESS),
+        settings=PipelineJobSettings(continue_on_step_failure=True, force_rerun=True),
+        **identification(job),
+    )
+
+
+def fan_out_nodes(job: JobFields, text: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the nodes by name, which call one component with the inputs of the pipeline that they are in."""
+    node = _command(job, text, inputs={name: declaration(value) for name, value in inputs.items()})
     children: dict[str, Any] = {}
     for name, pool in _first_nodes(job):
         child = node(**{name: f"${{{{parent.inputs.{name}}}}}" for name in inputs})
@@ -125,13 +108,7 @@ def _fan_out(job: JobFields, text: str) -> PipelineJob:
             if pool.job_tier is not None:
                 child.queue_settings = QueueSettings(job_tier=pool.job_tier, priority=job.priority)
         children[name] = child
-    return PipelineJob(
-        jobs=children,
-        inputs=inputs,
-        compute=job.pools[0].compute if job.pools else str(job.compute or SERVERLESS),
-        settings=PipelineJobSettings(continue_on_step_failure=True, force_rerun=True),
-        **_identification(job),
-    )
+    return children
 
 
 def _first_nodes(job: JobFields) -> Iterator[tuple[str, NodePool | None]]:
@@ -142,8 +119,14 @@ def _first_nodes(job: JobFields) -> Iterator[tuple[str, NodePool | None]]:
         yield from ((f"{stem}_{number}", pool) for number in range(count))
 
 
-def _single(job: JobFields, text: str) -> Command:
-    """Return one command job whose nodes the service starts: all at once (gang), or the minimum first (service)."""
+def single(job: JobFields, text: str, *, unset: Collection[str] = ()) -> Command:
+    """Return one command job whose nodes the service starts: all at once (gang), or the minimum first (service).
+
+    Args:
+        job: job without optional inputs that have no value.
+        text: command of the nodes.
+        unset: names of the inputs that may have no value, which a call gives them.
+    """
     least, most = job.resources.min_instance_count, job.resources.max_instance_count
     counts = {"instance_count": most}
     if job.resources.effective_placement == "service":
@@ -151,13 +134,13 @@ def _single(job: JobFields, text: str) -> Command:
     entity = _command(
         job,
         text,
-        inputs=_inputs(job),
+        inputs=inputs_of(job, unset=unset),
         compute=job.compute,
         # Azure ML starts the command on every node only if there is a distribution.
         distribution=PyTorchDistribution(process_count_per_instance=1) if most > 1 else None,
         services=compile_services(job.services),
         parent_job_name=job.parent_job_name,
-        **_identification(job),
+        **identification(job),
     )
     entity.resources = _resources(job, None, **counts)
     return entity
@@ -169,7 +152,7 @@ def _command(job: JobFields, text: str, **fields: Any) -> Command:
         code=None if job.code is None else str(job.code),
         environment=_environment(job.environment),
         environment_variables=node_launch.environment_variables(job),
-        outputs=_outputs(job),
+        outputs=outputs_of(job),
         identity=copy.deepcopy(job.identity),
         timeout=None if job.timeout is None else math.ceil(job.timeout.total_seconds()),
         job_tier=job.job_tier,
@@ -193,7 +176,8 @@ def _environment(environment: Any) -> str | Environment:
     return copy.deepcopy(environment)
 
 
-def _identification(job: JobFields) -> dict[str, Any]:
+def identification(job: JobFields) -> dict[str, Any]:
+    """Return the fields that name and describe a job."""
     return {
         "name": job.name,
         "display_name": job.display_name,
@@ -217,51 +201,74 @@ def _resources(job: JobFields, pool: NodePool | None, **counts: int) -> JobResou
     )
 
 
-def _inputs(job: JobFields) -> dict[str, Any]:
-    inputs = {name: _input(name, value, job.presets) for name, value in job.inputs.items()}
+def inputs_of(job: JobFields, *, unset: Collection[str] = ()) -> dict[str, Any]:
+    """Return the inputs of the job: literals, and new ``Input`` objects with a path and a mode.
+
+    Args:
+        job: job without optional inputs that have no value.
+        unset: names of the inputs that may have no value, and are declarations then.
+    """
+    inputs = {name: _input(name, value, job.presets, unset=name in unset) for name, value in job.inputs.items()}
     if job.delivery == "ship":
         inputs[node_launch.RUNTIME] = Input(type="uri_file", path=str(stage_runtime()), mode="download")
     return inputs
 
 
-def _input(name: str, value: Any, presets: Presets) -> Any:
-    """Return an input of the job: a literal, or a new ``Input`` with a path and a mode."""
-    if type(value) in _LITERALS:
+def has_no_value(value: Any) -> bool:
+    """Return whether an input of :func:`inputs_of` is a declaration without a value."""
+    return isinstance(value, Input) and value.path is None and value.default is None
+
+
+def _input(name: str, value: Any, presets: Presets, *, unset: bool) -> Any:
+    if type(value) in LITERALS:
         return value
     if type(value) is dict:
         value = Input(**value)
-    if isinstance(value, _SEARCH_EXPRESSIONS):
-        raise SubmitError(
-            f"The input {name!r} is a search expression, which only a sweep has a value for. Give the input any value, "
-            f"and job.sweep(search_space={{{name!r}: {type(value).__name__}(...)}}, primary_metric=..., goal=...)."
-        )
+    if isinstance(value, Bound):
+        if not unset:
+            raise _bound(name, value)
+        value = Input(type=value.type or "string", mode=value.mode)
     if not isinstance(value, Input):
         raise SubmitError(
             f"The input {name!r} is of the type {type(value).__name__}. Give a number, a text, a truth value, or an "
             "Input from azure.ai.ml."
         )
     given = value.default if value.type in _LITERAL_TYPES else value.path
-    if given is None:
+    if given is None and not unset:
         raise SubmitError(
             f"The input {name!r} of type {value.type!r} has no value. Give Input(type=..., path=...), or the bare "
             "value for a number or a text."
         )
     if value.type in _LITERAL_TYPES:
-        return given
+        return Input(type=value.type) if given is None else given
     made = copy.deepcopy(value)
     if made.mode is None:
         made.mode = mode_of_input(presets.data, str(made.type))
     return made
 
 
-def _declaration(value: Any) -> Input:
+def _bound(name: str, value: Bound) -> SubmitError:
+    """Return the error of an input without a value of its own in a job that is submitted by itself."""
+    if value.searched:
+        return SubmitError(
+            f"The input {name!r} is a search expression, which only a sweep has a value for. Submit a sweep of the "
+            "job: job.sweep(primary_metric=..., goal=..., sampling_algorithm=...)."
+        )
+    return SubmitError(
+        f"The input {name!r} is {value!r}, which only a step of that pipeline has a value for. Call the job in the "
+        "@dsl.pipeline function, and submit the pipeline."
+    )
+
+
+def declaration(value: Any) -> Input:
     """Return the declaration of an input in the component: its type and mode, without a value."""
     if isinstance(value, Input):
         return Input(type=value.type, mode=value.mode)
-    return Input(type=_LITERALS[type(value)])
+    return Input(type=LITERALS[type(value)])
 
 
-def _outputs(job: JobFields) -> dict[str, Any]:
+def outputs_of(job: JobFields) -> dict[str, Any]:
+    """Return the outputs of a node of the job: its own, as they were given, and that for checkpoints."""
     outputs: dict[str, Any] = {}
     for name, output in job.outputs.items():
         if not (output is None or type(output) is dict or isinstance(output, Output)):
@@ -269,7 +276,7 @@ def _outputs(job: JobFields) -> dict[str, Any]:
                 f"The output {name!r} is of the type {type(output).__name__}. Give an Output from azure.ai.ml, as in "
                 "Output(type='uri_folder', path=...), or its fields."
             )
-        outputs[name] = copy.deepcopy(output)
+        outputs[name] = Output(**output) if type(output) is dict else copy.deepcopy(output)
     uri = node_launch.checkpoint_output(job)
     if uri is not None:
         outputs[node_launch.CHECKPOINTS] = Output(type="uri_folder", mode="rw_mount", path=uri)

@@ -31,6 +31,7 @@ from azureml_elastic.config.presets import Presets
 from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.config.resources import SERVERLESS, ElasticResources, NodePool
 from azureml_elastic.errors import SubmitError
+from azureml_elastic.submit.bindings import bound
 from azureml_elastic.submit.distributions import translated
 
 __all__ = ["JobFields", "field_of", "resources_of_pools"]
@@ -48,7 +49,10 @@ _MOVED = {
 """Fields of azure-ai-ml's command jobs that an elastic job has elsewhere."""
 
 _SUBMISSION_ONLY = ("docker_args", "instance_type", "locations", "properties", "shm_size")
-"""Fields of ``resources`` that the nodes do not use."""
+"""Fields of ``resources`` beside the numbers of nodes."""
+
+_NOT_IN_PLAN = tuple(name for name in _SUBMISSION_ONLY if name != "properties")
+"""Those of which a replacement job has what Azure ML returns; it adds properties, also within the given ones."""
 
 _DIGEST_CHARACTERS = 16
 _PLAIN = (bool, int, float, str, os.PathLike)
@@ -156,6 +160,11 @@ class JobFields(ConfigModel):
             )
         return handler(_POOLS.validate_python(value))
 
+    @field_validator("inputs")
+    @classmethod
+    def _inputs_are_bound(cls, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {name: bound(value) for name, value in inputs.items()}
+
     @field_validator("name")
     @classmethod
     def _name_is_allowed(cls, value: str | None) -> str | None:
@@ -221,7 +230,7 @@ class JobFields(ConfigModel):
         """The configuration that the nodes receive. It has no run id: Azure ML names each submission."""
         return Plan(
             program=self._program,
-            resources=self.resources.model_copy(update=dict.fromkeys(_SUBMISSION_ONLY)),
+            resources=self.resources.model_copy(update=dict.fromkeys(_NOT_IN_PLAN)),
             distribution=self.distribution,
             checkpoint=self.checkpoint,
             batch=self.batch,

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from typing_extensions import Self
 
 from azureml_elastic.config.distribution import ElasticDistribution
 from azureml_elastic.config.resources import ElasticResources
+from azureml_elastic.submit.bindings import bindings_of, has_search
 from azureml_elastic.submit.changes import given_fields, merged_fields
 from azureml_elastic.submit.conversion import fields_of
 from azureml_elastic.submit.display import as_html, as_line, as_text
 from azureml_elastic.submit.fields import JobFields
-from azureml_elastic.submit.sdk_hooks import Submittable
+from azureml_elastic.submit.sdk_hooks import Submittable, outside_pipelines, position_in_pipelines
+from azureml_elastic.submit.trials import is_sweep, trial_of
 
 if TYPE_CHECKING:
-    from azure.ai.ml.entities import Command, CommandJob, PipelineJob, Sweep
+    from azure.ai.ml.entities import Command, CommandJob, Pipeline, PipelineJob, Sweep
+    from azure.ai.ml.sweep import SweepJob
 
 __all__ = ["ElasticCommandJob"]
 
@@ -67,6 +71,7 @@ class ElasticCommandJob(JobFields, Submittable):
         audit: whether workers record the samples of each step.
     """
 
+    @overload
     @classmethod
     def from_command(
         cls,
@@ -75,14 +80,36 @@ class ElasticCommandJob(JobFields, Submittable):
         resources: ElasticResources | Mapping[str, Any] | None = None,
         distribution: ElasticDistribution | Mapping[str, Any] | None = None,
         **changes: Any,
-    ) -> Self:
+    ) -> Self: ...
+
+    @overload
+    @classmethod
+    def from_command(
+        cls,
+        command_job: Sweep | SweepJob,
+        *,
+        resources: ElasticResources | Mapping[str, Any] | None = None,
+        distribution: ElasticDistribution | Mapping[str, Any] | None = None,
+        **changes: Any,
+    ) -> Sweep: ...
+
+    @classmethod
+    def from_command(
+        cls,
+        command_job: Command | CommandJob | Sweep | SweepJob,
+        *,
+        resources: ElasticResources | Mapping[str, Any] | None = None,
+        distribution: ElasticDistribution | Mapping[str, Any] | None = None,
+        **changes: Any,
+    ) -> Self | Sweep:
         """Return the elastic equivalent of a command job of azure-ai-ml, which is not modified.
 
         A launcher in the command (``torchrun``, ``python -m torch.distributed.run``) and a ``PyTorchDistribution``
         are translated to the distribution. Settings without an elastic equivalent are rejected by name.
 
         Args:
-            command_job: result of ``command(...)`` or ``load_job("job.yml")``.
+            command_job: result of ``command(...)``, ``command(...).sweep(...)`` or ``load_job("job.yml")``. Of a sweep,
+                the result is a sweep whose trials are elastic jobs.
             resources: number and kind of the nodes; fields that are not set (VM size, ``shm_size``, ...) are taken
                 from the job. ``None`` turns ``instance_count`` > 1 into 1 to ``instance_count`` nodes.
             distribution: configuration of the processes, replacing that of the job; completed by the options of a
@@ -94,7 +121,10 @@ class ElasticCommandJob(JobFields, Submittable):
             CommandError: the command's launcher has options that cannot be translated.
             MissingExtra: azure-ai-ml is not installed.
         """
-        return cls(**fields_of(command_job, resources, distribution, changes))
+        if not is_sweep(command_job):
+            return cls(**fields_of(command_job, resources, distribution, changes))
+        trial = trial_of(command_job)
+        return cls(**fields_of(trial.command_job, resources, distribution, changes)).sweep(**trial.options)
 
     def with_options(self, **changes: Any) -> Self:
         """Return a copy of the job with changed fields, validated like a new job.
@@ -125,6 +155,32 @@ class ElasticCommandJob(JobFields, Submittable):
         made = type(self)(**{**given_fields(self), **update}) if update else self
         return super(ElasticCommandJob, made).model_copy(deep=deep)
 
+    def __call__(self, **inputs: Any) -> Any:
+        """Return a copy of the job with other inputs; in a ``@dsl.pipeline`` function, a step of that pipeline.
+
+        A step is a node of azure-ai-ml, with ``inputs`` and ``outputs`` as all nodes have. With the placement
+        ``fan_out`` it is a pipeline within the pipeline. Each step is a run of its own.
+
+        With a search expression among the inputs the result is always a copy of the job, of which
+        :meth:`sweep` makes a sweep, and in a pipeline a step.
+
+        Args:
+            **inputs: values, outputs of other steps, inputs of the pipeline; ``None`` for an optional input that shall
+                have no value.
+
+        Raises:
+            SubmitError: the job has no input of that name, or fields of the job contradict each other.
+            CommandError: the command starts no Python program, or one that is not in ``code``.
+            MissingExtra: azure-ai-ml is not installed.
+        """
+        from azureml_elastic.submit.steps import compile_step, with_inputs
+
+        changed = with_inputs(self, inputs)
+        position = position_in_pipelines()
+        if position is None or has_search(changed.inputs):
+            return changed
+        return compile_step(changed, position)
+
     def __repr__(self) -> str:
         return as_line(self)
 
@@ -134,11 +190,12 @@ class ElasticCommandJob(JobFields, Submittable):
     def _repr_html_(self) -> str:
         return as_html(self)
 
-    def compile(self) -> Command | PipelineJob:
-        """Return the job as a new entity of azure-ai-ml.
+    def compile(self) -> Command | PipelineJob | Pipeline:
+        """Return the job as a new entity of azure-ai-ml, which is in no pipeline.
 
-        ``MLClient`` calls this when the job is submitted. Call it to inspect the result, or to use the nodes in a
-        pipeline of your own.
+        ``MLClient`` calls this when the job is submitted. Call it to inspect the result, or to give the node of a job
+        with the placement ``gang`` or ``service`` to ``PipelineJob(jobs=...)``. A job with inputs that are bound to
+        other steps becomes a node with any placement.
 
         Raises:
             SubmitError: fields of the job contradict each other.
@@ -146,14 +203,24 @@ class ElasticCommandJob(JobFields, Submittable):
             MissingExtra: azure-ai-ml is not installed.
         """
         from azureml_elastic.submit.compilation import compile_job
+        from azureml_elastic.submit.steps import compile_step
+
+        if not bindings_of(self.inputs) or has_search(self.inputs):
+            return compile_job(self)
+        with outside_pipelines():
+            return compile_step(self, uuid.uuid4().hex)
+
+    def _to_job(self) -> Command | PipelineJob:
+        from azureml_elastic.submit.compilation import compile_job
 
         return compile_job(self)
 
-    def sweep(self, *, search_space: Mapping[str, Any], **options: Any) -> Sweep:
+    def sweep(self, *, search_space: Mapping[str, Any] | None = None, **options: Any) -> Sweep:
         """Return a sweep whose trials are elastic jobs, each a run of its own: a new entity of azure-ai-ml.
 
         Args:
-            search_space: search expressions of ``azure.ai.ml.sweep`` by the name of the input whose value they replace.
+            search_space: search expressions of ``azure.ai.ml.sweep`` by the name of the input whose value they replace,
+                in addition to those among the inputs, as of ``job(lr=Uniform(0.01, 0.1))``.
             **options: keyword arguments of azure-ai-ml's ``Command.sweep``, such as ``primary_metric``, ``goal``,
                 ``sampling_algorithm`` and ``max_total_trials``.
 
@@ -162,6 +229,6 @@ class ElasticCommandJob(JobFields, Submittable):
             CommandError: the command starts no Python program, or one that is not in ``code``.
             MissingExtra: azure-ai-ml is not installed.
         """
-        from azureml_elastic.submit.compilation import compile_sweep
+        from azureml_elastic.submit.sweeps import compile_sweep
 
-        return compile_sweep(self, search_space, options)
+        return compile_sweep(self, search_space or {}, options)

@@ -8,6 +8,9 @@ should a release of azure-ai-ml change these two, ``ml_client.jobs.create_or_upd
 ``jobs.validate`` checks only classes that inherit from a private one, and reports success for all others. The method is
 therefore wrapped: an elastic job is compiled, and the result is validated.
 
+Schedules take pipelines alone, and upload what a job needs before they convert the job: an elastic job is compiled
+first. A component is refused before azure-ai-ml reads attributes that an elastic job does not have.
+
 Whatever creates a node while a ``@dsl.pipeline`` function runs adds it to that pipeline, also where the node is only
 looked at. The stack of the pipelines being built is therefore hidden while an elastic job is compiled or converted.
 
@@ -27,28 +30,39 @@ import io
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from azureml_elastic.config.environment import PLAN
 from azureml_elastic.errors import CommandError, SubmitError, needs_extra
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
-    from azure.ai.ml.entities import Command, CommandComponent, CommandJob, PipelineJob, ValidationResult
+    from azure.ai.ml.entities import Command, CommandComponent, CommandJob, Pipeline, PipelineJob, ValidationResult
+    from azure.ai.ml.sweep import SweepJob
 
 _MARK = "_wrapped_for_elastic_jobs"
 _UPLOAD = "_upload_and_generate_remote_uri"
+_BINDING = re.compile(r"\$\{\{\s*parent\..*\}\}")
+_SHOWN = ("display_name", "experiment_name", "description", "tags", "properties")
+_STEP = "elastic"
+"""Name of the step of a pipeline that is scheduled for a single job."""
+
 _BLANK = re.compile(r"(?:\x1b\[\d*m)?\n")
 
 __all__ = [
     "Submittable",
+    "binding_type",
     "component_of",
     "fields_of_command",
+    "is_binding",
     "log_files",
     "outside_pipelines",
     "plain_command_job",
+    "plain_sweep_job",
+    "position_in_pipelines",
     "register",
     "running_time",
 ]
@@ -58,27 +72,68 @@ class Submittable(ABC):
     """Base class of jobs that ``MLClient`` compiles before it submits them."""
 
     @abstractmethod
-    def compile(self) -> Command | PipelineJob:
+    def compile(self) -> Command | PipelineJob | Pipeline:
         """Return the job as a new entity of azure-ai-ml."""
 
+    @abstractmethod
     def _to_job(self) -> Command | PipelineJob:
         """Return the entity that ``create_or_update`` submits."""
-        return self.compile()
 
     def _set_base_path(self, _: object) -> None:
         """Refuse to be a node as it is: ``PipelineJob(jobs=...)`` calls this of each."""
         raise SubmitError(
-            "jobs= of a PipelineJob has an elastic job, which is no node of a pipeline. Give what it compiles to, a "
-            "node with the placement 'gang' or 'service': job.with_options(resources={'placement': 'gang'}).compile()."
+            "jobs= of a PipelineJob has an elastic job, which is no node of a pipeline. Call the job in a "
+            "@dsl.pipeline function, or give what it compiles to, a node with the placement 'gang' or 'service': "
+            "job.with_options(resources={'placement': 'gang'}).compile()."
         )
+
+
+def _builders() -> Any:
+    """Return azure-ai-ml's stack of the pipelines whose functions are running; ``None`` if a release has none."""
+    with needs_extra("azure-ai-ml", "submit"):
+        from azure.ai.ml.dsl import _pipeline_component_builder as builder
+    return getattr(builder, "_definition_builder_stack", None)
+
+
+def position_in_pipelines() -> str | None:
+    """Return which node the next one is of the pipeline whose function is running; ``None`` outside such functions.
+
+    The text begins with the positions of that pipeline in those around it, so that each node of all of them has another
+    one. It is equal whenever the pipeline is built again.
+    """
+    stack = _builders()
+    if stack is None or not stack.items:
+        return None
+    return "-".join(str(len(builder.nodes)) for builder in stack.items)
+
+
+def is_binding(value: Any) -> bool:
+    """Return whether an input's value is known only when its pipeline runs, such as the output of another step."""
+    if isinstance(value, str):
+        return _BINDING.fullmatch(value) is not None
+    if "azure.ai.ml" not in sys.modules:  # nobody has such an object, and the import takes seconds
+        return False
+    from azure.ai.ml.entities._builders import BaseNode
+    from azure.ai.ml.entities._job.pipeline._io import InputOutputBase, OutputsAttrDict
+    from azure.ai.ml.entities._job.pipeline._pipeline_expression import PipelineExpression
+
+    kinds = (InputOutputBase, OutputsAttrDict, PipelineExpression, BaseNode)
+    return isinstance(value, kinds) and not isinstance(value, Submittable)
+
+
+def binding_type(value: Any) -> str | None:
+    """Return the type of what an input is bound to, such as ``uri_folder``; ``None`` if it is unknown."""
+    outputs = getattr(value, "outputs", value)  # a step stands for its only output
+    if isinstance(outputs, Mapping):
+        value = next(iter(outputs.values()), None)
+    kind = getattr(value, "type", None)
+    return kind if isinstance(kind, str) else None
 
 
 @contextlib.contextmanager
 def outside_pipelines() -> Iterator[None]:
     """Keep nodes that are created meanwhile out of the pipeline whose function is running."""
-    with needs_extra("azure-ai-ml", "submit"):
-        from azure.ai.ml.dsl import _pipeline_component_builder as builder
-    stack = getattr(builder, "_definition_builder_stack", None)
+    stack = _builders()
     if stack is None:
         yield
         return
@@ -97,14 +152,60 @@ def register(model: type[Submittable], quiet: str) -> None:
         quiet: name of the file whose upload shows no progress.
     """
     with needs_extra("azure-ai-ml", "submit"):
+        from azure.ai.ml.entities import JobSchedule
         from azure.ai.ml.entities._builders import BaseNode
-        from azure.ai.ml.operations import JobOperations, _job_operations
+        from azure.ai.ml.operations import ComponentOperations, JobOperations, ScheduleOperations, _job_operations
     BaseNode.register(model)
+    _before(ComponentOperations, "create_or_update", _refuse_component)
+    _before(ScheduleOperations, "begin_create_or_update", _make_schedulable)
+    _before(JobSchedule, "_to_rest_object", _make_schedulable)
     if not hasattr(JobOperations.validate, _MARK):
         JobOperations.validate = _compiling(JobOperations.validate)  # type: ignore[method-assign]
     upload = getattr(_job_operations, _UPLOAD, None)
     if upload is not None and not hasattr(upload, _MARK):
         setattr(_job_operations, _UPLOAD, _quiet(upload, quiet))
+
+
+def _before(owner: type, name: str, act: Callable[[Any], None]) -> None:
+    """Replace a method, if there is one, by one that first calls ``act`` with its argument, else with its object."""
+    method = getattr(owner, name, None)
+    if method is None or hasattr(method, _MARK):
+        return
+
+    @functools.wraps(method)
+    def wrapper(self: Any, *arguments: Any, **options: Any) -> Any:
+        act(next(iter((*arguments, *options.values(), self))))
+        return method(self, *arguments, **options)
+
+    setattr(wrapper, _MARK, True)
+    setattr(owner, name, wrapper)
+
+
+def _make_schedulable(schedule: Any) -> None:
+    """Compile the elastic job of a schedule; a single job becomes the only step of a pipeline.
+
+    azure-ai-ml uploads what a schedule's job needs before it converts the job, and schedules pipelines alone.
+    """
+    from azure.ai.ml.entities import Command, PipelineJob, PipelineJobSettings
+
+    held = getattr(schedule, "create_job", None)
+    job = held._to_job() if isinstance(held, Submittable) else held  # noqa: SLF001 - one of our own classes
+    if isinstance(job, Command) and PLAN in (job.environment_variables or {}):
+        shown = {name: getattr(job, name) for name in _SHOWN}
+        with outside_pipelines():
+            settings = PipelineJobSettings(force_rerun=True)
+            job = PipelineJob(jobs={_STEP: job}, compute=job.compute, settings=settings, **shown)
+    if job is not held:
+        schedule.create_job = job
+
+
+def _refuse_component(component: Any) -> None:
+    if isinstance(component, Submittable):
+        raise SubmitError(
+            "An elastic job cannot be registered as a component, which has neither the number of nodes nor the place "
+            "of checkpoints. Register the plain component of the script, and make a job of each call: "
+            "ElasticCommandJob.from_command(component(...), resources=ElasticResources(max_instance_count=...))."
+        )
 
 
 def _compiling(validate: Callable[..., ValidationResult]) -> Callable[..., ValidationResult]:
@@ -194,6 +295,34 @@ def plain_command_job(job: Any) -> CommandJob:
         )
     with outside_pipelines():
         return job._to_job()  # noqa: SLF001 - no public conversion exists
+
+
+def plain_sweep_job(job: Any) -> SweepJob:
+    """Return a sweep of azure-ai-ml with plain values, without modifying the given one.
+
+    Raises:
+        SubmitError: the sweep was submitted already, or has a registered component as its trial.
+    """
+    from azure.ai.ml.sweep import SweepJob
+
+    if job.id is not None:
+        raise SubmitError(
+            f"The sweep {job.name!r} was submitted already and has been rewritten by the service. Give the original "
+            "one: what .sweep(...) returned, or load_job('sweep.yml')."
+        )
+    if isinstance(job.trial, str):
+        raise SubmitError(
+            f"The sweep's trial is the registered component {job.trial!r}, whose command is unknown. Load it with "
+            "ml_client.components.get(...) and sweep a call of it, or write the trial's fields."
+        )
+    if isinstance(job, SweepJob):
+        return job
+    command = job.trial.command
+    try:
+        with outside_pipelines():
+            return job._to_job()  # type: ignore[no-any-return]  # noqa: SLF001 - no public conversion exists
+    finally:
+        job.trial.command = command  # the conversion writes the search space into it
 
 
 def component_of(job: Any) -> CommandComponent | None:

@@ -22,9 +22,11 @@ from azureml_elastic.local.processes import NodeProcesses
 from azureml_elastic.local.run_dir import prepare_run_dir
 from azureml_elastic.local.stop_signals import StopSignals
 from azureml_elastic.local.view import UntilBroken, View
+from azureml_elastic.testing.api.assets import Assets
 from azureml_elastic.testing.api.gateway import Gateway
 from azureml_elastic.testing.api.history import API_HOST, History
 from azureml_elastic.testing.api.resources import ARM_HOST, Resources
+from azureml_elastic.testing.api.schedules import Schedules
 from azureml_elastic.testing.api.tokens import StaticCredential, answer_node, signed_in
 from azureml_elastic.testing.api.tracking import TRACKING_PATH, Logged, Tracking
 from azureml_elastic.testing.forks.listener import NodeForks
@@ -119,7 +121,9 @@ class LocalWorkspace:
                 f"/subscriptions/{_SUBSCRIPTION}/resourceGroups/{_GROUP}"
                 f"/providers/Microsoft.MachineLearningServices/workspaces/{_NAME}"
             )
-            resources = Resources(root, storage, self._runs, self._pools, self._submit)
+            assets = Assets(root, storage)
+            schedules = Schedules(root, self._check, self._submit, self._submitted)
+            resources = Resources(root, storage, self._runs, self._pools, assets, schedules, self._submit)
             # As on Azure, discovery is public, and the addresses of logs are passed on to those who may read them.
             history = History(self._runs, self._tracking)
             data_plane = signed_in(history.answer, ("/discovery", "/logs/"))
@@ -152,7 +156,7 @@ class LocalWorkspace:
                 self._open_wrappers(stack, folder / "bin"),
                 self._grows,
             )
-            service = Service(setting, self._runs, resources.properties, self._evictions)
+            service = Service(setting, self._runs, resources.properties, self._metrics, self._evictions)
             stack.callback(service.close)
             service.start()
             # azure-identity's default credential then logs in to this workspace.
@@ -296,9 +300,21 @@ class LocalWorkspace:
             raise UsageError(f"The local workspace has no job {name!r}.")
         return run
 
-    def _submit(self, name: str, properties: dict[str, Any]) -> None:
+    def _metrics(self, name: str) -> Mapping[str, Sequence[tuple[int, float]]]:
+        return self._tracking.logged(name).metrics
+
+    def _check(self, properties: dict[str, Any]) -> None:
         assert self._service is not None
-        self._service.submit(name, properties)
+        self._service.check(properties)
+
+    def _submit(self, name: str, properties: dict[str, Any], schedule: str | None = None) -> None:
+        assert self._service is not None
+        self._service.submit(name, properties, schedule)
+
+    def _submitted(self, job: str) -> dict[str, Any] | None:
+        """Return the properties with which a job was submitted, given its id."""
+        run = self._runs.get(job.rpartition("/")[2])
+        return None if run is None else run.body
 
 
 def _client() -> MLClient:

@@ -15,6 +15,7 @@ try:
         import azure.ai.ml  # noqa: F401
 except ModuleNotFoundError:
     collect_ignore = [
+        "test_composed.py",
         "test_corpus.py",
         "test_elastic.py",
         "test_engines.py",
@@ -24,6 +25,7 @@ except ModuleNotFoundError:
         "test_locations.py",
         "test_losses.py",
         "test_plugin.py",
+        "test_sweep_sample.py",
         "test_workspace.py",
     ]
 

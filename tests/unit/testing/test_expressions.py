@@ -3,7 +3,7 @@
 import pytest
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.testing.jobs.expressions import expand, parent_reference
+from azureml_elastic.testing.jobs.expressions import Binding, expand, read_binding, with_values
 
 INPUTS = {"data": "/mnt/data", "lr": "0.1"}
 
@@ -33,14 +33,22 @@ def test_an_expression_without_a_value_is_refused(text):
         expand(text, INPUTS, {})
 
 
-def test_a_step_is_bound_to_its_pipeline():
-    assert parent_reference("${{parent.inputs.data}}") == ("inputs", "data")
-    assert parent_reference("${{ parent.outputs.model }}") == ("outputs", "model")
-    assert parent_reference("0.1") is None
-    assert parent_reference(None) is None
+def test_a_step_is_bound_to_its_pipeline_or_to_another_step():
+    assert read_binding("${{parent.inputs.data}}") == Binding("inputs", "data")
+    assert read_binding("${{ parent.outputs.model }}") == Binding("outputs", "model")
+    assert read_binding("${{parent.jobs.first.outputs.model}}") == Binding("outputs", "model", "first")
+    assert read_binding("0.1") is None
+    assert read_binding(None) is None
 
 
-@pytest.mark.parametrize("text", ["${{parent.jobs.first.outputs.model}}", "a ${{parent.inputs.data}}"])
-def test_a_step_bound_to_another_step_is_refused(text):
-    with pytest.raises(UsageError, match="run in parallel"):
-        parent_reference(text)
+@pytest.mark.parametrize("text", ["${{parent.jobs.first.inputs.data}}", "a ${{parent.inputs.data}}", "${{inputs.a}}"])
+def test_another_binding_is_refused(text):
+    with pytest.raises(UsageError, match="does not support the binding"):
+        read_binding(text)
+
+
+def test_a_trial_has_the_values_of_its_search_space_and_keeps_other_expressions():
+    text = "train --lr ${{search_space.lr}} $[[--x ${{inputs.x}}]]"
+    assert with_values(text, {"lr": "0.1"}) == "train --lr 0.1 $[[--x ${{inputs.x}}]]"
+    with pytest.raises(UsageError, match="the search space has: seed"):
+        with_values(text, {"seed": "1"})

@@ -44,18 +44,19 @@ def test_a_job_by_its_nodes(nodes, alone, replaced):
 )
 @pytest.mark.parametrize("lenient", [False, True])
 def test_a_pipeline_by_its_steps(steps, expected, lenient):
-    assert pipeline_status(steps, cancelled=False, lenient=lenient) == expected
+    assert pipeline_status(steps, cancelled=False, sufficient=steps if lenient else ()) == expected
 
 
-def test_a_pipeline_that_continues_completes_if_a_step_did():
-    assert pipeline_status(["Failed", "Completed"], cancelled=False, lenient=True) == "Completed"
-    assert pipeline_status(["Failed", "Completed"], cancelled=False, lenient=False) == "Failed"
-    assert pipeline_status(["Failed", "Failed"], cancelled=False, lenient=True) == "Failed"
+def test_a_pipeline_that_continues_completes_if_a_sufficient_step_did():
+    both = ["Failed", "Completed"]
+    assert pipeline_status(both, cancelled=False, sufficient=both) == "Completed"
+    assert pipeline_status(both, cancelled=False, sufficient=["Failed"]) == "Failed"
+    assert pipeline_status(both, cancelled=False, sufficient=()) == "Failed"
 
 
 def test_a_cancelled_pipeline_waits_for_its_steps():
-    assert pipeline_status(["CancelRequested", "Canceled"], cancelled=True, lenient=False) == "CancelRequested"
-    assert pipeline_status(["Canceled", "Canceled"], cancelled=True, lenient=False) == "Canceled"
+    assert pipeline_status(["CancelRequested", "Canceled"], cancelled=True, sufficient=()) == "CancelRequested"
+    assert pipeline_status(["Canceled", "Canceled"], cancelled=True, sufficient=()) == "Canceled"
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
@@ -63,5 +64,5 @@ def test_a_cancelled_pipeline_waits_for_its_steps():
 def test_a_pipeline_has_ended_when_all_its_steps_have(cancelled, lenient):
     states = ["NotStarted", "Queued", "Preparing", "Running", "Finalizing", "CancelRequested", *TERMINAL]
     for steps in itertools.product(states, repeat=3):
-        ended = pipeline_status(steps, cancelled=cancelled, lenient=lenient) in TERMINAL
+        ended = pipeline_status(steps, cancelled=cancelled, sufficient=steps if lenient else ()) in TERMINAL
         assert ended == all(step in TERMINAL for step in steps)

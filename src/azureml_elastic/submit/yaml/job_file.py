@@ -5,10 +5,11 @@ The block is removed and azure-ai-ml loads the rest, so that every field of a co
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from pydantic import ValidationError
 
 from azureml_elastic.config.distribution import ElasticDistribution
 from azureml_elastic.errors import CommandError, SubmitError, needs_extra
+from azureml_elastic.submit.trials import trial_of
 from azureml_elastic.submit.yaml.elastic_block import BLOCK, COUNTS, block_model, read_block, wanted
 from azureml_elastic.submit.yaml.overrides import apply_overrides
 from azureml_elastic.submit.yaml.sdk_errors import readable
@@ -24,10 +26,13 @@ with needs_extra("PyYAML", "submit"):
     import yaml
 
 if TYPE_CHECKING:
+    from azure.ai.ml.entities import Sweep
+
     from azureml_elastic.submit.job import ElasticCommandJob
 
-__all__ = ["load_elastic_job", "read_document"]
+__all__ = ["is_sweep_file", "load_elastic_job", "load_elastic_sweep", "read_document"]
 
+_SWEEP = "sweep"
 _SHORTEST = f"\n{BLOCK}:\n  max_instance_count: 4"
 _ELSEWHERE = {
     "timeout": "limits.timeout",
@@ -56,8 +61,40 @@ def load_elastic_job(path: str | os.PathLike[str], overrides: Iterable[str] = ()
     """
     file = Path(path)
     document = read_document(file, overrides)
-    try:
+    with _named(file):
         return _job(document, file)
+
+
+def load_elastic_sweep(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Sweep:
+    """Load a sweep from a YAML file: a standard sweep job whose ``trial`` has an ``elastic:`` block.
+
+    Each trial is a run of its own. Otherwise as :func:`load_elastic_job`.
+
+    Args:
+        path: path of the file.
+        overrides: values to set first, each as ``a.b=c``, such as ``trial.elastic.max_instance_count=12``.
+
+    Raises:
+        SubmitError: the file cannot be read, a field is invalid, or the job cannot be a trial.
+        CommandError: the command has a launcher whose options cannot be translated.
+        MissingExtra: azure-ai-ml is not installed.
+    """
+    file = Path(path)
+    document = read_document(file, overrides)
+    with _named(file):
+        return _sweep(document, file)
+
+
+def is_sweep_file(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> bool:
+    """Return whether a job file is a sweep; for the exceptions see :func:`load_elastic_sweep`."""
+    return read_document(path, overrides).get("type") == _SWEEP
+
+
+@contextlib.contextmanager
+def _named(file: Path) -> Iterator[None]:
+    """Put the file's name before the errors."""
+    try:
+        yield
     except (SubmitError, CommandError) as error:
         raise type(error)(f"{file}: {error}") from None
 
@@ -108,34 +145,73 @@ def _syntax_error(error: yaml.YAMLError, text: str) -> str:
 
 
 def _job(document: Mapping[str, Any], file: Path) -> ElasticCommandJob:
-    from azureml_elastic.submit import ElasticCommandJob
-
-    rest = {name: value for name, value in document.items() if name != BLOCK}
-    kind = rest.get("type", "command")
+    kind = document.get("type", "command")
+    if kind == _SWEEP:
+        raise SubmitError(
+            f"type is {kind!r}: a sweep is submitted to a workspace, by 'azureml-elastic submit' or as what "
+            "load_elastic_sweep() returns. It is neither compiled to a file nor run by --local."
+        )
     if kind != "command":
-        raise SubmitError(f"type is {kind!r}, but only a job of 'type: command' can be elastic.")
+        raise SubmitError(f"type is {kind!r}, but only jobs of 'type: command' and the trials of a sweep are elastic.")
+    _check_block(document, "")
+    rest = _without_block(document)
+    return _elastic(rest, document[BLOCK], lambda: _load(rest, file))
+
+
+def _sweep(document: Mapping[str, Any], file: Path) -> Sweep:
+    trial = document.get("trial")
+    if not isinstance(trial, dict):
+        raise SubmitError("trial is no block. Write the command, code and environment of the trials in it.")
+    if BLOCK in document:
+        raise SubmitError(f"{BLOCK} belongs in the trial: block, whose jobs are elastic, as trial.{BLOCK}.")
+    _check_block(trial, " in trial:")
+    rest = {**document, "trial": _without_block(trial)}
+    loaded = trial_of(_load(rest, file))
+    shared = {name: document[name] for name in ("compute", "inputs", "resources") if name in document}
+    job = _elastic({**rest["trial"], **shared}, trial[BLOCK], lambda: loaded.command_job)
+    return job.sweep(**loaded.options)
+
+
+def _check_block(document: Mapping[str, Any], where: str) -> None:
     if BLOCK not in document:
         raise SubmitError(
-            f"there is no {BLOCK}: block, which sets how many nodes may train. The shortest is:{_SHORTEST}"
+            f"there is no {BLOCK}: block{where}, which sets how many nodes may train. The shortest is:{_SHORTEST}"
         )
-    block = read_block(document[BLOCK])
+
+
+def _without_block(document: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in document.items() if name != BLOCK}
+
+
+def _elastic(rest: Mapping[str, Any], block: Any, load: Callable[[], Any]) -> ElasticCommandJob:
+    """Return the job of a document and of its block.
+
+    Args:
+        rest: document without the block.
+        block: content of the block.
+        load: function that returns the job of the document, which is called once its fields have been checked.
+    """
+    from azureml_elastic.submit import ElasticCommandJob
+
+    read = read_block(block)
     _check_variables(rest.get("environment_variables"))
     _check_literals(rest.get("inputs"))
     _check_misplaced(rest)
-    given = {name: getattr(block, name) for name in block.model_fields_set}
+    given = {name: getattr(read, name) for name in read.model_fields_set}
     pools = given.pop("pools", None)
     if pools is not None and rest.get("compute") is not None:
         raise SubmitError(f"compute and {BLOCK}.pools both name the compute. Leave one of them out.")
     resources = _resources(rest.get("resources"), given, pools)
     if pools is not None:
         given["compute"] = pools
-    loaded = _load(rest, file)
+    loaded = load()
     try:
         if isinstance(given.get("distribution"), ElasticDistribution):
             given["distribution"] = _distribution(rest, loaded, resources, given["distribution"])
-        return ElasticCommandJob.from_command(loaded, resources=resources, **given)
+        job: ElasticCommandJob = ElasticCommandJob.from_command(loaded, resources=resources, **given)
     except ValidationError as error:
         raise SubmitError(_wrong(error)) from None
+    return job
 
 
 def _load(document: Mapping[str, Any], file: Path) -> Any:
@@ -147,7 +223,8 @@ def _load(document: Mapping[str, Any], file: Path) -> Any:
     try:
         return load_job(io.StringIO(yaml.safe_dump(dict(document))), relative_origin=str(file.absolute()))
     except (ValidationException, SchemaError) as error:
-        raise SubmitError(readable(error, document)) from None
+        of_nodes = document["trial"] if document.get("type") == _SWEEP else document
+        raise SubmitError(readable(error, of_nodes)) from None
 
 
 def _resources(standard: Any, given: dict[str, Any], pools: Any) -> dict[str, Any] | None:

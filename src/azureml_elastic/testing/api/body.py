@@ -1,16 +1,26 @@
-"""Submitted jobs, parsed from the documents that reach Azure ML: command jobs and pipelines of them."""
+"""Submitted jobs, parsed from the documents that reach Azure ML: command jobs, pipelines and sweeps."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.testing.jobs.expressions import parent_reference
+from azureml_elastic.testing.jobs.expressions import read_binding, with_values
+from azureml_elastic.testing.jobs.search_space import SearchSpace, read_search_space
 
-__all__ = ["CommandBody", "InputBody", "OutputBody", "PipelineBody", "read_job"]
+__all__ = [
+    "CommandBody",
+    "InputBody",
+    "JobBody",
+    "OutputBody",
+    "PipelineBody",
+    "Reference",
+    "SweepBody",
+    "read_job",
+]
 
 Mode = Literal["download", "upload", "mount", "direct"]
 
@@ -27,25 +37,43 @@ _MODES: dict[str, Mode] = {
 }
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 _MOST_PROCESSES = 256
+_MOST_TRIALS = 1000
+_DEFAULT_DATASTORE = "workspaceblobstore"
+_BOUND_FIELDS = ("inputs", "outputs")
 _DURATION = re.compile(r"P(?:(\d+)D)?(?:T(?:(\d+)H)?(?:(\d+)M)?(?:(\d+(?:\.\d+)?)S)?)?")
 
 
 @dataclass(frozen=True)
+class Reference:
+    """An output of a job that is part of the submitted one.
+
+    Args:
+        path: names of the steps that lead to the job; empty for the submitted one.
+        name: name of the output.
+    """
+
+    path: tuple[str, ...]
+    name: str
+
+
+@dataclass(frozen=True)
 class InputBody:
-    """An input: a literal, or the URI of a file or folder and its delivery mode."""
+    """An input: a literal, the URI of a file or folder, or the output of another step; and its delivery mode."""
 
     literal: str | None = None
     uri: str | None = None
     mode: Mode = "mount"
+    reference: Reference | None = None
 
 
 @dataclass(frozen=True)
 class OutputBody:
-    """An output; without a URI it gets a location of the job's own."""
+    """An output; without a URI it gets a location of the job's own, or that of the pipeline's output that it is."""
 
     uri: str | None = None
     mode: Mode = "mount"
     type: str = "uri_folder"
+    reference: Reference | None = None
 
 
 @dataclass(frozen=True)
@@ -71,16 +99,46 @@ class CommandBody:
 
 
 @dataclass(frozen=True)
+class SweepBody:
+    """A sweep: its trials are one command job with values of the search space."""
+
+    trial: CommandBody
+    space: SearchSpace
+    most_trials: int
+    most_at_once: int
+    metric: str
+    maximize: bool
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True)
 class PipelineBody:
-    """A pipeline of steps that run in parallel."""
+    """A pipeline of steps that run as soon as what they read is there."""
 
-    steps: Mapping[str, CommandBody]
+    steps: Mapping[str, CommandBody | PipelineBody]
     continue_on_step_failure: bool = False
+    outputs: Mapping[str, OutputBody] = field(default_factory=dict)
 
 
-def read_job(
-    properties: Mapping[str, Any], component: Callable[[str], Mapping[str, Any]]
-) -> CommandBody | PipelineBody:
+JobBody = CommandBody | PipelineBody | SweepBody
+"""What a submitted job is."""
+
+Component = Callable[[str], Mapping[str, Any]]
+"""Function that returns the specification of a component by its id."""
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """A pipeline whose steps are read: where it is in the submitted job, and what its steps can be bound to."""
+
+    path: tuple[str, ...]
+    inputs: Mapping[str, InputBody]
+    outputs: Mapping[str, OutputBody]
+    compute: str | None
+    component: Component
+
+
+def read_job(properties: Mapping[str, Any], component: Component) -> JobBody:
     """Parse the properties of a job document.
 
     Args:
@@ -98,81 +156,151 @@ def read_job(
         ) from error
 
 
-def _read_job(
-    properties: Mapping[str, Any], component: Callable[[str], Mapping[str, Any]]
-) -> CommandBody | PipelineBody:
+def _read_job(properties: Mapping[str, Any], component: Component) -> JobBody:
     kind = properties.get("jobType")
-    if kind == "Command":
-        return _command(properties, inputs=_inputs(properties), outputs=_outputs(properties), default_compute=None)
-    if kind == "Pipeline":
-        return _pipeline(properties, component)
-    raise UsageError(
-        f"The local workspace runs command jobs and pipelines of them, but this job is of type {kind!r}. Submit the "
-        "training as a command job."
-    )
-
-
-def _pipeline(properties: Mapping[str, Any], component: Callable[[str], Mapping[str, Any]]) -> PipelineBody:
     inputs, outputs = _inputs(properties), _outputs(properties)
-    settings = _mapping(properties, "settings")
-    default = properties.get("computeId") or settings.get("default_compute")
-    steps = {}
-    for name, node in _named(properties, "jobs").items():
-        if node.get("type") != "command":
-            raise UsageError(
-                f"The step {name!r} is of type {node.get('type')!r}; the local workspace runs steps of type 'command'."
-            )
-        spec = component(str(node["componentId"]))
-        step = {**spec, **{key: value for key, value in node.items() if value is not None}}
-        step["environment_variables"] = {
-            **_mapping(spec, "environment_variables"),
-            **_mapping(node, "environment_variables"),
-        }
-        steps[name] = _command(
-            step,
-            inputs=_bound_inputs(spec, node, inputs),
-            outputs=_bound_outputs(spec, node, outputs),
-            default_compute=default,
+    if kind == "Command":
+        return _command(properties, inputs=inputs, outputs=outputs, default_compute=None)
+    if kind == "Sweep":
+        return _sweep(properties, inputs, outputs)
+    if kind != "Pipeline":
+        raise UsageError(
+            f"The local workspace runs command jobs, pipelines and sweeps of them, but this job is of type {kind!r}. "
+            "Submit the training as a command job."
         )
+    settings = _mapping(properties, "settings")
+    store = settings.get("default_datastore")
+    if store is not None and str(store).rpartition("/")[2].removeprefix("azureml:") != _DEFAULT_DATASTORE:
+        raise UsageError(
+            f"default_datastore={store!r} is not in the local workspace. It has {_DEFAULT_DATASTORE}, where the "
+            "outputs of steps are anyway."
+        )
+    spec = component(str(properties["componentId"])) if properties.get("componentId") else properties
+    compute = properties.get("computeId") or settings.get("default_compute")
+    if spec is not properties:
+        declared = {name: {"value": f"${{{{parent.inputs.{name}}}}}"} for name in inputs}
+        inputs = _bound_inputs(spec, {"inputs": declared}, _Pipeline((), inputs, {}, None, component))
+    steps = _steps(spec, _Pipeline((), inputs, outputs, compute, component))
+    return PipelineBody(steps, bool(settings.get("continue_on_step_failure")), outputs)
+
+
+def _steps(spec: Mapping[str, Any], pipeline: _Pipeline) -> dict[str, CommandBody | PipelineBody]:
+    steps = {name: _step(name, node, pipeline) for name, node in _named(spec, "jobs").items()}
     if not steps:
-        raise UsageError("The pipeline has no steps. Give it at least one command.")
-    return PipelineBody(steps, bool(settings.get("continue_on_step_failure")))
+        where = f"The pipeline {'.'.join(pipeline.path)!r}" if pipeline.path else "The pipeline"
+        raise UsageError(f"{where} has no steps. Give it at least one command.")
+    return steps
 
 
-def _bound_inputs(
-    spec: Mapping[str, Any], node: Mapping[str, Any], parents: Mapping[str, InputBody]
-) -> dict[str, InputBody]:
+def _step(name: str, node: Mapping[str, Any], pipeline: _Pipeline) -> CommandBody | PipelineBody:
+    kind = node.get("type")
+    if kind not in ("command", "pipeline"):
+        raise UsageError(
+            f"The step {name!r} is of type {kind!r}; the local workspace runs steps of the types 'command' and "
+            f"'pipeline'.{' Submit the sweep as a job of its own.' if kind == 'sweep' else ''}"
+        )
+    spec = pipeline.component(str(node["componentId"]))
+    inputs, outputs = _bound_inputs(spec, node, pipeline), _bound_outputs(spec, node, pipeline)
+    literals = {name: value.literal for name, value in pipeline.inputs.items() if value.literal is not None}
+    node = {key: value if key in _BOUND_FIELDS else _filled(value, literals) for key, value in node.items()}
+    if kind == "pipeline":
+        compute = node.get("computeId") or pipeline.compute
+        inner = _Pipeline((*pipeline.path, name), inputs, outputs, compute, pipeline.component)
+        return PipelineBody(_steps(spec, inner), outputs=outputs)
+    step = {**spec, **{key: value for key, value in node.items() if value is not None}}
+    step["environment_variables"] = {
+        **_mapping(spec, "environment_variables"),
+        **_mapping(node, "environment_variables"),
+    }
+    return _command(step, inputs=inputs, outputs=outputs, default_compute=pipeline.compute)
+
+
+def _filled(value: Any, literals: Mapping[str, str]) -> Any:
+    """Return a setting of a step, such as its resources, with the values of the pipeline's inputs."""
+    if isinstance(value, Mapping):
+        return {name: _filled(each, literals) for name, each in value.items()}
+    binding = read_binding(value)
+    if binding is None:
+        return value
+    if binding.kind != "inputs" or binding.name not in literals:
+        raise UsageError(
+            f"The local workspace cannot set a field of a step to {value!r}, which is none of the pipeline's literal "
+            f"inputs: {', '.join(sorted(literals)) or 'none'}."
+        )
+    return literals[binding.name]
+
+
+def _bound_inputs(spec: Mapping[str, Any], node: Mapping[str, Any], pipeline: _Pipeline) -> dict[str, InputBody]:
     declared, given = _named(spec, "inputs"), _mapping(node, "inputs")
     bound = {}
     for name, declaration in declared.items():
         value = given.get(name)
-        if value is None:
-            if declaration.get("default") is not None:
-                bound[name] = InputBody(literal=_text(declaration["default"]))
-            continue
-        reference = parent_reference(value.get("value", value.get("uri")))
-        mode = value.get("mode") or declaration.get("mode")
-        if reference is None:
+        binding = None if value is None else read_binding(value.get("value", value.get("uri")))
+        mode = None if value is None else value.get("mode") or declaration.get("mode")
+        if binding is not None and binding.step is not None:
+            source = Reference((*pipeline.path, binding.step), binding.name)
+            bound[name] = InputBody(mode=_mode(mode, "mount"), reference=source)
+        elif binding is not None and binding.kind == "outputs":
+            raise UsageError(f"The input {name!r} of a step is bound to an output of its own pipeline. Give a step's.")
+        elif binding is not None and binding.name in pipeline.inputs:
+            parent = pipeline.inputs[binding.name]
+            bound[name] = replace(parent, mode=_mode(mode, parent.mode))
+        elif value is not None and binding is None:
             bound[name] = _input({**value, "mode": mode})
-        elif reference[1] in parents:
-            parent = parents[reference[1]]
-            bound[name] = InputBody(parent.literal, parent.uri, _mode(mode, parent.mode))
+        elif declaration.get("default") is not None:
+            bound[name] = InputBody(literal=_text(declaration["default"]))
     return bound
 
 
-def _bound_outputs(
-    spec: Mapping[str, Any], node: Mapping[str, Any], parents: Mapping[str, OutputBody]
-) -> dict[str, OutputBody]:
+def _bound_outputs(spec: Mapping[str, Any], node: Mapping[str, Any], pipeline: _Pipeline) -> dict[str, OutputBody]:
     given = _mapping(node, "outputs")
     bound = {}
     for name, declaration in _named(spec, "outputs").items():
         value = given.get(name) or {}
-        reference = parent_reference(value.get("value", value.get("uri")))
+        binding = read_binding(value.get("value", value.get("uri")))
         kind = str(declaration.get("type") or "uri_folder")
-        mode = _mode(value.get("mode") or declaration.get("mode"), "mount")
-        uri = value.get("uri") or None if reference is None else parents.get(reference[1], OutputBody()).uri
-        bound[name] = OutputBody(uri, mode, kind)
+        mode = value.get("mode") or declaration.get("mode")
+        if binding is None:
+            bound[name] = OutputBody(value.get("uri") or None, _mode(mode, "mount"), kind)
+            continue
+        parent = pipeline.outputs.get(binding.name)
+        if binding.kind != "outputs" or binding.step is not None or parent is None:
+            raise UsageError(
+                f"The output {name!r} of a step is bound to {value.get('value', value.get('uri'))!r}, which is none of "
+                f"its pipeline's outputs: {', '.join(sorted(pipeline.outputs)) or 'none'}."
+            )
+        bound[name] = OutputBody(
+            mode=_mode(mode, parent.mode), type=kind, reference=Reference(pipeline.path, binding.name)
+        )
     return bound
+
+
+def _sweep(
+    properties: Mapping[str, Any], inputs: Mapping[str, InputBody], outputs: Mapping[str, OutputBody]
+) -> SweepBody:
+    trial, limits = _mapping(properties, "trial"), _mapping(properties, "limits")
+    objective = _mapping(properties, "objective")
+    if properties.get("earlyTermination"):
+        kind = _either(_mapping(properties, "earlyTermination"), "policyType")
+        raise UsageError(
+            f"The local workspace ends no trial early, and this sweep has the policy {kind!r}. Submit it without "
+            "early_termination."
+        )
+    merged = {key: value for key, value in {**properties, **trial}.items() if value is not None}
+    merged["limits"] = {"timeout": limits.get("trialTimeout")}
+    body = _command(merged, inputs=inputs, outputs=outputs, default_compute=None)
+    space = read_search_space(_mapping(properties, "searchSpace"), _mapping(properties, "samplingAlgorithm"))
+    with_values(body.command, dict.fromkeys(space.expressions, ""))  # refuses a name that the search space lacks
+    most = int(limits.get("maxTotalTrials") or _MOST_TRIALS)
+    return SweepBody(
+        trial=body,
+        space=space,
+        most_trials=most,
+        most_at_once=min(most, int(limits.get("maxConcurrentTrials") or most)),
+        metric=str(objective["primaryMetric"]),
+        maximize=str(objective["goal"]).lower() == "maximize",
+        timeout_s=_seconds(limits.get("timeout")),
+    )
 
 
 def _command(

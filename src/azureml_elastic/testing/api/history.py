@@ -20,8 +20,8 @@ _RUNS = r".*/workspaces/[^/]+(?:/experiment(?:id)?s/[^/]+)?/"
 _ASSET = "azureml-output"
 _SEPARATORS = 2
 _SNAKE_CASE_SINCE = (1, 35)
-_LABELS = ("description", "displayName", "tags")
-"""Fields of a submitted job that can be changed."""
+_PROGRESS_LOGS = {"Pipeline": "logs/azureml/executionlogs.txt", "Sweep": "azureml-logs/hyperdrive.txt"}
+"""Names of the logs in which clients look for the progress of what consists of other runs."""
 
 
 @dataclass
@@ -48,21 +48,22 @@ class History:
             return self._data(str(request.json().get("runId")), request.headers.get("user-agent", ""))
         if path.endswith("/dataversion/batchGetResolvedUris"):
             return document({"values": self._resolved(request.json().get("values"))})
-        if match := re.fullmatch(_RUNS + r"runs/([^/]+)(/details|/children)?", path):
+        if match := re.fullmatch(_RUNS + r"runs/([^/]+)(/details|/children|/serviceinstances/\d+)?", path):
             run = self.runs.get(match[1])
             if run is None:
                 return _no_run(match[1])
             if request.method == "PATCH" and not match[2]:
-                changes = request.json()
-                run.body.update({name: changes[name] for name in _LABELS if changes.get(name) is not None})
+                run.relabel(request.json())
                 return document(self._record(run))
             if match[2] == "/children":
                 return document({"value": [self._record(child) for child in self.runs.children(run.name)]})
+            if (match[2] or "").startswith("/serviceinstances"):
+                return document({"instances": _service_instances(run)})
             return document(self._details(run) if match[2] else self._record(run))
         return refusal(404, "NotFound", f"The local workspace has no {request.method} {path}.")
 
     def _details(self, run: Run) -> dict[str, Any]:
-        names = [*run.logs, *(["logs/azureml/executionlogs.txt"] if run.kind == "Pipeline" else [])]
+        names = [*run.logs, *([_PROGRESS_LOGS[run.kind]] if run.kind in _PROGRESS_LOGS else [])]
         return {
             **self._record(run),
             "logFiles": {name: f"https://{API_HOST}/logs/{quote(run.name)}/{quote(name)}" for name in names},
@@ -95,9 +96,10 @@ class History:
         return record
 
     def _first_error(self, run: Run) -> tuple[str, str]:
-        for child in self.runs.children(run.name):
+        for child in self.runs.commands(run):
             if child.error is not None:
-                return child.error[0], f"The step {child.display_name} failed. {child.error[1]}"
+                what = f"The trial {child.display_name}" if run.kind == "Sweep" else f"The step {'.'.join(child.path)}"
+                return child.error[0], f"{what} failed. {child.error[1]}"
         return "UserError", "The job failed."
 
     def _data(self, name: str, client: str) -> Answer:
@@ -125,12 +127,29 @@ class History:
         if run.kind == "Command":
             return run.log(name)
         lines = []
-        for child in self.runs.children(run.name):
+        for child in self.runs.commands(run):
+            label = child.display_name if run.kind == "Sweep" else ".".join(child.path[len(run.path) :])
+            values = "".join(f", {name}={value}" for name, value in child.trial.items())
             if child.started is not None:
-                lines.append((child.started, f"{child.display_name} ({child.name}) runs"))
+                lines.append((child.started, f"{label} ({child.name}{values}) runs"))
             if child.ended is not None and child.status in TERMINAL:
-                lines.append((child.ended, f"{child.display_name} ({child.name}): {child.status}"))
+                lines.append((child.ended, f"{label} ({child.name}): {child.status}"))
         return "".join(f"[{when:%Y-%m-%d %H:%M:%SZ}] {text}\n" for when, text in sorted(lines)).encode()
+
+
+def _service_instances(run: Run) -> dict[str, Any]:
+    """Return the state of a node's interactive services, none of which is started here."""
+    reason = "The local workspace starts no interactive services."
+    return {
+        name: {
+            "type": service.get("jobServiceType"),
+            "port": service.get("port"),
+            "status": "Failed",
+            "error": {"error": {"code": "UserError", "message": reason}},
+            "properties": service.get("properties") or {},
+        }
+        for name, service in (run.body.get("services") or {}).items()
+    }
 
 
 def _kind_for(client: str, kind: str) -> str:

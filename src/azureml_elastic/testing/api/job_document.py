@@ -57,7 +57,7 @@ def job_properties(run: Run, status: Status, *, host: str, version: str) -> dict
         **found,
         "status": status,
         "isArchived": bool(run.body.get("isArchived")),
-        "properties": {**(run.body.get("properties") or {}), **(_of_command(run) if single else _of_pipeline(run))},
+        "properties": {**(run.body.get("properties") or {}), **_OWN_PROPERTIES[run.kind](run)},
         "outputs": _outputs(run),
         "services": _services(run, host),
     }
@@ -84,13 +84,23 @@ def _of_pipeline(run: Run) -> dict[str, str]:
     }
 
 
+def _of_sweep(run: Run) -> dict[str, str]:
+    own = {"resume_child_runs": "null", "azureml.runsource": "hyperdrive", "runTemplate": "HyperDrive"}
+    if run.best is None:
+        return own
+    return {**own, "best_child_run_id": run.best[0], "score": str(run.best[1]), "best_metric_status": "Succeeded"}
+
+
+_OWN_PROPERTIES = {"Command": _of_command, "Pipeline": _of_pipeline, "Sweep": _of_sweep}
+
+
 def _outputs(run: Run) -> dict[str, Any]:
     given = run.body.get("outputs") or {}
     named = {
         name: {**_EMPTY_OF_OUTPUT, **(given.get(name) or {})} | {"uri": uri, "jobOutputType": kind}
         for name, (kind, uri) in run.outputs.items()
     }
-    if run.kind == "Pipeline":
+    if run.kind != "Command":
         return named
     default = {
         **_EMPTY_OF_OUTPUT,

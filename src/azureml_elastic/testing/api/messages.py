@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
-__all__ = ["Answer", "MalformedRequest", "Request", "document", "refusal"]
+__all__ = ["Answer", "MalformedRequest", "Request", "document", "properties_of", "refusal", "unsupported"]
 
 
 class MalformedRequest(ValueError):
@@ -78,3 +78,20 @@ def document(content: Any, status: int = 200) -> Answer:
 def refusal(status: int, code: str, message: str) -> Answer:
     """Return an error response in the format of Azure's services."""
     return document({"error": {"code": code, "message": message}}, status)
+
+
+def properties_of(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the properties of a document.
+
+    Raises:
+        MalformedRequest: there are none.
+    """
+    found = body.get("properties")
+    if not isinstance(found, dict):
+        raise MalformedRequest('The "properties" of the document are missing or not an object.')
+    return found
+
+
+def unsupported(request: Request) -> Answer:
+    """Return the response to a request for what the workspace does not do."""
+    return refusal(405, "MethodNotAllowed", f"The local workspace does not support {request.method} {request.path}.")

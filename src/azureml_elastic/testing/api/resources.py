@@ -1,19 +1,27 @@
-"""The resource manager of a local workspace: computes, datastores, assets, environments, components and jobs."""
+"""The resource manager of a local workspace: computes, datastores and jobs, beside assets and schedules."""
 
 from __future__ import annotations
 
-import hashlib
 import re
-import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from azureml_elastic.errors import UsageError
+from azureml_elastic.testing.api.assets import Assets, is_listed
 from azureml_elastic.testing.api.history import API_HOST
 from azureml_elastic.testing.api.job_document import job_properties
 from azureml_elastic.testing.api.limits import check_limits
-from azureml_elastic.testing.api.messages import Answer, MalformedRequest, Request, document, refusal
+from azureml_elastic.testing.api.messages import (
+    Answer,
+    MalformedRequest,
+    Request,
+    document,
+    properties_of,
+    refusal,
+    unsupported,
+)
+from azureml_elastic.testing.api.schedules import Schedules
 from azureml_elastic.testing.jobs.machines import Pool
 from azureml_elastic.testing.jobs.runs import Run, Runs
 from azureml_elastic.testing.storage.account import StorageAccount
@@ -26,9 +34,8 @@ ARM_HOST = "management.azure.com"
 _LOCATION = "westeurope"
 _WORKSPACES = "Microsoft.MachineLearningServices/workspaces"
 _JOB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
-_ENVIRONMENT = re.compile(r"/environments/([^/:]+)/versions/([^/]+)")
-_PENDING_UPLOAD = re.compile(r"/[^/]+/([^/]+)/.*startPendingUpload")
-_CONTAINER = re.compile(r"[a-z0-9](?:[a-z0-9]|-(?=[a-z0-9])){2,62}")
+_WHAT_RUNS = ("jobType", "command", "codeId", "environmentId", "jobs", "trial", "searchSpace")
+"""Fields of a job that cannot be changed once it is submitted."""
 
 
 @dataclass
@@ -40,16 +47,14 @@ class Resources:
     storage: StorageAccount
     runs: Runs
     pools: Mapping[str, Pool]
+    assets: Assets
+    schedules: Schedules
     submit: Callable[[str, dict[str, Any]], None]
     """Function that starts a job, given its name and properties; raises ``UsageError`` for unsupported jobs."""
-    _entities: dict[str, dict[str, Any]] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def properties(self, resource: str) -> dict[str, Any] | None:
-        """Return the properties of the entity with this id, ``None`` if there is none."""
-        with self._lock:
-            entity = self._entities.get(self._relative(resource.removeprefix("azureml:")) or "")
-        return None if entity is None else dict(entity["properties"])
+        """Return the properties of the asset with this id, ``None`` if there is none."""
+        return self.assets.properties(self._relative(resource.removeprefix("azureml:")) or "")
 
     def answer(self, request: Request) -> Answer:
         """Return the response to a request."""
@@ -66,7 +71,8 @@ class Resources:
             "computes": self._compute,
             "datastores": self._datastore,
             "jobs": self._job,
-        }.get(kind, self._entity)
+            "schedules": self.schedules.answer,
+        }.get(kind, self.assets.answer)
         return handler(request, rest)
 
     def _relative(self, path: str) -> str | None:
@@ -125,7 +131,7 @@ class Resources:
                 f"pools=, or 'azureml-elastic workspace start --pool {name}=8'.",
             )
         if request.method != "GET":
-            return _cannot(request)
+            return unsupported(request)
         return document(self._compute_document(name))
 
     def _compute_document(self, name: str) -> dict[str, Any]:
@@ -153,7 +159,7 @@ class Resources:
             if request.body and request.json().get("expirableSecret"):
                 return document({"secretsType": "Sas", "sasToken": self.storage.blob_signature})
             return document({"secretsType": "AccountKey", "key": self.storage.key})
-        return document(self._datastore_document(parts[0])) if request.method == "GET" else _cannot(request)
+        return document(self._datastore_document(parts[0])) if request.method == "GET" else unsupported(request)
 
     def _datastore_document(self, name: str) -> dict[str, Any]:
         properties = {
@@ -170,7 +176,7 @@ class Resources:
     def _job(self, request: Request, rest: str) -> Answer:
         name, _, action = rest.removeprefix("/jobs").strip("/").partition("/")
         if not name:
-            return document({"value": [self._job_document(run) for run in self.runs.all()]})
+            return self._list_jobs(request)
         version = (request.query.get("api-version") or [""])[0]
         if request.method == "PUT" and not action:
             return self._submitted(name, request.json(), version)
@@ -181,23 +187,47 @@ class Resources:
             self.runs.cancel(run)
             return Answer(200)
         found = request.method == "GET" and not action
-        return document(self._job_document(run, version)) if found else _cannot(request)
+        return document(self._job_document(run, version)) if found else unsupported(request)
+
+    def _list_jobs(self, request: Request) -> Answer:
+        wanted = {key: values[-1] for key, values in request.query.items()}
+        found = [
+            run
+            for run in self.runs.all()
+            if is_listed(request, run.body.get("isArchived"))
+            and wanted.get("scheduleId") in (None, run.schedule)
+            and wanted.get("jobType") in (None, run.kind)
+            and wanted.get("tag") in (None, *(run.body.get("tags") or {}))
+            and wanted.get("scheduled") in (None, str(run.schedule is not None).lower())
+        ]
+        return document({"value": [self._job_document(run) for run in found]})
 
     def _submitted(self, name: str, body: dict[str, Any], version: str) -> Answer:
-        if self.runs.get(name) is not None:
-            return refusal(409, "Conflict", f"The local workspace has a job {name!r} already. Submit under a new name.")
+        known = self.runs.get(name)
+        if known is not None:
+            return self._updated(known, properties_of(body), version)
         if not _JOB_NAME.fullmatch(name):
             raise MalformedRequest(
                 f"{name!r} is not the name of a job. Use letters, digits, '-', '_' and '.', and at most 255 of them."
             )
         try:
-            check_limits(_properties(body))
-            self.submit(name, _properties(body))
+            check_limits(properties_of(body))
+            self.submit(name, properties_of(body))
         except UsageError as error:
             return refusal(400, "UserError", str(error))
         run = self.runs.get(name)
         assert run is not None
         return document(self._job_document(run, version), 201)
+
+    def _updated(self, run: Run, properties: dict[str, Any], version: str) -> Answer:
+        """Archive a job, restore it or change its labels, given its whole document as clients send it."""
+        held = self._job_document(run, version)["properties"]
+        changed = [each for each in _WHAT_RUNS if properties.get(each) not in (None, held.get(each))]
+        if changed:
+            text = f"The local workspace has a job {run.name!r} already, with another {changed[0]!r}."
+            return refusal(409, "Conflict", f"{text} Submit under a new name.")
+        run.relabel({**properties, "hidden": properties.get("isArchived")})
+        return document(self._job_document(run, version))
 
     def _job_document(self, run: Run, version: str = "") -> dict[str, Any]:
         properties = job_properties(run, self.runs.status(run), host=API_HOST, version=version)
@@ -212,73 +242,3 @@ class Resources:
             "properties": properties,
             **more,
         }
-
-    def _entity(self, request: Request, rest: str) -> Answer:
-        if request.method == "POST" and (upload := _PENDING_UPLOAD.fullmatch(rest)):
-            return self._pending_upload(upload[1].lower())
-        if request.method == "PUT":
-            _properties(request.json())
-            entity = {
-                "id": f"{self.root}{rest}",
-                "name": rest.rpartition("/")[2],
-                "systemData": {"createdBy": "local"},
-                **request.json(),
-            }
-            with self._lock:
-                self._entities[rest] = entity
-            return document(entity, 201)
-        if request.method != "GET":
-            return _cannot(request)
-        with self._lock:
-            entities = dict(self._entities)
-        if rest in entities:
-            return document(entities[rest])
-        prefix = rest if rest.endswith("/versions") else f"{rest}/versions"
-        versions = [entity for key, entity in entities.items() if key.startswith(f"{prefix}/")]
-        if rest.startswith("/environments/") and not versions and ":" not in rest:
-            versions = [self._environment(rest.split("/")[2], "1")]
-            if match := _ENVIRONMENT.fullmatch(rest):
-                return document(self._environment(match[1], match[2]))
-        if rest.endswith("/versions"):
-            return document({"value": versions[::-1]})
-        if versions:
-            latest = versions[-1]["name"]
-            return document(
-                {"id": f"{self.root}{rest}", "name": rest.rpartition("/")[2], "properties": {"latestVersion": latest}}
-            )
-        return refusal(404, "NotFound", f"{rest.strip('/')} is not in the local workspace.")
-
-    def _environment(self, name: str, version: str) -> dict[str, Any]:
-        """Return an environment; every name is accepted and stands for the Python that runs the workspace."""
-        return {
-            "id": f"{self.root}/environments/{name}/versions/{version}",
-            "name": version,
-            "properties": {"image": "local", "environmentType": "Curated", "osType": "Linux"},
-        }
-
-    def _pending_upload(self, name: str) -> Answer:
-        container = name if _CONTAINER.fullmatch(name) else hashlib.sha256(name.encode()).hexdigest()[:40]
-        self.storage.make_container(container)
-        uri = f"https://{self.storage.blob_host}/{container}"
-        return document(
-            {
-                "pendingUploadId": container,
-                "pendingUploadType": "TemporaryBlobReference",
-                "blobReferenceForConsumption": {
-                    "blobUri": uri,
-                    "storageAccountArmId": self.storage.account,
-                    "credential": {"credentialType": "SAS", "sasUri": f"{uri}?{self.storage.blob_signature}"},
-                },
-            }
-        )
-
-
-def _properties(body: dict[str, Any]) -> dict[str, Any]:
-    found = body.get("properties")
-    if not isinstance(found, dict):
-        raise MalformedRequest('The "properties" of the document are missing or not an object.')
-    return found
-
-
-def _cannot(request: Request) -> Answer:
-    return refusal(405, "MethodNotAllowed", f"The local workspace does not support {request.method} {request.path}.")

@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 from azureml_elastic.errors import UsageError
 
-__all__ = ["expand", "parent_reference"]
+__all__ = ["Binding", "expand", "read_binding", "with_values"]
 
 _EXPRESSION = re.compile(r"\$\{\{\s*([^{}]*?)\s*\}\}")
 _OPTIONAL = re.compile(r"\$\[\[(.*?)\]\]", re.DOTALL)
 _NAMED = re.compile(r"(inputs|outputs)\.([\w.]+)")
-_PARENT = re.compile(r"parent\.(inputs|outputs)\.([\w.]+)")
+_SEARCHED = re.compile(r"search_space\.([\w.]+)")
+_BOUND = re.compile(r"parent\.(?:jobs\.(?P<step>[\w-]+)\.)?(?P<kind>inputs|outputs)\.(?P<name>[\w.]+)")
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What an input or output of a step is bound to.
+
+    Args:
+        kind: whether it is one of the inputs or of the outputs.
+        name: name of the input or output.
+        step: name of the step in the same pipeline that has it; ``None`` for the pipeline itself.
+    """
+
+    kind: Literal["inputs", "outputs"]
+    name: str
+    step: str | None = None
 
 
 def expand(text: str, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> str:
@@ -44,20 +62,39 @@ def expand(text: str, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> 
     return _EXPRESSION.sub(value, _OPTIONAL.sub(option, text))
 
 
-def parent_reference(value: object) -> tuple[str, str] | None:
-    """Return ``("inputs" or "outputs", name)`` for ``${{parent.inputs.name}}``, ``None`` for a plain value.
+def with_values(text: str, values: Mapping[str, str]) -> str:
+    """Return the text with each ``${{search_space.x}}`` replaced by its value.
 
     Raises:
-        UsageError: the value is another expression, such as the output of another step.
+        UsageError: there is no such value.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        searched = _SEARCHED.fullmatch(match[1])
+        if searched is None:
+            return match[0]
+        if searched[1] not in values:
+            raise UsageError(
+                f"The expression {match[0]} refers to no value; the search space has: {', '.join(sorted(values))}."
+            )
+        return values[searched[1]]
+
+    return _EXPRESSION.sub(value, text)
+
+
+def read_binding(value: object) -> Binding | None:
+    """Return what ``${{parent.inputs.x}}`` or ``${{parent.jobs.step.outputs.x}}`` refers to, ``None`` for plain values.
+
+    Raises:
+        UsageError: the value is another expression.
     """
     if not isinstance(value, str) or "${{" not in value:
         return None
     match = _EXPRESSION.fullmatch(value.strip())
-    named = _PARENT.fullmatch(match[1]) if match is not None else None
-    if named is None:
+    bound = _BOUND.fullmatch(match[1]) if match is not None else None
+    if bound is None or (bound["step"] is not None and bound["kind"] == "inputs"):
         raise UsageError(
-            f"The local workspace does not support the binding {value!r}: the steps of its pipelines run in parallel, "
-            "each with ${{parent.inputs.<name>}} and ${{parent.outputs.<name>}}. Submit dependent steps as separate "
-            "jobs, one after the other."
+            f"The local workspace does not support the binding {value!r}. Bind to ${{{{parent.inputs.<name>}}}}, "
+            "${{parent.outputs.<name>}} or ${{parent.jobs.<step>.outputs.<name>}}."
         )
-    return named[1], named[2]
+    return Binding("inputs" if bound["kind"] == "inputs" else "outputs", bound["name"], bound["step"])

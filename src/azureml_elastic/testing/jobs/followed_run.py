@@ -134,10 +134,7 @@ class FollowedRun:
         return messages[0] if messages else "All jobs have ended, and no node has recorded the end of the run."
 
     def _commands(self) -> list[Run]:
-        found: list[Run] = []
-        for run in self._runs.all():
-            found += [run] if run.kind == "Command" else self._runs.children(run.name)
-        return found
+        return [command for run in self._runs.all() for command in self._runs.commands(run)]
 
     def _label_of(self, job: str) -> str:
         """Return the name of a node by its job: that of the step, as ``status`` shows it."""
@@ -145,7 +142,7 @@ class FollowedRun:
         if run is None:
             raise UsageError(f"The local workspace has no job {job!r}.")
         if run.parent is not None:
-            return run.display_name
+            return ".".join(run.path)
         return "job" if run.name == self._first else run.name.removeprefix(f"{self._first}-")
 
     def _label(self, run: Run, log: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -12,21 +13,35 @@ from azureml_elastic.testing.jobs.verdicts import TERMINAL, Status, pipeline_sta
 
 __all__ = ["Run", "Runs"]
 
+_TEXTS = ("description", "displayName")
+
 
 @dataclass
 class Run:
     """Record of one run, which its thread writes and the servers read."""
 
     name: str
-    kind: Literal["Command", "Pipeline"]
+    kind: Literal["Command", "Pipeline", "Sweep"]
     display_name: str
     experiment: str
     body: dict[str, Any]
     """Properties of the job document."""
     parent: str | None = None
-    """Name of the pipeline, for a step."""
+    """Name of the pipeline or sweep, for a step or trial."""
     number: int = 0
-    """Number of the step within the pipeline."""
+    """Number within the pipeline or sweep."""
+    root: str = ""
+    """Name of the outermost run, possibly its own."""
+    path: tuple[str, ...] = ()
+    """Names of the steps that lead from the outermost run to this one."""
+    reads: frozenset[str] = frozenset()
+    """Names of the runs that must complete before this one."""
+    trial: Mapping[str, str] = field(default_factory=dict)
+    """Values of the search space, for a trial."""
+    best: tuple[str, float] | None = None
+    """Name of the best trial of a sweep, and its value of the primary metric."""
+    schedule: str | None = None
+    """Name of the schedule that has submitted the run."""
     status: Status = "NotStarted"
     created: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
     started: datetime | None = None
@@ -41,15 +56,21 @@ class Run:
     cancel: threading.Event = field(default_factory=threading.Event)
     over: threading.Event = field(default_factory=threading.Event)
 
-    @property
-    def root(self) -> str:
-        """Name of the outermost run, possibly its own."""
-        return self.parent or self.name
+    def __post_init__(self) -> None:
+        self.root = self.root or self.name
 
     @property
     def continues_on_failure(self) -> bool:
         """Whether the steps of a pipeline continue after the failure of one."""
         return bool((self.body.get("settings") or {}).get("continue_on_step_failure"))
+
+    def relabel(self, changes: Mapping[str, Any]) -> None:
+        """Change what a submitted job is called, and whether it is archived (``hidden``); tags are added."""
+        self.body.update({name: changes[name] for name in _TEXTS if changes.get(name) is not None})
+        self.body["tags"] = {**(self.body.get("tags") or {}), **(changes.get("tags") or {})}
+        if changes.get("hidden") is not None:
+            self.body["isArchived"] = bool(changes["hidden"])
+        self.display_name = str(self.body.get("displayName") or self.display_name)
 
     def log(self, name: str) -> bytes:
         """Return the content of a log so far."""
@@ -79,33 +100,38 @@ class Runs:
             return self._runs.get(name)
 
     def all(self) -> list[Run]:
-        """Return the submitted runs, without the steps of pipelines."""
+        """Return the submitted runs, without the steps of pipelines and the trials of sweeps."""
         with self._lock:
             return [run for run in self._runs.values() if run.parent is None]
 
     def children(self, name: str) -> list[Run]:
-        """Return the steps of a pipeline in order."""
+        """Return the steps of a pipeline, or the trials of a sweep, in order."""
         with self._lock:
             return [run for run in self._runs.values() if run.parent == name]
 
+    def below(self, run: Run) -> list[Run]:
+        """Return a run and all that it consists of, the outer ones first."""
+        return [run, *(inner for child in self.children(run.name) for inner in self.below(child))]
+
+    def commands(self, run: Run) -> list[Run]:
+        """Return the command jobs of which a run consists, possibly itself, in order."""
+        return [inner for inner in self.below(run) if inner.kind == "Command"]
+
     def status(self, run: Run) -> Status:
         """Return the state of a run; that of a pipeline follows from its steps."""
-        if run.kind == "Command":
+        if run.kind != "Pipeline":
             return "CancelRequested" if run.cancel.is_set() and run.status not in TERMINAL else run.status
-        return pipeline_status(
-            [self.status(child) for child in self.children(run.name)],
-            cancelled=run.cancel.is_set(),
-            lenient=self._lenient and run.continues_on_failure,
-        )
+        children = self.children(run.name)
+        sufficient = []
+        if self._lenient and run.continues_on_failure:
+            # A step that others read from is not what the pipeline was submitted for.
+            read = {name for child in children for inner in self.below(child) for name in inner.reads}
+            sufficient = [self.status(child) for child in children if child.name not in read]
+        statuses = [self.status(child) for child in children]
+        return pipeline_status(statuses, cancelled=run.cancel.is_set(), sufficient=sufficient)
 
     def cancel(self, run: Run) -> None:
-        """Request the cancellation of a run and its steps, unless it has ended."""
-        if self.status(run) not in TERMINAL:
-            run.cancel.set()
-            self.cancel_children(run)
-
-    def cancel_children(self, run: Run) -> None:
-        """Request the cancellation of a pipeline's steps that have not ended."""
-        for child in self.children(run.name):
-            if child.status not in TERMINAL:
-                child.cancel.set()
+        """Request the cancellation of a run and all that it consists of, unless it has ended."""
+        for each in self.below(run):
+            if self.status(each) not in TERMINAL:
+                each.cancel.set()

@@ -2,34 +2,64 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.testing.api.body import CommandBody, read_job
+from azureml_elastic.testing.api.body import CommandBody, PipelineBody, SweepBody, read_job
 from azureml_elastic.testing.jobs.evictions import Evicted, Eviction, Target, due
 from azureml_elastic.testing.jobs.execution import Execution
 from azureml_elastic.testing.jobs.nodes import CommandJob, Node, Setting
+from azureml_elastic.testing.jobs.ordering import Step, due_steps
+from azureml_elastic.testing.jobs.planning import Plan, Planner
 from azureml_elastic.testing.jobs.runs import Run, Runs
-from azureml_elastic.testing.storage.locations import Location, locate
+from azureml_elastic.testing.jobs.search_space import best_trial
 
 __all__ = ["Service"]
 
 _POLL_S = 0.05
 
 
+@dataclass
+class _Sweep:
+    """A sweep whose trials are being run: the points that are left, and the number of trials so far."""
+
+    body: SweepBody
+    points: Iterator[Mapping[str, str]] = field(init=False)
+    trials: int = 0
+    exhausted: bool = False
+
+    def __post_init__(self) -> None:
+        self.points = self.body.space.points()
+
+    def next_point(self) -> Mapping[str, str] | None:
+        """Return the point of the next trial; ``None`` if there is no further one."""
+        point = next(self.points, None) if self.trials < self.body.most_trials else None
+        self.exhausted = point is None
+        return point
+
+
 class Service(threading.Thread):
-    """Thread that evicts machines and stops failed pipelines; runs submitted jobs until it is closed."""
+    """Thread that starts the steps of pipelines and the trials of sweeps, and evicts machines, until it is closed.
+
+    Args:
+        setting: objects that all jobs share.
+        runs: records of the workspace's runs.
+        properties: function that returns the properties of an entity by its id.
+        metrics: function that returns the metrics of a run: for each of them its steps and values.
+        evictions: planned evictions.
+    """
 
     def __init__(
         self,
         setting: Setting,
         runs: Runs,
         properties: Callable[[str], Mapping[str, Any] | None],
+        metrics: Callable[[str], Mapping[str, Sequence[tuple[int, float]]]],
         evictions: Sequence[Eviction],
     ) -> None:
         super().__init__(name="workspace-service")
@@ -37,23 +67,28 @@ class Service(threading.Thread):
         """Objects that all jobs share."""
         self._runs = runs
         self._properties = properties
+        self._metrics = metrics
+        self._planner = Planner(setting.machines.pools, self._address)
         self._pending = list(evictions)
         self._announced: list[tuple[float, str, Node]] = []
         self._done: list[Evicted] = []
         self._executions: dict[str, Execution] = {}
+        self._sweeps: dict[str, _Sweep] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
     def close(self) -> None:
         """Cancel all runs and wait for their end."""
+        with self._lock:
+            self._closed.set()
         for run in self._runs.all():
             self._runs.cancel(run)
-        with self._lock:
-            executions = list(self._executions.values())
-        for execution in executions:
-            execution.join()
-        self._closed.set()
-        self.join()
+        self.join()  # it starts nothing any more
+        for execution in self._executions.values():
+            if execution.ident is not None:
+                execution.join()
+        self._advance()  # what was never started, and then what it belonged to
+        self._advance()
 
     @property
     def evicted(self) -> tuple[Evicted, ...]:
@@ -66,52 +101,47 @@ class Service(threading.Thread):
         with self._lock:
             self._pending.append(eviction)
 
-    def submit(self, name: str, properties: dict[str, Any]) -> None:
-        """Start a job, given the properties of its document."""
-        body = read_job(properties, self._component)
-        first = Run(
-            name,
-            "Command" if isinstance(body, CommandBody) else "Pipeline",
-            str(properties.get("displayName") or name),
-            str(properties.get("experimentName") or "Default"),
-            properties,
-        )
-        if isinstance(body, CommandBody):
-            executions = [self._execution(first, body)]
-        else:
-            first.started = datetime.now(timezone.utc)
-            executions = [
-                self._execution(_run_of_step(first, number, step, command), command)
-                for number, (step, command) in enumerate(body.steps.items())
-            ]
+    def check(self, properties: dict[str, Any]) -> None:
+        """Raise ``UsageError`` if a job with these properties could not be submitted."""
+        self._plan("job", properties)
+
+    def submit(self, name: str, properties: dict[str, Any], schedule: str | None = None) -> None:
+        """Start a job, given the properties of its document.
+
+        Args:
+            name: name of the job.
+            properties: properties of its document.
+            schedule: name of the schedule that submits it.
+        """
+        plan, body = self._plan(name, properties)
+        first = plan.runs[0]
+        first.schedule = schedule
         with self._lock:
             if self._closed.is_set():
                 raise UsageError("The local workspace is closed.")
-            self._executions.update({execution.job.run.name: execution for execution in executions})
-        self._runs.add(first, *(execution.job.run for execution in executions))
-        for execution in executions:
-            execution.start()
+            if isinstance(body, SweepBody):
+                first.status = "Queued"
+                self._sweeps[name] = _Sweep(body)
+            self._add(plan)
+        if isinstance(body, CommandBody):
+            self._executions[name].start()
+        else:
+            first.started = datetime.now(timezone.utc)
 
-    def _execution(self, run: Run, body: CommandBody) -> Execution:
-        """Resolve a command's pool and data."""
-        pool = self.setting.machines.pools.get(body.compute)
-        if pool is None:
-            raise UsageError(f"The local workspace has no compute {body.compute!r}. Give it one by pools= or --pool.")
-        if body.nodes > pool.nodes:
-            raise UsageError(
-                f"The job requests {body.nodes} nodes at once, above the limit of {pool.nodes} of the compute "
-                f"{body.compute!r}; it would wait for ever. Give the pool more nodes, or the job fewer."
-            )
-        outputs: dict[str, Location] = {}
-        for name, output in body.outputs.items():
-            uri = output.uri or f"azureml://datastores/workspaceblobstore/paths/azureml/{run.name}/{name}/"
-            outputs[name] = locate(uri, self._address)
-            run.outputs[name] = (output.type, uri)
-        inputs = {
-            name: locate(value.uri, self._address) for name, value in body.inputs.items() if value.uri is not None
-        }
-        code = None if body.code is None else locate(body.code, self._address)
-        return Execution(CommandJob(run, body, code, inputs, outputs), self.setting)
+    def _plan(self, name: str, properties: dict[str, Any]) -> tuple[Plan, CommandBody | PipelineBody | SweepBody]:
+        body = read_job(properties, self._component)
+        kind: Any = (
+            "Command" if isinstance(body, CommandBody) else "Sweep" if isinstance(body, SweepBody) else "Pipeline"
+        )
+        display = str(properties.get("displayName") or name)
+        first = Run(name, kind, display, str(properties.get("experimentName") or "Default"), properties)
+        return self._planner.plan(first, body), body
+
+    def _add(self, plan: Plan) -> None:
+        """Make a plan's runs known, with an execution that is not started for each command."""
+        jobs: Mapping[str, CommandJob] = plan.jobs
+        self._executions.update({name: Execution(job, self.setting) for name, job in jobs.items()})
+        self._runs.add(*plan.runs)
 
     def _component(self, resource: str) -> Mapping[str, Any]:
         found = self._properties(resource)
@@ -126,9 +156,9 @@ class Service(threading.Thread):
         return None if address is None else str(address)
 
     def run(self) -> None:
-        """Carry out the evictions that are due, and stop the steps of failed pipelines."""
+        """Start what is due, and carry out the evictions that are due."""
         while not self._closed.wait(_POLL_S):
-            self._stop_failed_pipelines()
+            self._advance()
             now = time.monotonic()
             for at, event, node in list(self._announced):
                 left = node.exit_code() is not None
@@ -142,13 +172,85 @@ class Service(threading.Thread):
             if pending:
                 self._evict(pending)
 
+    def _advance(self) -> None:
+        """Start and end what is due in all pipelines and sweeps."""
+        for run in self._runs.all():
+            if run.over.is_set():
+                continue
+            if run.kind == "Pipeline":
+                self._advance_pipeline(run)
+            elif run.kind == "Sweep":
+                self._advance_sweep(run, self._sweeps[run.name])
+
+    def _advance_pipeline(self, pipeline: Run) -> None:
+        inside = self._runs.below(pipeline)
+        states = {run.name: self._runs.status(run) for run in inside}
+        commands = {run.name: run for run in inside if run.kind == "Command"}
+        steps = {
+            name: Step(
+                states[name],
+                self._executions[name].ident is not None,
+                run.cancel.is_set(),
+                tuple(states[other] for other in run.reads),
+            )
+            for name, run in commands.items()
+        }
+        due_now = due_steps(steps, cancelled=pipeline.cancel.is_set(), continues=pipeline.continues_on_failure)
+        for name in due_now.skip:
+            commands[name].ended = datetime.now(timezone.utc)
+            commands[name].status = "Canceled"
+            commands[name].over.set()
+        for name in due_now.cancel:
+            commands[name].cancel.set()
+        for name in due_now.start:
+            self._executions[name].start()
+        for run in reversed(inside):  # the inner ones first
+            children = self._runs.children(run.name)
+            if run.kind != "Pipeline" or run.over.is_set():
+                continue
+            began = [child.started for child in children if child.started is not None]
+            run.started = run.started or (min(began) if began else None)
+            if all(child.over.is_set() for child in children):
+                run.ended = datetime.now(timezone.utc)
+                run.over.set()
+
+    def _advance_sweep(self, run: Run, sweep: _Sweep) -> None:
+        trials = self._runs.children(run.name)
+        began = [trial.started for trial in trials if trial.started is not None]
+        if began and run.status == "Queued":
+            run.status = "Running"
+        limit = sweep.body.timeout_s
+        if limit is not None and began and (datetime.now(timezone.utc) - min(began)).total_seconds() > limit:
+            self._runs.cancel(run)
+        running = sum(not trial.over.is_set() for trial in trials)
+        while running < sweep.body.most_at_once and not (run.cancel.is_set() or sweep.exhausted):
+            point = sweep.next_point()
+            if point is None:
+                break
+            plan = self._planner.plan_trial(run, sweep.body, sweep.trials, point)
+            sweep.trials += 1
+            running += 1
+            with self._lock:
+                self._add(plan)
+            self._executions[plan.runs[0].name].start()
+        if not running and (run.cancel.is_set() or sweep.exhausted):
+            self._end_sweep(run, sweep.body)
+
+    def _end_sweep(self, run: Run, body: SweepBody) -> None:
+        trials = self._runs.children(run.name)
+        completed = [trial.name for trial in trials if trial.status == "Completed"]
+        values = {name: [value for _, value in self._metrics(name).get(body.metric, ())] for name in completed}
+        run.best = best_trial(values, maximize=body.maximize)
+        run.ended = datetime.now(timezone.utc)
+        run.status = "Canceled" if run.cancel.is_set() else "Completed" if completed else "Failed"
+        run.over.set()
+
     def _evict(self, pending: list[Eviction]) -> None:
         targets, nodes = {}, {}
         for run in self._runs.all():
             found = self._nodes(run)
             steps = [node.step for _, node in found.values()]
-            records = [run] if run.kind == "Command" else self._runs.children(run.name)
-            started = [record.started for record in records if record.started is not None]
+            started = [record.started for record in self._runs.commands(run) if record.started is not None]
             if not found or not started:
                 continue
             seconds = (datetime.now(timezone.utc) - min(started)).total_seconds()
@@ -173,42 +275,17 @@ class Service(threading.Thread):
                 self._done.append(Evicted(eviction, job, node.machine.name, targets[name].step, time.time()))
 
     def _nodes(self, run: Run) -> dict[int, tuple[str, Node]]:
-        """Return the running nodes of a submitted job by number, each with the name of the run that it executes."""
-        with self._lock:
-            executions = dict(self._executions)
-        if run.kind == "Command":
-            return {number: (run.name, node) for number, node in executions[run.name].nodes().items()}
+        """Return the running nodes of a submitted job by number, each with the name of the run that it executes.
+
+        The nodes of its commands are numbered one after the other, whether they run or not.
+        """
         found = {}
-        for child in self._runs.children(run.name):
-            for node in executions[child.name].nodes().values():
-                found[child.number] = (child.name, node)
-        return found
-
-    def _stop_failed_pipelines(self) -> None:
-        for run in self._runs.all():
-            if run.kind != "Pipeline" or run.over.is_set():
+        first = 0
+        for command in self._runs.commands(run):
+            execution = self._executions.get(command.name)
+            if execution is None:
                 continue
-            children = self._runs.children(run.name)
-            if not run.continues_on_failure and any(child.status == "Failed" for child in children):
-                self._runs.cancel_children(run)
-            if all(child.over.is_set() for child in children):
-                run.ended = datetime.now(timezone.utc)
-                run.over.set()
-
-
-def _run_of_step(pipeline: Run, number: int, name: str, body: CommandBody) -> Run:
-    document = {
-        "jobType": "Command",
-        "command": body.command,
-        "computeId": f"azureml:{body.compute}",
-        "displayName": name,
-        "experimentName": pipeline.experiment,
-        "environmentVariables": dict(body.environment_variables),
-        "resources": {"instanceCount": body.nodes},
-        "inputs": {},
-        "outputs": {},
-        "properties": {},
-        "tags": {},
-    }
-    unique = f"{pipeline.name}-{name}-{secrets.token_hex(4)}"
-    return Run(unique, "Command", name, pipeline.experiment, document, parent=pipeline.name, number=number)
+            for number, node in execution.nodes().items():
+                found[first + number] = (command.name, node)
+            first += execution.job.body.most_nodes
+        return found

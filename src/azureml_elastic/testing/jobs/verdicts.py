@@ -39,12 +39,18 @@ def verdict(nodes: Sequence[NodeState], *, replaces: bool) -> Verdict:
     return "completed" if any(node.exit_code == 0 for node in nodes) else "running" if replaces else "preempted"
 
 
-def pipeline_status(steps: Sequence[Status], *, cancelled: bool, lenient: bool) -> Status:
-    """Return the state of a pipeline; ``lenient`` if one completed step suffices for its completion."""
+def pipeline_status(steps: Sequence[Status], *, cancelled: bool, sufficient: Sequence[Status]) -> Status:
+    """Return the state of a pipeline.
+
+    Args:
+        steps: states of its steps.
+        cancelled: whether its cancellation was requested.
+        sufficient: states of the steps of which one completed one is enough; empty where all must complete.
+    """
     if not all(step in TERMINAL for step in steps):
         if cancelled:
             return "CancelRequested"
         return "Queued" if all(step in _BEFORE_THE_START for step in steps) else "Running"
-    if all(step == "Completed" for step in steps) or (lenient and "Completed" in steps):
+    if all(step == "Completed" for step in steps) or "Completed" in sufficient:
         return "Completed"
     return "Canceled" if cancelled else "Failed"

@@ -1,0 +1,74 @@
+"""Prepare data, train on it elastically and evaluate the model: one pipeline of Azure Machine Learning.
+
+    python samples/pipeline/pipeline.py
+
+The workspace is that of ``config.json`` in this folder or above, with a cluster named ``cluster``. On this machine:
+
+    azureml-elastic workspace start -- python samples/pipeline/pipeline.py
+"""
+
+from pathlib import Path
+
+from azure.ai.ml import Input, MLClient, Output, command, dsl
+from azure.identity import DefaultAzureCredential
+
+from azureml_elastic import ElasticCommandJob, ElasticResources
+
+CODE = str(Path(__file__).parent / "src")
+ENVIRONMENT = "azureml://registries/azureml/environments/acpt-pytorch-2.8-cuda12.6/labels/latest"
+MODELS = "azureml://datastores/workspaceblobstore/paths/digits-pipeline/"
+
+prepare = command(
+    code=CODE,
+    command="python prepare.py --out ${{outputs.data}}",
+    outputs={"data": Output(type="uri_folder")},
+    environment=ENVIRONMENT,
+)
+
+train = ElasticCommandJob(
+    code=CODE,
+    command="python train.py --data ${{inputs.data}} --model ${{outputs.model}} --epochs ${{inputs.epochs}} "
+    "--step-delay ${{inputs.step_delay}}",
+    inputs={"data": Input(type="uri_folder"), "epochs": 4, "step_delay": 0.0},
+    # Whichever node is rank 0 at the end writes the model, so that all need the same folder.
+    outputs={"model": Output(type="uri_folder", mode="rw_mount", path=MODELS)},
+    environment=ENVIRONMENT,
+    compute="cluster",
+    resources=ElasticResources(min_instance_count=1, max_instance_count=3),
+)
+
+evaluate = command(
+    code=CODE,
+    command="python evaluate.py --data ${{inputs.data}} --model ${{inputs.model}} --report ${{outputs.report}}",
+    inputs={"data": Input(type="uri_folder"), "model": Input(type="uri_folder")},
+    outputs={"report": Output(type="uri_folder")},
+    environment=ENVIRONMENT,
+)
+
+
+@dsl.pipeline(compute="cluster")
+def digits(epochs: int, step_delay: float):
+    """Three steps, of which the second is elastic."""
+    prepared = prepare()
+    trained = train(data=prepared.outputs.data, epochs=epochs, step_delay=step_delay)
+    evaluated = evaluate(data=prepared.outputs.data, model=trained.outputs.model)
+    return {"report": evaluated.outputs.report}
+
+
+def build(epochs: int = 4, step_delay: float = 0.0):
+    """Return the pipeline, which goes on when a node is lost."""
+    pipeline = digits(epochs=epochs, step_delay=step_delay)
+    pipeline.settings.continue_on_step_failure = True
+    return pipeline
+
+
+def main() -> None:
+    """Submit the pipeline, show it until it ends, and download its report."""
+    client = MLClient.from_config(DefaultAzureCredential())
+    job = client.jobs.create_or_update(build(), experiment_name="digits-pipeline")
+    client.jobs.stream(job.name)
+    client.jobs.download(job.name, output_name="report", download_path="downloaded")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Assets of a local workspace: code, data, models, components and environments, each in versions."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from azureml_elastic.testing.api.messages import Answer, Request, document, properties_of, refusal, unsupported
+from azureml_elastic.testing.storage.account import StorageAccount
+
+__all__ = ["Assets", "is_listed"]
+
+_KINDS = ("codes", "components", "data", "environments", "models")
+_PATH = re.compile(r"/([^/]+)(?:/([^/]+)(?:/versions(?:/([^/]+))?)?)?", re.DOTALL)
+_PENDING_UPLOAD = re.compile(r"/[^/]+/([^/]+)/.*startPendingUpload")
+_CONTAINER = re.compile(r"[a-z0-9](?:[a-z0-9]|-(?=[a-z0-9])){2,62}")
+_LABEL = ":"
+"""Part of an environment's version that is a label; labels are looked up among the versions."""
+
+
+@dataclass
+class Assets:
+    """Handler of requests for assets, which stores the versions that were put.
+
+    Args:
+        root: resource id of the workspace.
+        storage: storage account to which clients upload the files of assets.
+    """
+
+    root: str
+    storage: StorageAccount
+    _versions: dict[tuple[str, str], dict[str, dict[str, Any]]] = field(default_factory=dict)
+    """Documents by kind and name, and by version in the order of their creation."""
+    _containers: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    """Properties of all versions that were put, by kind and name, such as whether they are archived."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def properties(self, path: str) -> dict[str, Any] | None:
+        """Return the properties of the version at a path below the workspace, ``None`` if there is none."""
+        match = _PATH.fullmatch(path)
+        if match is None or match[3] is None:
+            return None
+        with self._lock:
+            found = self._versions.get((match[1], match[2]), {}).get(match[3])
+        return None if found is None else dict(found["properties"])
+
+    def answer(self, request: Request, path: str) -> Answer:
+        """Return the response to a request for a path below the workspace."""
+        if request.method == "POST" and (upload := _PENDING_UPLOAD.fullmatch(path)):
+            return self._pending_upload(upload[1].lower())
+        match = _PATH.fullmatch(path)
+        if match is None or match[1] not in _KINDS or request.method not in ("GET", "PUT"):
+            return unsupported(request)
+        kind, name, version = match[1], match[2], match[3]
+        if request.method == "PUT":
+            return unsupported(request) if name is None else self._put(request, kind, name, version)
+        if name is None:
+            return self._list_containers(request, kind)
+        with self._lock:
+            versions = dict(self._versions.get((kind, name), {}))
+        if kind == "environments" and not versions and _LABEL not in path:
+            versions = {each: self._environment(name, each) for each in [version or "1"]}
+        if version is not None and version in versions:
+            return document(versions[version])
+        if path.endswith("/versions"):
+            listed = [each for each in versions.values() if is_listed(request, each["properties"].get("isArchived"))]
+            return document({"value": listed[::-1]})
+        if versions and version is None:
+            return document(self._container(kind, name, versions))
+        return refusal(404, "NotFound", f"{path.strip('/')} is not in the local workspace.")
+
+    def _put(self, request: Request, kind: str, name: str, version: str | None) -> Answer:
+        properties = properties_of(request.json())
+        with self._lock:
+            if version is None:
+                self._containers[kind, name] = properties
+                versions = dict(self._versions.get((kind, name), {}))
+                return document(self._container(kind, name, versions))
+            entity = {
+                "id": f"{self.root}/{kind}/{name}/versions/{version}",
+                "name": version,
+                "systemData": {"createdBy": "local"},
+                **request.json(),
+            }
+            self._versions.setdefault((kind, name), {})[version] = entity
+        return document(entity, 201)
+
+    def _list_containers(self, request: Request, kind: str) -> Answer:
+        with self._lock:
+            found = [
+                self._container(kind, name, versions)
+                for (other, name), versions in self._versions.items()
+                # An anonymous one was made for one job, and is in no list.
+                if other == kind and not all(each["properties"].get("isAnonymous") for each in versions.values())
+            ]
+        return document({"value": [each for each in found if is_listed(request, each["properties"].get("isArchived"))]})
+
+    def _container(self, kind: str, name: str, versions: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """Return the document of what all versions of a name have in common."""
+        latest = next(reversed(versions), None)
+        number = int(latest) if latest is not None and latest.isdecimal() else len(versions)
+        properties = {
+            "isArchived": False,
+            "tags": {},
+            "properties": {},
+            **self._containers.get((kind, name), {}),
+            "latestVersion": latest,
+            "nextVersion": str(number + 1),
+        }
+        if kind == "data" and latest is not None:
+            properties["dataType"] = versions[latest]["properties"].get("dataType")
+        created = {"createdBy": "local"}
+        return {"id": f"{self.root}/{kind}/{name}", "name": name, "properties": properties, "systemData": created}
+
+    def _environment(self, name: str, version: str) -> dict[str, Any]:
+        """Return an environment; every name is accepted and stands for the Python that runs the workspace."""
+        return {
+            "id": f"{self.root}/environments/{name}/versions/{version}",
+            "name": version,
+            "properties": {"image": "local", "environmentType": "Curated", "osType": "Linux"},
+        }
+
+    def _pending_upload(self, name: str) -> Answer:
+        container = name if _CONTAINER.fullmatch(name) else hashlib.sha256(name.encode()).hexdigest()[:40]
+        self.storage.make_container(container)
+        uri = f"https://{self.storage.blob_host}/{container}"
+        return document(
+            {
+                "pendingUploadId": container,
+                "pendingUploadType": "TemporaryBlobReference",
+                "blobReferenceForConsumption": {
+                    "blobUri": uri,
+                    "storageAccountArmId": self.storage.account,
+                    "credential": {"credentialType": "SAS", "sasUri": f"{uri}?{self.storage.blob_signature}"},
+                },
+            }
+        )
+
+
+def is_listed(request: Request, archived: object) -> bool:
+    """Return whether a list that was requested has something that may be archived; by default it has not."""
+    view = (request.query.get("listViewType") or ["ActiveOnly"])[0]
+    return view == "All" or (view == "ArchivedOnly") == bool(archived)

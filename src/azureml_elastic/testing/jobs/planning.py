@@ -1,0 +1,228 @@
+"""What a submitted job consists of: the runs of its steps, their places in the storage account, and their order."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from azureml_elastic.errors import UsageError
+from azureml_elastic.testing.api.body import (
+    CommandBody,
+    InputBody,
+    JobBody,
+    OutputBody,
+    PipelineBody,
+    Reference,
+    SweepBody,
+)
+from azureml_elastic.testing.jobs.expressions import with_values
+from azureml_elastic.testing.jobs.machines import Pool
+from azureml_elastic.testing.jobs.nodes import CommandJob
+from azureml_elastic.testing.jobs.ordering import check_order
+from azureml_elastic.testing.jobs.runs import Run
+from azureml_elastic.testing.storage.locations import locate
+
+__all__ = ["Plan", "Planner"]
+
+_OUTPUTS = "azureml://datastores/workspaceblobstore/paths/azureml"
+_FOLDERS = ("uri_folder", "mltable")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The runs of a submitted job, the outer ones first, and the command jobs among them by name."""
+
+    runs: tuple[Run, ...]
+    jobs: Mapping[str, CommandJob]
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Planner of the jobs of a workspace.
+
+    Args:
+        pools: computes by name.
+        address: function that returns the address of an asset by its id.
+    """
+
+    pools: Mapping[str, Pool]
+    address: Callable[[str], str | None]
+
+    def plan(self, first: Run, body: JobBody) -> Plan:
+        """Plan a job whose own run is given; the types and addresses of outputs are written to its runs.
+
+        Raises:
+            UsageError: the job cannot be run here, such as for want of a compute, or its steps do not fit together.
+        """
+        if isinstance(body, SweepBody):
+            self.plan_trial(first, body, 0, dict.fromkeys(body.space.expressions, ""))
+            return Plan((first,), {})
+        return _Job(self, first, body).plan()
+
+    def plan_trial(self, sweep: Run, body: SweepBody, number: int, values: Mapping[str, str]) -> Plan:
+        """Plan a trial of a sweep with its values of the search space."""
+        trial = replace(body.trial, command=with_values(body.trial.command, values))
+        document = {
+            **_document(trial, f"{sweep.name}_{number}", sweep.experiment),
+            "tags": {"hyperparameters": json.dumps(dict(values))},
+            "environmentId": (sweep.body.get("trial") or {}).get("environmentId"),
+            "codeId": trial.code,
+        }
+        name = f"{sweep.name}_{number}"
+        run = Run(
+            name,
+            "Command",
+            name,
+            sweep.experiment,
+            document,
+            parent=sweep.name,
+            number=number,
+            root=sweep.root,
+            path=(name,),
+            trial=dict(values),
+        )
+        return _Job(self, run, trial).plan()
+
+    def check_pool(self, body: CommandBody) -> None:
+        """Raise ``UsageError`` unless a command's compute exists and has enough machines."""
+        pool = self.pools.get(body.compute)
+        if pool is None:
+            raise UsageError(f"The local workspace has no compute {body.compute!r}. Give it one by pools= or --pool.")
+        if body.nodes > pool.nodes:
+            raise UsageError(
+                f"The job requests {body.nodes} nodes at once, above the limit of {pool.nodes} of the compute "
+                f"{body.compute!r}; it would wait for ever. Give the pool more nodes, or the job fewer."
+            )
+
+
+class _Job:
+    """A submitted job while it is planned: its runs and bodies by path."""
+
+    def __init__(self, planner: Planner, first: Run, body: CommandBody | PipelineBody) -> None:
+        self._planner = planner
+        self._runs: dict[tuple[str, ...], Run] = {}
+        self._bodies: dict[tuple[str, ...], CommandBody | PipelineBody] = {}
+        self._add((), first, body)
+
+    def _add(self, path: tuple[str, ...], run: Run, body: CommandBody | PipelineBody) -> None:
+        self._runs[path], self._bodies[path] = run, body
+        if isinstance(body, PipelineBody):
+            for number, (name, step) in enumerate(body.steps.items()):
+                self._add((*path, name), _run_of_step(run, number, name, step), step)
+
+    def plan(self) -> Plan:
+        for path, run in self._runs.items():
+            for name, output in self._bodies[path].outputs.items():
+                uri = self._uri(Reference(path, name))
+                locate(uri, self._planner.address)  # an address of another workspace is refused here
+                run.outputs[name] = (output.type, uri)
+        jobs = {}
+        for path, run in self._runs.items():
+            body = self._bodies[path]
+            if isinstance(body, CommandBody):
+                jobs[run.name] = self._command(run, body)
+        self._check_order()
+        return Plan(tuple(self._runs.values()), jobs)
+
+    def _check_order(self) -> None:
+        """Refuse steps that wait for each other; a pipeline is over when its steps are."""
+        waits = {run.name: set(run.reads) for run in self._runs.values()}
+        for run in self._runs.values():
+            if run.parent in waits:
+                waits[run.parent].add(run.name)
+        labels = {run.name: ".".join(run.path) or run.name for run in self._runs.values()}
+        check_order({labels[name]: frozenset(labels[each] for each in names) for name, names in waits.items()})
+
+    def _command(self, run: Run, body: CommandBody) -> CommandJob:
+        """Resolve a command's pool and data."""
+        self._planner.check_pool(body)
+        inputs: dict[str, InputBody] = {}
+        reads = set()
+        for name, value in body.inputs.items():
+            if value.reference is None:
+                inputs[name] = value
+                continue
+            reads.add(self._source(value.reference, run, name).name)
+            inputs[name] = replace(value, uri=self._uri(value.reference), reference=None)
+        run.reads = frozenset(reads)
+        address = self._planner.address
+        return CommandJob(
+            run,
+            replace(body, inputs=inputs),
+            None if body.code is None else locate(body.code, address),
+            {name: locate(value.uri, address) for name, value in inputs.items() if value.uri is not None},
+            {name: locate(uri, address) for name, (_, uri) in run.outputs.items()},
+        )
+
+    def _source(self, reference: Reference, reader: Run, name: str) -> Run:
+        """Return the run whose output an input is."""
+        body, run = self._bodies.get(reference.path), self._runs.get(reference.path)
+        if body is None or run is None:
+            there = [path[-1] for path in self._runs if path[:-1] == reference.path[:-1] and path]
+            raise UsageError(
+                f"The input {name!r} of the step {'.'.join(reader.path)!r} is bound to the step "
+                f"{reference.path[-1]!r}, which is not in its pipeline. It has: {', '.join(there)}."
+            )
+        if reference.name not in body.outputs:
+            raise UsageError(
+                f"The input {name!r} of the step {'.'.join(reader.path)!r} is bound to the output {reference.name!r} "
+                f"of {'.'.join(reference.path)!r}, which has: {', '.join(sorted(body.outputs)) or 'no outputs'}."
+            )
+        return run
+
+    def _uri(self, reference: Reference) -> str:
+        """Return the address of an output, which may be that of the pipeline around its step."""
+        output: OutputBody = self._bodies[reference.path].outputs[reference.name]
+        if output.reference is not None:
+            return self._uri(output.reference)
+        if output.uri is not None:
+            return output.uri
+        end = "/" if output.type in _FOLDERS else ""
+        return f"{_OUTPUTS}/{self._runs[reference.path].name}/{reference.name}{end}"
+
+
+def _run_of_step(pipeline: Run, number: int, name: str, body: CommandBody | PipelineBody) -> Run:
+    if isinstance(body, CommandBody):
+        document = _document(body, name, pipeline.experiment)
+    else:
+        document = {
+            "jobType": "Pipeline",
+            "displayName": name,
+            "experimentName": pipeline.experiment,
+            "settings": pipeline.body.get("settings"),  # those of the submitted pipeline hold for all in it
+            "inputs": {},
+            "outputs": {},
+            "properties": {},
+            "tags": {},
+        }
+    return Run(
+        f"{pipeline.root}-{name}-{secrets.token_hex(4)}",
+        "Command" if isinstance(body, CommandBody) else "Pipeline",
+        name,
+        pipeline.experiment,
+        document,
+        parent=pipeline.name,
+        number=number,
+        root=pipeline.root,
+        path=(*pipeline.path, name),
+    )
+
+
+def _document(body: CommandBody, name: str, experiment: str) -> dict[str, Any]:
+    """Return the properties of a command job's document."""
+    return {
+        "jobType": "Command",
+        "command": body.command,
+        "computeId": f"azureml:{body.compute}",
+        "displayName": name,
+        "experimentName": experiment,
+        "environmentVariables": dict(body.environment_variables),
+        "resources": {"instanceCount": body.nodes},
+        "inputs": {},
+        "outputs": {},
+        "properties": {},
+        "tags": {},
+    }

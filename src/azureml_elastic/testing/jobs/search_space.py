@@ -1,0 +1,149 @@
+"""The search space of a sweep: the values of its trials, and which trial is the best."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from azureml_elastic.errors import UsageError
+
+__all__ = ["Expression", "SearchSpace", "best_trial", "read_search_space"]
+
+_ARGUMENTS = {
+    "choice": 1,
+    "randint": 1,
+    "uniform": 2,
+    "loguniform": 2,
+    "normal": 2,
+    "lognormal": 2,
+    "quniform": 3,
+    "qloguniform": 3,
+    "qnormal": 3,
+    "qlognormal": 3,
+}
+"""Number of arguments by the type of an expression, as azure-ai-ml sends them."""
+
+_REPEATED = 100
+"""Drawn points in succession that there have been before, after which the space has no further ones."""
+
+
+@dataclass(frozen=True)
+class Expression:
+    """How the value of a parameter is drawn, as ``("uniform", (0.1, 0.5))``."""
+
+    type: str
+    arguments: tuple[Any, ...]
+
+    def draw(self, source: random.Random) -> str:
+        """Draw a value, as it is written in a command."""
+        if self.type == "choice":
+            return _text(source.choice(self.arguments[0]))
+        if self.type == "randint":
+            return str(source.randrange(int(self.arguments[0])))
+        first, second = map(float, self.arguments[:2])
+        value = source.gauss(first, second) if self.type.endswith("normal") else source.uniform(first, second)
+        if "log" in self.type:
+            value = math.exp(value)
+        if self.type.startswith("q"):
+            step = float(self.arguments[2])
+            value = round(value / step) * step
+        return _text(value)
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """The parameters of a sweep, and how the points of its trials are chosen.
+
+    Args:
+        expressions: how each parameter is drawn, by name.
+        sampling: ``grid`` for all combinations, ``random`` for random ones.
+        seed: start of the random generator; ``None`` for another one each time.
+    """
+
+    expressions: Mapping[str, Expression]
+    sampling: Literal["grid", "random"]
+    seed: int | None = None
+
+    def points(self) -> Iterator[dict[str, str]]:
+        """Yield the points, each with a value for every parameter and none twice."""
+        names = list(self.expressions)
+        if self.sampling == "grid":
+            choices = [[_text(value) for value in each.arguments[0]] for each in self.expressions.values()]
+            yield from (dict(zip(names, values, strict=True)) for values in itertools.product(*choices))
+            return
+        source = random.Random(self.seed)
+        known: set[tuple[str, ...]] = set()
+        repeated = 0
+        while repeated < _REPEATED:
+            point = {name: each.draw(source) for name, each in self.expressions.items()}
+            repeated = repeated + 1 if tuple(point.values()) in known else 0
+            if not repeated:
+                known.add(tuple(point.values()))
+                yield point
+
+
+def read_search_space(parameters: Mapping[str, Any], algorithm: Mapping[str, Any]) -> SearchSpace:
+    """Parse the search space and the sampling algorithm of a sweep's document.
+
+    Raises:
+        UsageError: the local workspace does not sample so, or cannot draw from such a space.
+    """
+    if not parameters:
+        raise UsageError("The sweep has no search space. Give at least one parameter, such as lr: choice.")
+    expressions = {name: _read(name, value) for name, value in parameters.items()}
+    sampling = str(algorithm.get("samplingAlgorithmType")).lower()
+    rule = str(algorithm.get("rule") or "random").lower()
+    if sampling not in ("grid", "random") or rule != "random":
+        ruled = f" with the rule {rule}" if rule != "random" else ""
+        raise UsageError(
+            f"The local workspace chooses trials by the algorithms grid and random, not {sampling}{ruled}. Submit the "
+            "sweep with sampling_algorithm='random'."
+        )
+    drawn = [name for name, each in expressions.items() if each.type != "choice"]
+    if sampling == "grid" and drawn:
+        raise UsageError(
+            f"A grid is made of choices, and {drawn[0]!r} is of type {expressions[drawn[0]].type!r}. Give it values as "
+            "a choice, or sampling_algorithm='random'."
+        )
+    seed = algorithm.get("seed")
+    return SearchSpace(expressions, "grid" if sampling == "grid" else "random", None if seed is None else int(seed))
+
+
+def _read(name: str, value: Any) -> Expression:
+    kind, arguments = value
+    if _ARGUMENTS.get(kind) != len(arguments):
+        raise UsageError(f"The parameter {name!r} is {value!r:.200}, which is no search expression of azure-ai-ml.")
+    if kind == "choice":
+        if not arguments[0] or any(isinstance(each, (Mapping, list)) for each in arguments[0]):
+            raise UsageError(
+                f"The parameter {name!r} is a choice of {arguments[0]!r:.200}. The local workspace chooses among "
+                "texts, numbers and truth values; give at least one."
+            )
+    elif kind == "randint" and int(arguments[0]) < 1:
+        raise UsageError(f"The parameter {name!r} is below {arguments[0]}, which no number from 0 is. Give at least 1.")
+    return Expression(kind, tuple(arguments))
+
+
+def best_trial(values: Mapping[str, Sequence[float]], *, maximize: bool) -> tuple[str, float] | None:
+    """Return the best trial and its best value, ``None`` if no trial has logged the metric.
+
+    Args:
+        values: all values of the primary metric by trial, in the order in which the trials began.
+        maximize: whether the greatest value is the best.
+    """
+    best = max if maximize else min
+    reached = {
+        name: best(finite) for name, given in values.items() if (finite := [x for x in given if math.isfinite(x)])
+    }
+    if not reached:
+        return None
+    name = best(reached, key=reached.__getitem__)
+    return name, reached[name]
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
