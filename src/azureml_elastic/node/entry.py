@@ -27,7 +27,6 @@ from azureml_elastic.node.agent.agent import ExitReason, NodeAgent
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.earlier_run import with_earlier_checkpoint
 from azureml_elastic.node.agent.engine_program import engine_program
-from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch, SaveWatch
 from azureml_elastic.node.agent.session_detection import opens_session
 from azureml_elastic.node.agent.shard_receiver import ShardReceiver
@@ -43,6 +42,7 @@ from azureml_elastic.node.diagnostics.node_checks import check_folders, node_che
 from azureml_elastic.node.failures.host_strikes import HostStrikes
 from azureml_elastic.node.hangs.detector import HangDetector
 from azureml_elastic.node.host.identity import NodeIdentity
+from azureml_elastic.node.io.event_recorder import Recorder
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
 from azureml_elastic.node.preload.client import PreloadServer
 from azureml_elastic.node.preload.early_start import begin_preload

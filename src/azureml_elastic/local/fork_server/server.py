@@ -54,7 +54,7 @@ _AGENT = (
     "azureml_elastic.node.agent.worker_processes",
     "azureml_elastic.node.table.sqlite",
     "azureml_elastic.ipc.tls",
-    "azureml_elastic.node.rendezvous.store_server",
+    "azureml_elastic.node.preload.store_server",
     "torch.distributed",
 )
 """What agents with a table in a file import, also late and in functions; and torch, for their preload servers."""

@@ -25,7 +25,6 @@ from azureml_elastic.ledger.events import (
 )
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.engine_program import derive_engine_key
-from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch
 from azureml_elastic.node.agent.observation_log import ObservationLog
 from azureml_elastic.node.agent.peer_messages import PeerMessenger
@@ -41,6 +40,7 @@ from azureml_elastic.node.hangs.response import HangResponse
 from azureml_elastic.node.hangs.stack_dump import Worker
 from azureml_elastic.node.hangs.stack_report import StackReporter
 from azureml_elastic.node.host.identity import NodeIdentity
+from azureml_elastic.node.io.event_recorder import Recorder
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
 from azureml_elastic.node.preload.state_lookups import read_lookups
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous

@@ -18,7 +18,6 @@ from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
 from azureml_elastic.ipc import Connection, MessageServer, listen, worker_messages
 from azureml_elastic.ipc.worker_messages import FROM_AGENT, FROM_WORKER
 from azureml_elastic.ledger.events import CheckpointQuarantined, Restored
-from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.agent.local_workers import LocalWorkers, RoundState, WorkerState
 from azureml_elastic.node.agent.metrics_log import MetricsLog
 from azureml_elastic.node.agent.pointer_service import PointerService
@@ -27,7 +26,8 @@ from azureml_elastic.node.agent.shard_sender import ShardSender
 from azureml_elastic.node.agent.temporary_folder import TemporaryFolder
 from azureml_elastic.node.core.round import Member
 from azureml_elastic.node.hangs.detector import HangDetector
-from azureml_elastic.node.rendezvous.hub.inbox import Inbox
+from azureml_elastic.node.io.event_recorder import Recorder
+from azureml_elastic.node.rendezvous.inbox import Inbox
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
 __all__ = ["Channel"]

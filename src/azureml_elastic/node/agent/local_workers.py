@@ -20,7 +20,7 @@ from azureml_elastic.ipc.worker_messages import (
     Prepared,
 )
 from azureml_elastic.node.core.boundary import BoundaryVote
-from azureml_elastic.node.rendezvous.hub.inbox import Inbox, LocalVote
+from azureml_elastic.node.rendezvous.inbox import Inbox, LocalVote
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
 __all__ = ["LocalWorkers", "RoundState", "WorkerState"]

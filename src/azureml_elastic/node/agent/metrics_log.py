@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 
 from azureml_elastic.ledger.events import Metrics
-from azureml_elastic.node.agent.event_rate import EventRate
-from azureml_elastic.node.agent.event_recorder import Recorder
+from azureml_elastic.node.io.event_rate import EventRate
+from azureml_elastic.node.io.event_recorder import Recorder
 
 __all__ = ["MetricsLog"]
 

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from azureml_elastic.ledger.events import RanksConnecting, StateSaved
-from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.agent.saved_files import scan
+from azureml_elastic.node.io.event_recorder import Recorder
 from azureml_elastic.node.preload.state_lookups import Lookups
 
 __all__ = ["ObservationLog"]

@@ -30,7 +30,7 @@ from azureml_elastic.node.core.hangs import Hang
 from azureml_elastic.node.core.messages import Report
 from azureml_elastic.node.core.round import Round
 from azureml_elastic.node.hangs.response import HangResponse
-from azureml_elastic.node.rendezvous.hub.inbox import FromLeader, FromMember, LocalVote
+from azureml_elastic.node.rendezvous.inbox import FromLeader, FromMember, LocalVote
 from azureml_elastic.node.rendezvous.reachability.reachability import UnreachablePair
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.assignment import Status

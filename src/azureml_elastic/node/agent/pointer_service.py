@@ -10,7 +10,7 @@ from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.errors import ElasticError, Fenced
 from azureml_elastic.ipc.worker_messages import Accepted, Commit, Pointer, PointerReply, Refused, Reply
 from azureml_elastic.ledger.events import CheckpointCommitted
-from azureml_elastic.node.agent.event_recorder import Recorder
+from azureml_elastic.node.io.event_recorder import Recorder
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
 __all__ = ["PointerService"]

@@ -6,8 +6,8 @@ import threading
 import time
 
 from azureml_elastic.ledger.events import Progress
-from azureml_elastic.node.agent.event_rate import EventRate
-from azureml_elastic.node.agent.event_recorder import Recorder
+from azureml_elastic.node.io.event_rate import EventRate
+from azureml_elastic.node.io.event_recorder import Recorder
 
 __all__ = ["ProgressLog"]
 

@@ -7,9 +7,9 @@ import logging
 from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.config.exit_codes import of_failed_run
 from azureml_elastic.ledger.events import RoundReopened, RunEnded, WorkerFailed
-from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.core.failures import FailureKind, FailureRecord, decide_restart
 from azureml_elastic.node.failures.classification import Failure
+from azureml_elastic.node.io.event_recorder import Recorder
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 
 __all__ = ["SUMMARIES", "apply_restart_policy", "closing_message"]

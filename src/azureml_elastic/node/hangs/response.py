@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 
 from azureml_elastic.ipc.agent_messages import Dumped, DumpStacks, HangLesson
 from azureml_elastic.ledger.events import HangDetected
-from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.core.hangs import Hang
 from azureml_elastic.node.hangs.detector import HangDetector
 from azureml_elastic.node.hangs.stack_report import StackReporter
+from azureml_elastic.node.io.event_recorder import Recorder
 
 __all__ = ["HangResponse"]
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterable
 
 from azureml_elastic.ledger.events import Event, Progress, read_event_value
-from azureml_elastic.node.agent.event_recorder import EVENT_PREFIX
 from azureml_elastic.node.core.round import Round
+from azureml_elastic.node.io.event_recorder import EVENT_PREFIX
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
 from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
 from azureml_elastic.node.table import Row, Table

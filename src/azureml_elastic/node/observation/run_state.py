@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from azureml_elastic.ledger.events import NodeStarted, read_event_value
-from azureml_elastic.node.agent.event_recorder import EVENT_PREFIX
 from azureml_elastic.node.core.round import Member, Round
+from azureml_elastic.node.io.event_recorder import EVENT_PREFIX
 from azureml_elastic.node.rendezvous.state.row_keys import ALL_PREFIX, ROUND_KEY, node_of
 from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
 from azureml_elastic.node.table import Row, Table

@@ -20,7 +20,7 @@ The agent starts the server before its own imports and sends the environment onc
 imports torch, where the script does so first and does not set variables that torch reads; ``excluded`` is ``null``. A
 server that replaces itself by one that imports less has the environment already, and its reasons in ``excluded``.
 
-A process that serves a round's store is a fork, too (see :mod:`~azureml_elastic.node.rendezvous.store_server`). It ends
+A process that serves a round's store is a fork, too (see :mod:`~azureml_elastic.node.preload.store_server`). It ends
 with its control connection, and nobody asks for its exit code.
 
 When the agent's end of the socket closes, the server kills its workers and exits. If the server is killed, the kernel
@@ -318,7 +318,7 @@ class _Server:
                 self._restore_signals()
                 for number in _IGNORED:
                     signal.signal(number, signal.SIG_IGN)  # for the agent to act on, which ends this process
-                from azureml_elastic.node.rendezvous.store_server import serve_store
+                from azureml_elastic.node.preload.store_server import serve_store
 
                 serve_store(request["host"], request["port"], listener, control)
             finally:

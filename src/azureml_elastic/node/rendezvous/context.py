@@ -7,7 +7,7 @@ import threading
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc import Authenticator, Peer
 from azureml_elastic.node.core.round import Limits
-from azureml_elastic.node.rendezvous.hub.inbox import Inbox
+from azureml_elastic.node.rendezvous.inbox import Inbox
 from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.latest_round import LatestRound
 

@@ -31,7 +31,7 @@ from azureml_elastic.node.rendezvous.join.entering import LeaderLostError, Round
 from azureml_elastic.node.rendezvous.join.sleeper import Sleeper
 from azureml_elastic.node.rendezvous.join.waiting import JoinWaiter
 from azureml_elastic.node.rendezvous.membership import Membership
-from azureml_elastic.node.rendezvous.reachability.probing import DataPort, PeerProber
+from azureml_elastic.node.rendezvous.probing import DataPort, PeerProber
 from azureml_elastic.node.rendezvous.reachability.reachability import Reachability, UnreachablePair, is_unreachable
 from azureml_elastic.node.rendezvous.round_end import RoundEnd
 from azureml_elastic.node.rendezvous.runtime import Runtime

@@ -75,7 +75,7 @@ class StoreProcess:
         with theirs, assignment.listener as listener:
             descriptors = [listener.fileno(), theirs.fileno()]
             if preload_server is None or not preload_server.fork_store(host, port, *descriptors):
-                module = "azureml_elastic.node.rendezvous.store_server"
+                module = "azureml_elastic.node.preload.store_server"
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", module, host, str(port), *map(str, descriptors)],
                     stdin=subprocess.DEVNULL,

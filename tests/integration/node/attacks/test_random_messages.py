@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from azureml_elastic.config import TableRendezvous
 from azureml_elastic.ipc import MessageClient
-from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.round import Round
-from azureml_elastic.node.rendezvous.hub.inbox import Inbox
+from azureml_elastic.node.io.event_recorder import Recorder
+from azureml_elastic.node.rendezvous.inbox import Inbox
 from azureml_elastic.node.table import open_table
 from tests.support.channels import open_channel
 from tests.support.rendezvous.sealed_run import encoded

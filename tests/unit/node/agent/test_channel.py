@@ -18,8 +18,8 @@ from azureml_elastic.ipc.worker_messages import Assign, Decide, Prepare
 from azureml_elastic.ledger.events import CheckpointCommitted, Progress, Restored
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.node.agent.channel import Channel
-from azureml_elastic.node.agent.event_recorder import Recorder
-from azureml_elastic.node.rendezvous.hub.inbox import Inbox
+from azureml_elastic.node.io.event_recorder import Recorder
+from azureml_elastic.node.rendezvous.inbox import Inbox
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.checkpoint_pointer import CHECKPOINT_KEY, CheckpointPointer
 from tests.support.channels import open_channel

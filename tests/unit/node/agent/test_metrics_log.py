@@ -11,9 +11,9 @@ from azureml_elastic.ipc import MessageClient
 from azureml_elastic.ipc.worker_messages import FROM_WORKER, Assign, Expects, Hello, Logged
 from azureml_elastic.ledger.events import Metrics
 from azureml_elastic.ledger.reading import EventReader
-from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.agent.metrics_log import MetricsLog
-from azureml_elastic.node.rendezvous.hub.inbox import Inbox
+from azureml_elastic.node.io.event_recorder import Recorder
+from azureml_elastic.node.rendezvous.inbox import Inbox
 from tests.support.channels import open_channel
 from tests.support.waiting import until
 

@@ -11,7 +11,7 @@ from azureml_elastic.ipc.agent_messages import Dumped, DumpStacks, HangLesson, L
 from azureml_elastic.ipc.worker_messages import Decide, Prepare
 from azureml_elastic.node.agent.peer_messages import PeerMessenger
 from azureml_elastic.node.core.round import Member, Round
-from azureml_elastic.node.rendezvous.hub.inbox import FromLeader, FromMember, Inbox, LocalVote
+from azureml_elastic.node.rendezvous.inbox import FromLeader, FromMember, Inbox, LocalVote
 
 NODES = ("node-0", "node-1")
 

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.agent.temporary_folder import TemporaryFolder, remove_abandoned
-from azureml_elastic.node.rendezvous.hub.inbox import Inbox
+from azureml_elastic.node.io.event_recorder import Recorder
+from azureml_elastic.node.rendezvous.inbox import Inbox
 from azureml_elastic.node.table.sqlite import SqliteTable
 from tests.support.channels import open_channel
 

@@ -14,10 +14,10 @@ from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.ipc.agent_messages import Dumped, DumpStacks, HangLesson
 from azureml_elastic.ledger.events import HangDetected
 from azureml_elastic.ledger.reading import read_events
-from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.core.hangs import Hang, HangPolicy, pause_limit, step_limit
 from azureml_elastic.node.hangs.detector import HangDetector
 from azureml_elastic.node.hangs.response import HangResponse
+from azureml_elastic.node.io.event_recorder import Recorder
 
 FLOOR = 300.0
 LEARNING = HangPolicy(floor=FLOOR)

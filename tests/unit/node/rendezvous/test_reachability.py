@@ -28,7 +28,7 @@ from azureml_elastic.node.core.sealing import (
 )
 from azureml_elastic.node.host.addresses import Ports
 from azureml_elastic.node.rendezvous.hub.link import Link
-from azureml_elastic.node.rendezvous.reachability.probing import peers_to_probe
+from azureml_elastic.node.rendezvous.probing import peers_to_probe
 from azureml_elastic.node.rendezvous.reachability.quorum_check import is_leader_unreachable, query_members
 from azureml_elastic.node.rendezvous.reachability.reachability import (
     Reachability,

@@ -22,7 +22,7 @@ from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.hub_state import Close, HubAction, HubState, HubView, Send, SendAll
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.context import Context
-from azureml_elastic.node.rendezvous.hub.inbox import FromMember
+from azureml_elastic.node.rendezvous.inbox import FromMember
 
 __all__ = ["Hub"]
 

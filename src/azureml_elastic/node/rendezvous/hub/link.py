@@ -10,7 +10,7 @@ from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.pauses import PauseDetector
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.context import Context
-from azureml_elastic.node.rendezvous.hub.inbox import FromLeader
+from azureml_elastic.node.rendezvous.inbox import FromLeader
 
 __all__ = ["Link"]
 

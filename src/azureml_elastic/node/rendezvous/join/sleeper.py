@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from azureml_elastic.node.rendezvous.context import Context
-from azureml_elastic.node.rendezvous.reachability.probing import PeerProber
+from azureml_elastic.node.rendezvous.probing import PeerProber
 
 __all__ = ["Sleeper"]
 
