@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from azureml_elastic.config import ElasticDistribution, TableRendezvous
-from azureml_elastic.ledger.events import CheckpointCommitted, Event, Progress, RoundReopened, RunEnded
+from azureml_elastic.ledger.events import CheckpointCommitted, Event, Progress, Restored, RoundReopened, RunEnded
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.cluster import LocalCluster
@@ -43,8 +43,12 @@ def run(tmp_path, azurite, monkeypatch):
             chaos=parse_schedule(chaos, seed=1) if chaos else None,
             run_dir=tmp_path / "run",
             table="azurite",
-            distribution=ElasticDistribution(rendezvous=GATHERING),
-            **{"audit": True, "checkpoint_steps": 10, **options},
+            **{
+                "audit": True,
+                "checkpoint_steps": 10,
+                "distribution": ElasticDistribution(rendezvous=GATHERING),
+                **options,
+            },
         )
         report = cluster.run([PROGRAM, *arguments])
         trail = f"{report.message}; files in {report.paths.run_dir}"
@@ -116,6 +120,18 @@ def test_a_node_added_while_the_table_is_away(run):
     assert report.faults[2].time < report.faults[1].time + 8
     assert after_gathering(report, 2) == (2, 1, 2)
     assert nodes(report) == {"node-0": 0, "node-1": -9, "node-2": 0}
+
+
+@pytest.mark.parametrize("recovery", ["restart", "in_process"])
+def test_the_last_node_that_holds_the_state_is_preempted_while_the_table_is_away(run, recovery):
+    """No checkpoint is due, and nobody else has the state: it is in the storage for the node that comes."""
+    chaos = "table=outage@step:25/24s,kill=node-1@step:30,add@5s,preempt=node-0@5s/20s"
+    distribution = ElasticDistribution(rendezvous=GATHERING, recovery=recovery)
+    report = run(chaos, "--epochs", "4", "--gather", "2", checkpoint_steps=10_000, distribution=distribution)
+    assert nodes(report) == {"node-0": 143, "node-1": -9, "node-2": 0}
+    *_, restored = [event for event in events(report) if isinstance(event, Restored)]
+    assert (restored.node, restored.step >= 30) == ("node-2", True)
+    assert report.audit.rolled_back_steps == 0
 
 
 def test_a_run_that_ends_while_the_table_is_away(run, azurite):
