@@ -153,6 +153,23 @@ def test_a_table_that_answers_badly_for_ten_seconds(run, trouble):
     assert after_gathering(report, 2) == (2,)
 
 
+def test_a_table_that_lies_in_turn_loses_nothing(run, azurite):
+    """Three nodes go on, or wait, while nothing of what the table says is true; one is lost to each lie's time."""
+    lies = ("missing", "keyless", "refused", "foreign")
+    chaos = ",".join(f"table={lie}@{2 + 14 * number}s/12s" for number, lie in enumerate(lies))
+    chaos += ",kill=rank0@4s,add@6s,kill=rank0@32s,add@34s"
+    report = run(chaos, "--epochs", "13", "--step-delay", "0.25", "--gather", "3", nodes=(1, 3))
+    assert report.audit.rolled_back_steps == 0
+    assert len(report.faults) == 8, "the run was over before all lies were told"
+    assert sorted(nodes(report).values()) == [-9, -9, 0, 0, 0]
+    last = rows(azurite, report, "checkpoint")["checkpoint"]["pointer"]["step"]
+    assert last == report.last_step == report.audit.steps
+    calls = map(json.loads, (report.paths.run_dir / "table.jsonl").read_text().splitlines())
+    lied = Counter(call["trouble"] for call in calls)
+    assert lied.keys() >= {*lies}
+    assert max(lied[lie] for lie in lies) < 12 * 3 * 4, "without pauses"
+
+
 def test_every_call_of_the_whole_run_may_go_wrong(run, azurite, monkeypatch, tmp_path):
     with TableProxy(azurite.endpoint, seed=5, log=tmp_path / "calls.jsonl") as proxy:
         monkeypatch.setenv(VARIABLE, emulator_connection_string(proxy.endpoint))
