@@ -160,7 +160,7 @@ def test_a_table_that_lies_in_turn_loses_nothing(run, azurite):
     chaos += ",kill=rank0@4s,add@6s,kill=rank0@32s,add@34s"
     report = run(chaos, "--epochs", "13", "--step-delay", "0.25", "--gather", "3", nodes=(1, 3))
     assert report.audit.rolled_back_steps == 0
-    assert len(report.faults) == 8, "the run was over before all lies were told"
+    assert len(report.faults) == 8, "the run was over before the last lie"
     assert sorted(nodes(report).values()) == [-9, -9, 0, 0, 0]
     last = rows(azurite, report, "checkpoint")["checkpoint"]["pointer"]["step"]
     assert last == report.last_step == report.audit.steps

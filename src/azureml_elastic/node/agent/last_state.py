@@ -39,7 +39,7 @@ def keep_last_state(descriptor: int, state: HandedOverState, preemption: Preempt
     def write() -> None:
         try:
             where = write_handed_over(descriptor, state, seconds_left)
-        except Exception as error:  # noqa: BLE001 - the agent ends for another reason, which must be told
+        except Exception as error:  # noqa: BLE001 - the agent ends for another reason, which must be seen
             _LOG.warning("The state of step %d in memory could not be kept: %s", state.step, error)
         else:
             _LOG.warning("The state of step %d in memory is kept in %s for the next start.", state.step, where)
