@@ -58,7 +58,7 @@ def fill(folder: Path) -> None:
 def test_a_run_folder_with_too_little_space_is_refused_before_a_node_starts(tmp_path):
     with (
         disk(tmp_path / "small", 300) as small,
-        pytest.raises(UsageError, match="run folder .* MiB free, and each node"),
+        pytest.raises(UsageError, match=r"run folder .* MiB free, and each node requires 512 MiB"),
     ):
         LocalCluster((1, 2), start=FORKED, run_dir=small / "run").run([PROGRAM])
     with disk(tmp_path / "again", 300) as small:
