@@ -103,6 +103,27 @@ MUTATIONS = (
         ("unit/train/data/test_sampling.py",),
     ),
     Mutation(
+        "a-dying-agent-drops-its-state",
+        "node/agent/agent.py",
+        "held = self._channel.take_state() if last else None",
+        "held = None",
+        ("runs/test_dying_agents.py",),
+    ),
+    Mutation(
+        "an-older-state-adopted",
+        "checkpoint/format/catalogue.py",
+        "if name is None or name.step <= after:",
+        "if name is None:",
+        ("unit/checkpoint/snapshots/test_handed_over.py",),
+    ),
+    Mutation(
+        "a-damaged-state-adopted",
+        "checkpoint/load/adoption.py",
+        "if not verify(storage, each)",
+        "if each.step",
+        ("unit/checkpoint/snapshots/test_handed_over.py",),
+    ),
+    Mutation(
         "checksums-skipped",
         "checkpoint/load/selection.py",
         "return [each for each in found if each is not None]",

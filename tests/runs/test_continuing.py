@@ -47,6 +47,18 @@ def test_every_sample_is_trained_once_over_a_failed_run_and_the_one_that_continu
     assert list((second / "checkpoints").glob("step-000000000020*"))
 
 
+def test_what_one_rank_has_not_failed_at_is_not_trained_again(tmp_path):
+    """The other rank hands its state over, and its agent keeps it as it ends with the run."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    failed = cluster(first, 2).run([SCRIPT, "once", str(tmp_path / "notes"), "8"])
+    assert failed.outcome == "failed"
+    report = cluster(second, 1, resume_from=first).run([SCRIPT, "never", str(tmp_path / "notes")])
+    assert report.outcome == "succeeded", report.message
+    (restored,) = [event for event in read_events(second / "events") if isinstance(event, Restored)]
+    assert restored.step == 8
+    assert (report.audit.complete, report.audit.rolled_back_steps) == (True, 0)
+
+
 def test_a_run_without_a_committed_checkpoint_is_refused_before_a_folder_is_made(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     program = [SCRIPT, "never", str(tmp_path / "notes")]

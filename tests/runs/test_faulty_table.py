@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from azureml_elastic.config import ElasticDistribution, TableRendezvous
-from azureml_elastic.ledger.events import CheckpointCommitted, Event, Progress, RoundReopened, RunEnded
+from azureml_elastic.ledger.events import CheckpointCommitted, Event, Progress, Restored, RoundReopened, RunEnded
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.cluster import LocalCluster
@@ -43,8 +43,12 @@ def run(tmp_path, azurite, monkeypatch):
             chaos=parse_schedule(chaos, seed=1) if chaos else None,
             run_dir=tmp_path / "run",
             table="azurite",
-            distribution=ElasticDistribution(rendezvous=GATHERING),
-            **{"audit": True, "checkpoint_steps": 10, **options},
+            **{
+                "audit": True,
+                "checkpoint_steps": 10,
+                "distribution": ElasticDistribution(rendezvous=GATHERING),
+                **options,
+            },
         )
         report = cluster.run([PROGRAM, *arguments])
         trail = f"{report.message}; files in {report.paths.run_dir}"
@@ -118,6 +122,18 @@ def test_a_node_added_while_the_table_is_away(run):
     assert nodes(report) == {"node-0": 0, "node-1": -9, "node-2": 0}
 
 
+@pytest.mark.parametrize("recovery", ["restart", "in_process"])
+def test_the_last_node_that_holds_the_state_is_preempted_while_the_table_is_away(run, recovery):
+    """No checkpoint is due, and nobody else has the state: it is in the storage for the node that comes."""
+    chaos = "table=outage@step:25/24s,kill=node-1@step:30,add@5s,preempt=node-0@5s/20s"
+    distribution = ElasticDistribution(rendezvous=GATHERING, recovery=recovery)
+    report = run(chaos, "--epochs", "4", "--gather", "2", checkpoint_steps=10_000, distribution=distribution)
+    assert nodes(report) == {"node-0": 143, "node-1": -9, "node-2": 0}
+    *_, restored = [event for event in events(report) if isinstance(event, Restored)]
+    assert (restored.node, restored.step >= 30) == ("node-2", True)
+    assert report.audit.rolled_back_steps == 0
+
+
 def test_a_run_that_ends_while_the_table_is_away(run, azurite):
     report = run("table=outage@step:50/15s", "--step-delay", "0.2", "--gather", "2")
     back = report.faults[0].time + 15
@@ -135,6 +151,23 @@ def test_a_table_that_answers_badly_for_ten_seconds(run, trouble):
     report = run(f"table={trouble}@step:25/10s", "--epochs", "15", "--gather", "2")
     assert longest_gap(during(report, 0, 10)) < LONGEST_GAP_S
     assert after_gathering(report, 2) == (2,)
+
+
+def test_a_table_that_lies_in_turn_loses_nothing(run, azurite):
+    """Three nodes go on, or wait, while nothing of what the table says is true; one is lost to each lie's time."""
+    lies = ("missing", "keyless", "refused", "foreign")
+    chaos = ",".join(f"table={lie}@{2 + 14 * number}s/12s" for number, lie in enumerate(lies))
+    chaos += ",kill=rank0@4s,add@6s,kill=rank0@32s,add@34s"
+    report = run(chaos, "--epochs", "13", "--step-delay", "0.25", "--gather", "3", nodes=(1, 3))
+    assert report.audit.rolled_back_steps == 0
+    assert len(report.faults) == 8, "the run was over before the last lie"
+    assert sorted(nodes(report).values()) == [-9, -9, 0, 0, 0]
+    last = rows(azurite, report, "checkpoint")["checkpoint"]["pointer"]["step"]
+    assert last == report.last_step == report.audit.steps
+    calls = map(json.loads, (report.paths.run_dir / "table.jsonl").read_text().splitlines())
+    lied = Counter(call["trouble"] for call in calls)
+    assert lied.keys() >= {*lies}
+    assert max(lied[lie] for lie in lies) < 12 * 3 * 4, "without pauses"
 
 
 def test_every_call_of_the_whole_run_may_go_wrong(run, azurite, monkeypatch, tmp_path):

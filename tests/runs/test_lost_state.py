@@ -4,46 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from azure.data.tables import TableServiceClient
 
 from azureml_elastic.config import ElasticDistribution, TableRendezvous
-from azureml_elastic.ledger.events import NodeStarted, Progress, Restored, RoundEntered
+from azureml_elastic.ledger.events import NodeStarted, Restored, RoundEntered
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
 from tests.support.node_server import FORKED
 from tests.support.paths import PROGRAMS
-from tests.support.whole_runs import GATHERING, after_gathering
+from tests.support.whole_runs import GATHERING, after_gathering, at_step
 
 PROGRAM = str(PROGRAMS / "chaos_train.py")
-
-
-@contextmanager
-def at_step(run_dir: Path, step: int, world_size: int, act):
-    """Call ``act`` with all events beside the run, once so many workers have trained to this step."""
-
-    def watch() -> None:
-        reader, events = EventReader(run_dir / "events"), []
-        while not over.wait(0.05):
-            events += reader.read()
-            world = next((each.world_size for each in reversed(events) if isinstance(each, RoundEntered)), 0)
-            if world == world_size and any(isinstance(each, Progress) and each.step >= step for each in events):
-                act(events)
-                return
-
-    over = threading.Event()
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def cluster(tmp_path, chaos="", **options):

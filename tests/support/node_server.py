@@ -25,7 +25,7 @@ from azureml_elastic.local.node_start import AgentProcess, NodeStart
 from azureml_elastic.local.processes import set_subreaper
 from tests.support.paths import ROOT
 
-__all__ = ["FORKED", "Script", "StartAt", "forked_with", "run_script"]
+__all__ = ["DYING", "FORKED", "Script", "StartAt", "forked_with", "run_script"]
 
 _IMPORTS = {
     "training": Imports(modules=("tests.support.training_imports", "tests.support.forked_script"), path=(str(ROOT),)),
@@ -109,6 +109,10 @@ def _server_with(imports: Imports, early: tuple[tuple[str, str], ...]) -> ForkSe
 
 FORKED = ForkStart(functools.partial(_server, _IMPORTS["training"]))
 """Start of nodes that are forked from the server of all runs."""
+
+
+DYING = ForkStart(functools.partial(_server, _IMPORTS["training"]), "tests.support.dying_node:become_dying_node")
+"""The same, of nodes whose agents get an unexpected error on a signal; see :mod:`tests.support.dying_node`."""
 
 
 def forked_with(script: Path) -> NodeStart:

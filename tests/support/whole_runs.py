@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,7 +14,7 @@ from azureml_elastic.ledger.events import Event, Progress, RoundEntered, Workers
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.ledger.summary import Report
 
-__all__ = ["GATHERING", "after_gathering", "workers_at_step"]
+__all__ = ["GATHERING", "after_gathering", "at_step", "workers_at_step"]
 
 GATHERING = TableRendezvous(timings=RendezvousTimings(settle_timeout=timedelta(minutes=1)))
 """The first round waits for all announced nodes, which start at very different speeds on a busy machine."""
@@ -20,6 +23,30 @@ GATHERING = TableRendezvous(timings=RendezvousTimings(settle_timeout=timedelta(m
 def after_gathering(report: Report, full: int) -> tuple[int, ...]:
     """Return the world sizes from the first round with all nodes on; a late node joins after the first round."""
     return report.world_sizes[report.world_sizes.index(full) :]
+
+
+@contextlib.contextmanager
+def at_step(run_dir: Path, step: int, world_size: int, act: Callable[[list[Event]], None]) -> Iterator[None]:
+    """Call ``act`` with all events beside the run, once so many workers have trained to this step."""
+
+    def watch() -> None:
+        reader = EventReader(run_dir / "events")
+        events: list[Event] = []
+        while not over.wait(0.05):
+            events += reader.read()
+            world = next((each.world_size for each in reversed(events) if isinstance(each, RoundEntered)), 0)
+            if world == world_size and any(isinstance(each, Progress) and each.step >= step for each in events):
+                act(events)
+                return
+
+    over = threading.Event()
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def workers_at_step(events: Path, step: int, node: str) -> WorkersStarted:

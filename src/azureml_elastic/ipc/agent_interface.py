@@ -176,7 +176,11 @@ class Agent(Protocol):
         """Return the shards that this node's agent holds."""
 
     def park(self) -> WorkerIdentity:
-        """Wait for a place in the next round, and return it. The process ends where there will be none."""
+        """Wait for a place in the next round, and return it.
+
+        Raises:
+            RoundBroken: there will be none; the process hands its state over and ends.
+        """
 
     def stopped(self, step: int) -> None:
         """Report that the process saved and is about to exit; returns when the report is out."""

@@ -258,7 +258,7 @@ class Interrupt:
 
 @dataclass(frozen=True)
 class Leave:
-    """The node is being preempted: an engine moves what it holds to other nodes, and stops."""
+    """The node ends: an engine moves what it holds to other nodes and stops; a parked worker hands its state over."""
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,11 @@ class Paths(_Record):
         folders = {name: run_dir / name for name in ("events", "logs", "samples", "checkpoints")}
         return cls(run_dir=run_dir, report=run_dir / REPORT_FILE, **folders)
 
+    @property
+    def report_part(self) -> Path:
+        """The report while it is written."""
+        return self.report.with_name(f"{REPORT_FILE}.part")
+
 
 class Report(_Record):
     """Report of a run.
@@ -219,7 +224,7 @@ class Report(_Record):
 
     def write(self) -> Path:
         """Replace the file atomically and return its path."""
-        part = self.paths.report.with_name(f"{REPORT_FILE}.part")
+        part = self.paths.report_part
         part.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
         part.replace(self.paths.report)
         return self.paths.report

@@ -23,7 +23,8 @@ from azureml_elastic.config import (
 from azureml_elastic.config.command.program import Program, parse_program
 from azureml_elastic.config.command.worker_variables import refuse_changing, words_with_placeholders
 from azureml_elastic.config.exit_codes import FAILED
-from azureml_elastic.errors import CommandError
+from azureml_elastic.errors import CommandError, ElasticError
+from azureml_elastic.free_space import is_full
 from azureml_elastic.ledger.summary import Paths, Report
 from azureml_elastic.local.earlier_run import continued_runs, find_earlier_run
 from azureml_elastic.local.faults.model import Schedule
@@ -32,7 +33,7 @@ from azureml_elastic.local.launch import Launch
 from azureml_elastic.local.launched_node import shared_environment
 from azureml_elastic.local.node_start import NODE_COMMAND, CommandStart, NodeStart, StartMethod
 from azureml_elastic.local.processes import NodeProcesses
-from azureml_elastic.local.run_dir import new_run_dir, prepare_run_dir
+from azureml_elastic.local.run_dir import new_run_dir, prepare_run_dir, require_space
 from azureml_elastic.local.run_end import check_time_limit
 from azureml_elastic.local.stop_signals import StopSignals
 from azureml_elastic.local.table_choice import CONNECTION_STRING, TableChoice, check_table, open_table_choice
@@ -122,7 +123,9 @@ class LocalCluster:
         if self.resume_from is not None:
             find_earlier_run(self.resume_from)
         with StopSignals() as signals:
-            paths = prepare_run_dir(self.run_dir or new_run_dir())
+            folder = self.run_dir or new_run_dir()
+            require_space(folder, self.distribution.health.disk_mib)
+            paths = prepare_run_dir(folder)
             try:
                 report = self._run(argv, words, paths, signals)
             except (KeyboardInterrupt, SystemExit) as error:
@@ -157,8 +160,16 @@ class LocalCluster:
                 launch.report("interrupted", _exit_code(error), f"The launcher was ended by {error!r}.").write()
                 raise
             launch.stop_all()
-            report = launch.report(end.outcome, end.exit_code, end.message)
-            report.write()
+            message = end.message
+            if end.exit_code and is_full(paths.run_dir):
+                message = f"{message} The disk of the run folder {paths.run_dir} is full."
+            report = launch.report(end.outcome, end.exit_code, message)
+            try:
+                report.write()
+            except OSError as error:
+                raise ElasticError(
+                    f"The run has {end.outcome}, but its report {paths.report} could not be written: {error}. {message}"
+                ) from error
             if left := processes.remaining():
                 raise RuntimeError(f"Processes of the run outlived it: {left}")
         return report

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from azureml_elastic.checkpoint.format.catalogue import newest_committed
+from azureml_elastic.checkpoint.format.catalogue import furthest, newest_committed
 from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.checkpoint.storage.opening import open_storage
 from azureml_elastic.config import TableRendezvous
@@ -27,7 +27,8 @@ def find_earlier_run(folder: Path) -> EarlierRun:
     """
     report, path = load_report(folder.absolute()), Paths.of(folder.absolute()).checkpoints
     try:
-        reference = _pointer(folder / SQLITE_TABLE, report.run_id) or newest_committed(open_storage(path))
+        storage = open_storage(path)
+        reference = furthest(storage, _pointer(folder / SQLITE_TABLE, report.run_id) or newest_committed(storage))
     except OSError as error:
         raise UsageError(f"The checkpoints of the run {folder} cannot be read: {error}") from error
     if reference is None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from azureml_elastic.config import Plan
+from azureml_elastic.free_space import is_full
 from azureml_elastic.ledger.events import Event
 from azureml_elastic.ledger.reading import EventReader, LineReader
 from azureml_elastic.ledger.summary import (
@@ -33,6 +34,8 @@ from azureml_elastic.local.view import View
 __all__ = ["Launch"]
 
 _POLL_S = 0.03
+_LOOK_S = 1.0
+"""Pause between two looks at the free space of the run folder."""
 _ENDING_S = 1.0
 """Time in which the processes of an agent that was killed end by themselves: those of a preload server may be in the
 middle of an import."""
@@ -87,6 +90,8 @@ class Launch:
         self._missed: dict[int, str] = {}
         self._losses: list[tuple[str, float]] = []
         self._refusal_shown = False
+        self._full = False
+        self._look_at = 0.0
 
     def watch(self, count: int, timeout_s: float | None, exit_grace_s: float) -> RunEnd:
         """Start the nodes and return when the run is over; some nodes may still be running then.
@@ -111,6 +116,7 @@ class Launch:
         self._start(count)
         while True:
             self._update()
+            self._note_full_disk()
             state = self._chaos_state()
             statuses = [node.status for node in self._nodes.values()]
             current = phase(statuses, self._board.ended, more_to_come=may_add(self.schedule, state))
@@ -131,6 +137,19 @@ class Launch:
             if is_late():
                 return self._time_out(timeout_s)
             time.sleep(_POLL_S)
+
+    def _note_full_disk(self) -> None:
+        """Say once, where it is seen, that the nodes have no space left to say anything."""
+        now = time.monotonic()
+        if self._full or now < self._look_at:
+            return
+        self._look_at = now + _LOOK_S
+        self._full = is_full(self.paths.run_dir)
+        if self._full:
+            self.view.note(
+                f"the disk of the run folder {self.paths.run_dir} is full: output, events, checkpoints and a table in "
+                "it cannot be written. The nodes wait for space where they need it"
+            )
 
     def _time_out(self, timeout_s: float | None) -> RunEnd:
         message = f"The run was stopped after {timeout_s:g} s, the limit that --timeout set, at step "

@@ -57,6 +57,9 @@ __all__ = ["run_node"]
 
 _LOG = logging.getLogger(__name__)
 
+_LEAVE_SECONDS = 2.0
+"""How long a node that leaves waits for its row to be written."""
+
 
 def run_node(
     identity: NodeIdentity,
@@ -241,7 +244,10 @@ class _Node:
             _tell(agent.failure.message)
             return agent.failure.exit_code, agent.failure.message
         reason = f"preempted ({self._preemption.reason})"
-        self._rendezvous.leave(reason)
+        # While the table is away the call takes longer than a notice, and the others notice the loss by themselves.
+        leaving = threading.Thread(target=self._rendezvous.leave, args=(reason,), name="leave", daemon=True)
+        leaving.start()
+        leaving.join(_LEAVE_SECONDS)
         self._preemption.acknowledge()
         return self._preemption.exit_code, reason
 

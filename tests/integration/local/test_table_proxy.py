@@ -11,11 +11,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.local.faults.disturbance import TROUBLES, Disturbance, draw
+from azureml_elastic.local.faults.disturbance import LIES, TROUBLES, Disturbance, draw
 from azureml_elastic.local.faults.table_proxy import TableProxy
 from tests.support.waiting import until
 
-OF_CALLS = [kind for kind in TROUBLES if kind not in ("outage", "any")]
+OF_CALLS = [kind for kind in TROUBLES if kind not in ("outage", "any", *LIES)]
 
 
 class Service:

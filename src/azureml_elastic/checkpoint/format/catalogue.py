@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from azureml_elastic.checkpoint.format.manifest import COMMITTED, FLAT, MANIFEST, FolderName, Manifest, Reference
+from azureml_elastic.checkpoint.format.manifest import (
+    COMMITTED,
+    DAMAGED,
+    FLAT,
+    HANDED_OVER,
+    MANIFEST,
+    FolderName,
+    Manifest,
+    Reference,
+)
 from azureml_elastic.checkpoint.format.retention import retire
 from azureml_elastic.checkpoint.format.shard_file import Entry, Layout, read_header
 from azureml_elastic.checkpoint.format.write_plan import Chunk
@@ -20,6 +30,8 @@ __all__ = [
     "entries",
     "export",
     "find_newest",
+    "furthest",
+    "handed_over",
     "newest_committed",
     "newest_whole",
     "prune",
@@ -82,6 +94,33 @@ def newest_whole(storage: Storage) -> Manifest | None:
         if manifest is not None and not verify(storage, manifest):
             return manifest
     return None
+
+
+def handed_over(storage: Storage, after: int) -> Iterator[Manifest]:
+    """Yield the checkpoints that agents made of states in their memory, those of the highest steps first.
+
+    Only sizes are checked, as by :func:`find_newest`.
+
+    Args:
+        storage: storage of the checkpoints.
+        after: step after which they are of interest.
+    """
+    for folder in reversed(storage.folders()):
+        name = FolderName.parse(folder)
+        if name is None or name.step <= after:
+            continue
+        files = storage.files(folder)
+        if HANDED_OVER in files and DAMAGED not in files:
+            with contextlib.suppress(CheckpointDamaged):  # its agent was killed before the manifest was written
+                manifest = Manifest.read(storage, folder)
+                if all(files.get(file) == sums.size for file, sums in manifest.files.items()):
+                    yield manifest
+
+
+def furthest(storage: Storage, committed: Reference | None) -> Reference | None:
+    """Return the handed-over checkpoint that is furthest beyond the committed one, or that one where there is none."""
+    manifest = next(handed_over(storage, -1 if committed is None else committed.step), None)
+    return committed if manifest is None else manifest.reference
 
 
 def find_newest(storage: Storage) -> Reference | None:

@@ -18,7 +18,7 @@ import xxhash
 from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
 from azureml_elastic.errors import CheckpointDamaged
 
-__all__ = ["COMMITTED", "DAMAGED", "FLAT", "MANIFEST", "FolderName", "Manifest", "Reference"]
+__all__ = ["COMMITTED", "DAMAGED", "FLAT", "HANDED_OVER", "MANIFEST", "FolderName", "Manifest", "Reference"]
 
 MANIFEST = "manifest.json"
 
@@ -27,6 +27,9 @@ COMMITTED = "committed"
 
 DAMAGED = "damaged"
 """Damage marker: a file with the problems of a checkpoint that could not be restored."""
+
+HANDED_OVER = "handed-over"
+"""Marker in the folder of a checkpoint that an agent made, when it ended, of a state that it held in memory."""
 
 FLAT = "$flat"
 """Key in the state: the name of a tensor that is stored flat, and its shape."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from azureml_elastic.checkpoint.format.catalogue import find_newest
 from azureml_elastic.checkpoint.format.manifest import FolderName, Manifest, Reference
 from azureml_elastic.checkpoint.format.retention import for_good
+from azureml_elastic.checkpoint.load.adoption import adopt_handed_over
 from azureml_elastic.checkpoint.load.reading import load
 from azureml_elastic.checkpoint.load.selection import STALE_SECONDS, CheckpointSelector, EarlierCheckpoint
 from azureml_elastic.checkpoint.save.background_save import SaveTask
@@ -28,6 +30,7 @@ from azureml_elastic.checkpoint.snapshots.recovery_from_replicas import recover_
 from azureml_elastic.checkpoint.snapshots.replication import ReplicationTask
 from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
+from azureml_elastic.checkpoint.storage.opening import is_remote
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.distributed.control_group import ControlGroup
@@ -183,6 +186,17 @@ class Checkpoints:
         if self._fenced:
             raise Fenced(self._fenced)
 
+    @property
+    def newest(self) -> Reference | None:
+        """This run's last committed checkpoint, as far as it is known here. Not a collective."""
+        return self._committed
+
+    @property
+    def location(self) -> str:
+        """Path or URL of the storage, whatever the working directory. Not a collective."""
+        where = str(self._storage)
+        return where if is_remote(where) else str(Path(where).absolute())
+
     def abandon(self) -> None:
         """Stop using the process groups, which were aborted. Not a collective."""
         if self._task is not None:
@@ -291,6 +305,7 @@ class Checkpoints:
         if self.snapshots:
             identity = self._groups.identity
             pointer = recover_from_replicas(self._storage, control, agent, identity, pointer, self._policy) or pointer
+        pointer = adopt_handed_over(self._storage, control, agent, pointer) or pointer
         for storage, reference in self._origins(pointer):
             own = storage is self._storage
             selector = CheckpointSelector(storage, control, self._stale_seconds, marks=own, report=agent.damaged)

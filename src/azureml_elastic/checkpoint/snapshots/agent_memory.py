@@ -109,6 +109,12 @@ class AgentMemory:
             _LOG.info("The state of step %d is held in memory for the next round.", message.step)
         return Accepted()
 
+    def take_state(self) -> tuple[int, HandedOverState] | None:
+        """Return the state that no next worker has restored, if there is one; its descriptor is the caller's."""
+        with self._lock:
+            state, self._state = self._state, None
+            return state
+
     def completed(self, number: int) -> None:
         """Release a state of an earlier round than this one, which has completed a step and so has restored it."""
         with self._lock:

@@ -2,7 +2,8 @@
 
 A worker whose round ends copies its state to anonymous memory (``memfd_create``), which the node's agent keeps open for
 the next worker to map. Nothing is written to a disk, nothing is left behind when the agent ends, and the size of
-``/dev/shm`` does not matter. The memory holds a file of :mod:`~azureml_elastic.checkpoint.format.shard_file`.
+``/dev/shm`` does not matter. The memory holds a file of :mod:`~azureml_elastic.checkpoint.format.shard_file`, of which
+an agent that ends makes a checkpoint: see :mod:`~azureml_elastic.checkpoint.snapshots.handed_over`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,15 @@ import torch
 from azureml_elastic.checkpoint.format.shard_file import Layout, read_header
 from azureml_elastic.checkpoint.format.write_plan import Chunk
 from azureml_elastic.checkpoint.save.staging_buffer import StagingBuffer
+from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import CheckpointDamaged
 
 __all__ = ["RecoverableState", "Snapshot", "choose", "position_key"]
+
+
+_RANDOM = random_state.tensor_name(0)
+"""Name of the tensor of :attr:`Snapshot.random`: as in a checkpoint, whose rank 0 continues these generators."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,9 @@ class Snapshot:
         data: position in the data, ``None`` without a loader.
         unsaved_seconds: time since the last checkpoint on storage.
         save_pending: whether a checkpoint was begun and not committed.
+        storage: path or URL of the run's checkpoints, empty where nothing else is to be known of them.
+        parent: last committed checkpoint as JSON, ``None`` without one.
+        classes: class of each tracked optimizer and learning rate scheduler, by name.
         random: random number generators of the process, see :mod:`~azureml_elastic.checkpoint.state.random_state`.
         tensors: tensors by name; they may alias those of the model.
     """
@@ -82,7 +91,10 @@ class Snapshot:
     data: Mapping[str, Any] | None
     unsaved_seconds: float = 0.0
     save_pending: bool = False
-    random: str | None = None
+    storage: str = ""
+    parent: Mapping[str, Any] | None = None
+    classes: Mapping[str, str] = field(default_factory=dict)
+    random: torch.Tensor | None = None
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def to_memory(self) -> StagingBuffer:
@@ -92,13 +104,14 @@ class Snapshot:
             OSError: there is not enough memory, or the system has no ``memfd_create``.
         """
         # Large tensors first: in the file there is no padding, and the small ones would misalign them.
-        ordered = sorted(self.tensors.items(), key=lambda item: -item[1].numel() * item[1].element_size())
+        tensors = {**self.tensors, **({} if self.random is None else {_RANDOM: self.random})}
+        ordered = sorted(tensors.items(), key=lambda item: -item[1].numel() * item[1].element_size())
         layout = Layout.of((_chunk(name, tensor) for name, tensor in ordered), json.dumps(self.header()))
         memory = StagingBuffer(torch.device("cpu"))
         memory.reserve(layout.nbytes, populate=False)
         memory.put(0, layout.header)
         for entry in layout.entries:
-            memory.take(entry.begin, self.tensors[entry.chunk.name])
+            memory.take(entry.begin, tensors[entry.chunk.name])
         return memory
 
     @classmethod
@@ -126,7 +139,7 @@ class Snapshot:
                 else torch.empty(shape, dtype=dtype)
             )
         try:
-            return cls(**json.loads(note or ""), tensors=tensors)
+            return cls(**json.loads(note or ""), random=tensors.pop(_RANDOM, None), tensors=tensors)
         except (TypeError, ValueError) as error:
             raise CheckpointDamaged(f"{path} holds no snapshot: {error}") from error
 
@@ -157,8 +170,8 @@ class Snapshot:
         return position_key(self.data)
 
     def header(self) -> dict[str, Any]:
-        """Return everything but the tensors."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "tensors"}
+        """Return everything but tensors."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("random", "tensors")}
 
 
 def _chunk(name: str, tensor: torch.Tensor) -> Chunk:

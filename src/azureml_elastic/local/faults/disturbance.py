@@ -9,13 +9,15 @@ from typing import Literal, get_args
 
 from azureml_elastic.errors import UsageError
 
-__all__ = ["TROUBLES", "Disturbance", "Fate", "Trouble", "draw"]
+__all__ = ["LIES", "TROUBLES", "Disturbance", "Fate", "Lie", "Trouble", "draw"]
 
-Trouble = Literal["outage", "throttle", "timeout", "reset", "slow", "half", "garbage", "any"]
+Lie = Literal["missing", "keyless", "refused", "foreign"]
+Trouble = Literal["outage", "throttle", "timeout", "reset", "slow", "half", "garbage", "any", Lie]
 """Kinds of table faults, see :class:`Disturbance`."""
 
-TROUBLES: tuple[Trouble, ...] = get_args(Trouble)
-_OF_CALLS: tuple[Trouble, ...] = tuple(kind for kind in TROUBLES if kind not in ("outage", "any"))
+LIES: tuple[Lie, ...] = get_args(Lie)
+TROUBLES: tuple[Trouble, ...] = (*get_args(Trouble),)
+_OF_CALLS: tuple[Trouble, ...] = tuple(kind for kind in TROUBLES if kind not in ("outage", "any", *LIES))
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,10 @@ class Disturbance:
     half      the call is carried out, half of the response is sent, then the connection is reset
     garbage   an HTML page, as from a gateway in between, with a status of its own
     any       one of the above but ``outage``, drawn for each call
+    missing   HTTP 404 with the table's own code, as if there were no such row, to every call
+    keyless   JSON documents of another form: rows without keys, versions and values
+    refused   HTTP 412 to every write, as if the row had changed meanwhile; reads tell what the row is
+    foreign   answers of other services: a blob store, a metadata service, a proxy
     ========  ================================================================================================
 
     Args:
@@ -109,7 +115,7 @@ def draw(disturbances: Sequence[Disturbance], seed: str) -> Fate | None:
         return Fate(
             disturbance,
             kind,
-            arrives=kind == "half" or (arrives and kind not in ("throttle", "outage")),
+            arrives=kind == "half" or (arrives and kind not in ("throttle", "outage", *LIES)),
             delay_s=rng.uniform(*disturbance.delay_s) if kind == "slow" else 0.0,
             retry_after_s=rng.choice(disturbance.retry_after_s) if kind == "throttle" else 0,
             status=rng.choice(disturbance.statuses),

@@ -11,10 +11,10 @@ from http.client import HTTPConnection, HTTPMessage, parse_headers
 from typing import BinaryIO
 from urllib.parse import unquote
 
-from azureml_elastic.local.faults.disturbance import Trouble
+from azureml_elastic.local.faults.disturbance import Lie, Trouble
 from azureml_elastic.local.http_server import RequestRefused, read_body
 
-__all__ = ["Answer", "Exchange", "Request", "busy", "forward", "page", "read_request", "refused"]
+__all__ = ["Answer", "Exchange", "Request", "busy", "forward", "lie", "page", "read_request", "refused"]
 
 _TABLE_TIMEOUT_S = 30.0
 _LONGEST_LINE = 65536
@@ -23,6 +23,8 @@ _MAX_BODY = 16 << 20
 
 _OF_THE_CONNECTION = frozenset({"connection", "content-length", "keep-alive", "transfer-encoding"})
 _PAGE = b"<html><head><title>%d</title></head><body><h1>Something stands in between</h1></body></html>"
+_JSON = (("Content-Type", "application/json"),)
+_NAMED = (("x-ms-version", "2019-02-02"), ("x-ms-request-id", "7"))
 _ROW_IN_PATH = re.compile(r"RowKey='((?:[^']|'')*)'")
 
 
@@ -97,6 +99,21 @@ class Exchange:
         return done and self.method != "GET"
 
 
+_FOREIGN = (
+    Answer(
+        404,
+        "Not Found",
+        (("Content-Type", "application/xml"), ("x-ms-error-code", "ContainerNotFound"), *_NAMED),
+        b'<?xml version="1.0" encoding="utf-8"?><Error><Code>ContainerNotFound</Code></Error>',
+    ),
+    Answer(400, "Bad Request", _JSON, b'{"error": "Required metadata header not specified"}'),
+    Answer(401, "Unauthorized", (*_JSON, ("WWW-Authenticate", "Negotiate")), b'{"error": {"code": "Unauthorized"}}'),
+    Answer(200, "OK", (("Content-Type", "text/plain"),), b"ok"),
+    Answer(404, "Not Found", _JSON, b'{"detail": "Not Found"}'),
+)
+"""What other services answer: a blob store, a metadata service, a proxy that wants a login, two web servers."""
+
+
 def read_request(reader: BinaryIO) -> Request | None:
     """Return the next request, ``None`` if the client has closed the connection.
 
@@ -141,6 +158,28 @@ def busy(retry_after_s: int) -> Answer:
         headers.append(("Retry-After", str(retry_after_s)))
     document = {"odata.error": {"code": "ServerBusy", "message": {"value": "The server is busy."}}}
     return Answer(503, "Server Busy", tuple(headers), json.dumps(document).encode())
+
+
+def lie(kind: Lie, method: str, number: int) -> Answer | None:
+    """Return a false answer, ``None`` where the table's own is given.
+
+    Args:
+        kind: kind of lie.
+        method: HTTP method of the call.
+        number: number of the call, by which other services take turns.
+    """
+    if kind == "refused":
+        return None if method == "GET" else _refusal(412, "UpdateConditionNotSatisfied")
+    if kind == "missing":
+        return _refusal(404, "ResourceNotFound")
+    if kind == "keyless":
+        return Answer(200, "OK", (*_JSON, *_NAMED), json.dumps({"value": [{"number": 1}, {}], "number": 1}).encode())
+    return _FOREIGN[number % len(_FOREIGN)]
+
+
+def _refusal(status: int, code: str) -> Answer:
+    document = {"odata.error": {"code": code, "message": {"value": "so says the table"}}}
+    return Answer(status, "Refused", (*_JSON, *_NAMED, ("x-ms-error-code", code)), json.dumps(document).encode())
 
 
 def refused(error: RequestRefused) -> Answer:

@@ -9,9 +9,10 @@ A schedule is a list of faults, separated by commas or line ends::
     table=outage@step:30/5s     the table is unreachable for 5 s (for the rest of the run by default)
     table=slow:20%@10s/5s       every fifth call to the table on average is slow
 
-The kinds of table faults are ``outage``, ``throttle``, ``timeout``, ``reset``, ``slow``, ``half``, ``garbage`` and
-``any``; see :class:`~azureml_elastic.local.faults.disturbance.Disturbance`. They require a table that is reached over
-plain HTTP, such as the emulator.
+The kinds of table faults are ``outage``, ``throttle``, ``timeout``, ``reset``, ``slow``, ``half``, ``garbage``,
+``any``, ``missing``, ``keyless``, ``refused`` and ``foreign``; see
+:class:`~azureml_elastic.local.faults.disturbance.Disturbance`. They require a table that is reached over plain HTTP,
+such as the emulator.
 
 The target is ``node-<k>``, ``rank0`` (the node of rank 0) or ``any`` (drawn from the living nodes with the seed). The
 time is ``step:<n>``, once n training steps are completed, or seconds since training began, see

@@ -33,13 +33,14 @@ from urllib.parse import urlsplit
 from typing_extensions import Self
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.local.faults.disturbance import Disturbance, Fate, draw
+from azureml_elastic.local.faults.disturbance import LIES, Disturbance, Fate, draw
 from azureml_elastic.local.faults.http_call import (
     Answer,
     Exchange,
     Request,
     busy,
     forward,
+    lie,
     page,
     read_request,
     refused,
@@ -235,13 +236,16 @@ class TableProxy:
         if fate is not None and trouble == "slow" and not fate.arrives:
             self._closing.wait(fate.delay_s)
         answer: Answer | None = None
+        false = lie(fate.kind, request.method, number) if fate is not None and fate.kind in LIES else None
+        if fate is not None and fate.kind in LIES and false is None:
+            fate = trouble = None  # the truth is part of the lie
         arrives = fate is None or fate.arrives or trouble == "slow"
         answered = False
         try:
             if arrives:
                 answer = forward(request, self._table)
-            answered = self._answer(client, fate, answer)
-            return answered or (trouble in ("throttle", "garbage") and not client.condemned)
+            answered = self._answer(client, fate, answer or false)
+            return answered or (trouble in ("throttle", "garbage", *LIES) and not client.condemned)
         finally:
             if client.condemned and not answered:
                 trouble = trouble or "outage"
@@ -278,6 +282,8 @@ class TableProxy:
             client.sock.sendall(busy(fate.retry_after_s).to_bytes())
         elif fate.kind == "garbage":
             client.sock.sendall(page(fate.status).to_bytes())
+        elif fate.kind in LIES and answer is not None:
+            client.sock.sendall(answer.to_bytes())
         return False
 
     def _hold(self, client: _Client) -> None:

@@ -24,9 +24,11 @@ class ForkStart:
 
     Args:
         server_for: function that returns the server for nodes with an environment.
+        become: function that a fork calls to become a node, as ``module:name``.
     """
 
-    def __init__(self, server_for: Callable[[Mapping[str, str]], ForkServer]) -> None:
+    def __init__(self, server_for: Callable[[Mapping[str, str]], ForkServer], become: str = _BECOME_NODE) -> None:
+        self._become = become
         self.server_for = server_for
         """Function that returns the server for nodes with an environment."""
         self._gathering: tuple[int, int] | None = None
@@ -86,7 +88,7 @@ class ForkStart:
         request = {"argv": list(arguments), "network": network}
         with _pipe() if pipe is None else contextlib.nullcontext(pipe) as ends:
             try:
-                return server.fork(_BECOME_NODE, request, env, [*streams, *ends], folder)
+                return server.fork(self._become, request, env, [*streams, *ends], folder)
             except ForkRefused:
                 self.refusal = server.refusal
                 raise

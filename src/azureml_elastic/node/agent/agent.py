@@ -7,6 +7,7 @@ barrier) is replaced: ranks follow from the sealed round, the end of the run fro
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import time
@@ -15,6 +16,7 @@ from enum import Enum
 from typing import Any
 
 from azureml_elastic.config.exit_codes import FAILED
+from azureml_elastic.errors import RunSucceeded
 from azureml_elastic.ledger.events import (
     HostStruck,
     NodeReady,
@@ -25,6 +27,7 @@ from azureml_elastic.ledger.events import (
 )
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.engine_program import derive_engine_key
+from azureml_elastic.node.agent.last_state import keep_last_state
 from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch
 from azureml_elastic.node.agent.observation_log import ObservationLog
 from azureml_elastic.node.agent.peer_messages import PeerMessenger
@@ -149,6 +152,7 @@ class NodeAgent:
         self._pids: tuple[int, ...] = ()
         self._announced = False
         self._done = False
+        self._ending: ExitReason | None = None
         self.failure: Failure | None = None
         """Set when this node's worker ended the run."""
 
@@ -159,7 +163,10 @@ class NodeAgent:
             RunSucceeded, RunFailed: another node has ended the run, or the workers cannot be started.
             InterruptedError: this node must leave while it waits for a round.
         """
-        try:
+        with contextlib.ExitStack() as stack:  # one step after the other, whatever fails
+            stack.callback(self._close_store)
+            stack.push(self._end_workers)
+            stack.callback(self._newcomers.close)
             self._get_ready_to_join()
             self._recorder.record(NodeReady, 0)
             while True:
@@ -168,12 +175,28 @@ class NodeAgent:
                 self._enter_round()
                 ending = self._watch_round()
                 if ending is not None:
+                    self._ending = ending
                     return ending
-        finally:
-            self._newcomers.close()
-            self._workers.begin_stopping()
-            self._workers.finish_stopping()
-            self._store.close()
+
+    def _close_store(self) -> None:
+        self._store.close()
+
+    def _end_workers(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        """End the workers. Whatever ends this agent may end those of all nodes: the last one to hold a state writes it.
+
+        Nobody needs it where the run has ended well, or where the workers have saved at an agreed step boundary.
+        """
+        saved = self._ending is ExitReason.LEFT and self._group.all(self._channel.workers.stopped)
+        last = self._ending is not ExitReason.SUCCEEDED and not saved and kind is not RunSucceeded
+        if last and self._group.stays:
+            self._channel.workers.release()
+        self._workers.begin_stopping()
+        self._workers.finish_stopping()
+        held = self._channel.take_state() if last else None
+        if held is not None:
+            if error is not None:
+                _LOG.warning("This agent ends: %s: %s", type(error).__name__, error)
+            keep_last_state(*held, self._preemption)
 
     def _get_ready_to_join(self) -> None:
         """Wait until this node's workers could start, or for a while."""
@@ -336,6 +359,8 @@ class NodeAgent:
         saving = not (self._channel.workers.in_session or self._runs_engine)
         finishing = lost & (self._leavers | {self._rdzv.node}) if saving else frozenset[str]()
         if leaving or not self._group.stays:
+            if self._group.stays and not self._group.all(self._channel.workers.stopped):
+                self._channel.workers.release()
             self._workers.begin_stopping(self._preemption.seconds_left if leaving else None)
         else:
             self._channel.workers.interrupt()

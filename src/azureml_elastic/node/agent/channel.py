@@ -16,6 +16,7 @@ from typing import Any, get_args
 
 from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
 from azureml_elastic.ipc import Connection, MessageServer, listen, worker_messages
+from azureml_elastic.ipc.agent_interface import HandedOverState
 from azureml_elastic.ipc.worker_messages import FROM_AGENT, FROM_WORKER
 from azureml_elastic.ledger.events import CheckpointQuarantined, Restored
 from azureml_elastic.node.agent.local_workers import LocalWorkers, RoundState, WorkerState
@@ -108,6 +109,10 @@ class Channel:
         """Record the last step of a round that ends, of which no more messages count, and its logged values."""
         self._metrics.flush()
         self._progress.flush()
+
+    def take_state(self) -> tuple[int, HandedOverState] | None:
+        """Return the state that workers have handed over and no others have restored, with its descriptor."""
+        return self._memories.take_state()
 
     def close(self) -> None:
         """Stop serving; workers that still run will exit."""

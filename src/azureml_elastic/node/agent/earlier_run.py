@@ -9,7 +9,7 @@ import logging
 import posixpath
 from collections.abc import Mapping
 
-from azureml_elastic.checkpoint.format.catalogue import newest_committed
+from azureml_elastic.checkpoint.format.catalogue import furthest, newest_committed
 from azureml_elastic.checkpoint.format.manifest import Manifest, Reference
 from azureml_elastic.checkpoint.storage.opening import open_storage
 from azureml_elastic.checkpoint.storage.storage import Storage
@@ -67,7 +67,8 @@ def _find(run: EarlierRun, run_id: str, rows: Table) -> Reference:
     storage = open_storage(run.path)
     try:
         given = None if run.checkpoint is None else Reference.from_json(run.checkpoint)
-        reference = given or _pointer(rows) or newest_committed(storage)
+        # What an agent of that run held in memory when it ended is committed by nobody, as no start has followed.
+        reference = given or furthest(storage, _pointer(rows) or newest_committed(storage))
         if reference is None:
             raise UsageError(f"{begin}: {_reason(run, storage, rows)}")
         try:

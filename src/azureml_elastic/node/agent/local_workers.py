@@ -93,6 +93,7 @@ class LocalWorkers:
         self._workers: dict[int, Connection] = {}
         self._greeted: set[int] = set()
         self._parked: set[int] = set()
+        self._released = False
         self.expected: int | None = None
 
     @property
@@ -194,6 +195,13 @@ class LocalWorkers:
             targets = [connection for rank, connection in self._workers.items() if rank not in gone]
         _send(targets, Interrupt())
 
+    def release(self) -> None:
+        """Have all workers that wait for a place, or will, hand their state over and end: there will be none."""
+        with self._lock:
+            self._released = True
+            targets = list(self._workers.values())
+        _send(targets, Leave())
+
     def leave(self) -> None:
         """Have an engine move what it holds to other nodes; it reports that it has stopped."""
         with self._lock:
@@ -274,9 +282,9 @@ class LocalWorkers:
 
     @property
     def leaving(self) -> bool:
-        """Whether a worker is connected that is not parked, and so ends by itself once it is interrupted."""
+        """Whether a worker is connected that ends by itself once it is interrupted: one that is not parked for good."""
         with self._lock:
-            return bool(self._workers.keys() - self._parked)
+            return bool(self._workers if self._released else self._workers.keys() - self._parked)
 
     def prepare(self, proposal: Prepare) -> None:
         """Send a proposal to the workers; their common vote is put into the inbox."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from azureml_elastic.free_space import is_full
 from azureml_elastic.ledger.timeline import headline
 from azureml_elastic.node.core.failures import FailureKind, FailureRecord
 from azureml_elastic.node.failures.tracebacks import ExceptionInfo, ParsedError, find_dump, find_error
@@ -63,6 +64,9 @@ _VARYING = (
     (re.compile(r"\s+"), " "),
 )
 """Parts of a message that differ between ranks, nodes and processes, and their replacements in the signature."""
+
+
+_FULL = "The disk of {} is full, so what the worker printed last may be missing. Free space on it."
 
 
 @dataclass(frozen=True)
@@ -198,6 +202,8 @@ def _examine(rank: int, failure: FailedWorker, stderr: str | None, *, oom_killed
             kind = "out_of_memory"
         return Failure(rank, code, _shortened(parsed.text), kind, signature_of(chain[-1]), conclusive=kind != "peer")
     lines = _shortened(_last_lines(text))
+    if stderr and is_full(Path(stderr)):
+        lines = f"{lines}\n{_FULL.format(Path(stderr).parent)}".strip()
     if name:
         return _ended_by_signal(rank, code, name, lines, text, oom_killed=oom_killed)
     last_line = lines.rpartition("\n")[2]

@@ -89,6 +89,7 @@ class ChannelAgent:
         self._interrupt: Callable[[], None] = lambda: None
         self._leave: Callable[[], None] = lambda: None
         self._assignment: messages.Assign | None = None
+        self._released = False
         self._completed: int | None = None  # until the start is known no step can be promised
         self._ended = False
         self._client = MessageClient(path, self._on_message, self._on_close)
@@ -206,9 +207,10 @@ class ChannelAgent:
             self._assignment = None
         self._send(messages.Parked())
         with self._changed:
-            self._changed.wait_for(lambda: self._assignment is not None)
+            self._changed.wait_for(lambda: self._assignment is not None or self._released)
         assignment: messages.Assign | None = self._assignment
-        assert assignment is not None
+        if assignment is None:
+            raise RoundBroken("This node takes part in no further round.")
         os.environ.update(assignment.environment)
         self._identity = WorkerIdentity(
             assignment.rank, self._identity.local_rank, assignment.world_size, assignment.round
@@ -300,6 +302,9 @@ class ChannelAgent:
             case messages.Interrupt():
                 self._on_interrupt()
             case messages.Leave():
+                with self._changed:
+                    self._released = True
+                    self._changed.notify_all()
                 self._leave()
             case messages.Assign():
                 with self._changed:

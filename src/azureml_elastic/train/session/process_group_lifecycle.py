@@ -30,7 +30,7 @@ from azureml_elastic.distributed.process import pick_device
 from azureml_elastic.distributed.process_groups import ProcessGroups, is_peer_error
 from azureml_elastic.distributed.stuck_collective import is_stuck
 from azureml_elastic.errors import ElasticError, RoundBroken
-from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST
+from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, WorkerIdentity
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.session.context import SessionContext
 from azureml_elastic.train.session.exit_hooks import leave_quickly
@@ -69,7 +69,7 @@ class ProcessGroupLifecycle:
         self.discarded = False
         self.over = False
         self.device = pick_device(context.identity)
-        self.world = ProcessGroups(self._agent.park() if self._agent.stays else context.identity, self.device)
+        self.world = ProcessGroups(self._first_place() if self._agent.stays else context.identity, self.device)
         self._thread = threading.get_ident()
         self._agent.when_interrupted(self._on_interrupt)
         self._open()
@@ -236,10 +236,17 @@ class ProcessGroupLifecycle:
                 if not self._agent.stays:
                     self._exit()
                 self.world.close()
-                self.world.identity = self._agent.park()
+                self.world.identity = self._first_place()
             else:
                 self._agent.connected()
                 return
+
+    def _first_place(self) -> WorkerIdentity:
+        """Wait for a place before there is a state to hand over."""
+        try:
+            return self._agent.park()
+        except RoundBroken:
+            self._exit()
 
     def _give_way(self) -> NoReturn:
         """Exit, so that a new process continues from the state that this one hands over."""

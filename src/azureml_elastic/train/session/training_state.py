@@ -287,8 +287,19 @@ class TrainingState:
         self._objects.drop_gradients()  # of an interrupted step
         plain, tensors = self._objects.collect(is_main=True)
         self.half_step = False
-        unsaved, random = self._schedule.unsaved_seconds, random_state.to_text(random_state.capture(self._world.device))
-        return Snapshot(self.steps, plain, self._data(), unsaved, self._save_pending, random, tensors)
+        committed = self._checkpoints.newest
+        return Snapshot(
+            self.steps,
+            plain,
+            self._data(),
+            unsaved_seconds=self._schedule.unsaved_seconds,
+            save_pending=self._save_pending,
+            storage=self._checkpoints.location,
+            parent=None if committed is None else committed.to_json(),
+            classes=self._objects.classes,
+            random=random_state.capture(self._world.device),
+            tensors=tensors,
+        )
 
     def _handed_over(self) -> tuple[RecoverableState | None, Snapshot | None]:
         """Return the state that the previous worker of this node has handed over."""
@@ -361,7 +372,7 @@ class TrainingState:
     def _restore_random(self, inherited: Snapshot | None) -> None:
         """Continue the random generators of the previous worker, or seed new ones."""
         if inherited is not None and inherited.random is not None and self._identity.local_rank == 0:
-            random_state.restore(random_state.from_text(inherited.random), self._world.device)
+            random_state.restore(inherited.random, self._world.device)
         else:
             random_state.begin("step", self.steps, "rank", self._identity.rank)
 

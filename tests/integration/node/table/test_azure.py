@@ -17,13 +17,11 @@ from azureml_elastic.errors import (
     TableUnavailable,
     UsageError,
 )
-from azureml_elastic.local.azurite import Azurite
+from azureml_elastic.local.faults.disturbance import Disturbance
+from azureml_elastic.local.faults.table_proxy import TableProxy
 from azureml_elastic.node.azure.credentials import TableCredential
 from azureml_elastic.node.table.azure import AzureTable
 from azureml_elastic.node.table.opening import EMULATOR_ACCOUNT, emulator_connection_string
-
-UNUSED_ADDRESS = "127.0.0.77"
-"""A local address on which nothing else listens: on the usual one, another test's service may come by a free port."""
 
 
 @pytest.fixture
@@ -182,10 +180,11 @@ def test_a_server_that_accepts_and_never_answers_is_noticed(open_azure, monkeypa
 
 
 def test_an_account_that_cannot_be_reached(serve, azurite, faulty, open_azure):
-    with socket.create_server((UNUSED_ADDRESS, 0)) as closed:
-        url = f"http://{UNUSED_ADDRESS}:{closed.getsockname()[1]}/{EMULATOR_ACCOUNT}"
-    with pytest.raises(TableNotFound, match="cannot be reached"):
-        open_azure(emulator_connection_string(url), timeout=0.3)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # which refuses connections, as it does not listen, and holds the port
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/{EMULATOR_ACCOUNT}"
+        with pytest.raises(TableNotFound, match="cannot be reached"):
+            open_azure(emulator_connection_string(url), timeout=0.3)
     unknown = "AccountName=nobody;AccountKey=AAAA;TableEndpoint=https://nobody.table.azure.invalid"
     with pytest.raises(TableNotFound, match=r"nobody\.table\.azure\.invalid.*cannot be reached"):
         open_azure(unknown, timeout=0.3)
@@ -229,12 +228,13 @@ def test_connection_strings_that_cannot_be_used(azurite, open_azure):
     open_azure(azurite.connection_string, endpoint=azurite.endpoint + "/")
 
 
-def test_the_service_gone_later_is_unavailable_and_not_missing(open_azure):
-    with Azurite(host=UNUSED_ADDRESS) as short_lived:
-        table = open_azure(short_lived.connection_string)
-    table._timeout = timedelta(seconds=0.3)
-    with pytest.raises(TableUnavailable, match="cannot be reached"):
-        table.get("key")
+def test_the_service_gone_later_is_unavailable_and_not_missing(azurite, open_azure):
+    with TableProxy(azurite.endpoint) as proxy:
+        table = open_azure(emulator_connection_string(proxy.endpoint))
+        proxy.set(Disturbance("outage"))  # holds the port: a free one may soon be that of another service
+        table._timeout = timedelta(seconds=0.3)
+        with pytest.raises(TableUnavailable, match="cannot be reached"):
+            table.get("key")
 
 
 def test_many_threads_keep_their_connections(azurite, open_azure, caplog):

@@ -1,0 +1,57 @@
+"""Whole runs whose agents die of an unexpected error: the state in memory is in the storage for the next start."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+
+import pytest
+
+from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.ledger.events import NodeStarted, Progress, Restored
+from azureml_elastic.ledger.reading import EventReader
+from azureml_elastic.local.cluster import LocalCluster
+from tests.support.dying_node import SEED
+from tests.support.node_server import DYING, FORKED
+from tests.support.paths import PROGRAMS
+from tests.support.whole_runs import GATHERING, at_step
+
+PROGRAM = str(PROGRAMS / "chaos_train.py")
+
+
+def cluster(folder, recovery, start, **options):
+    return LocalCluster(
+        (1, 2),
+        start=start,
+        run_dir=folder,
+        audit=True,
+        checkpoint_steps=10_000,
+        distribution=ElasticDistribution(rendezvous=GATHERING, recovery=recovery),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.chaos) for seed in range(3, 15))])
+@pytest.mark.parametrize("recovery", ["restart", "in_process"])
+def test_all_agents_die_of_an_unexpected_error_at_random_places(tmp_path, monkeypatch, recovery, seed):
+    monkeypatch.setenv(SEED, str(seed))
+
+    def arm(events) -> None:
+        for each in events:
+            if isinstance(each, NodeStarted):
+                os.kill(each.pid, signal.SIGUSR1)
+
+    step = random.Random(seed).randrange(21, 40)
+    with at_step(tmp_path / "first", step, 2, arm):
+        first = cluster(tmp_path / "first", recovery, DYING).run([PROGRAM, "--gather", "2"])
+    assert (first.outcome, {node.exit_code for node in first.nodes}) == ("failed", {1}), first.message
+    reached = max(each.step for each in EventReader(first.paths.events).read() if isinstance(each, Progress))
+
+    second = cluster(tmp_path / "second", recovery, FORKED, resume_from=tmp_path / "first").run([PROGRAM])
+    assert (second.outcome, second.exit_code) == ("succeeded", 0), second.message
+    restored = next(each for each in EventReader(second.paths.events).read() if isinstance(each, Restored))
+    assert restored.step >= reached >= step
+    assert second.audit.complete, second.audit
+    assert second.audit.rolled_back_steps == 0
+    assert all(node.leftovers == 0 for node in (*first.nodes, *second.nodes))

@@ -1,0 +1,93 @@
+"""Runs whose folder is on a small disk, a real one in memory: what is wrong is said where it is seen."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.errors import UsageError
+from azureml_elastic.ledger.summary import load_report
+from azureml_elastic.local.cluster import LocalCluster
+from azureml_elastic.local.view import View
+from tests.support.node_server import FORKED
+from tests.support.paths import PROGRAMS
+from tests.support.whole_runs import GATHERING, at_step
+
+PROGRAM = str(PROGRAMS / "chaos_train.py")
+MOUNT = shutil.which("mount")
+
+
+class Notes(View):
+    """A view that keeps what is said about the whole run."""
+
+    def __init__(self):
+        self.said = []
+
+    def note(self, text):
+        self.said.append(text)
+
+
+@contextlib.contextmanager
+def disk(folder: Path, mib: int) -> Iterator[Path]:
+    folder.mkdir()
+    mounted = MOUNT is not None and os.geteuid() == 0
+    if (
+        not mounted
+        or subprocess.run([MOUNT, "-t", "tmpfs", "-o", f"size={mib}m", "none", folder], check=False).returncode
+    ):
+        pytest.skip("no file system may be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def fill(folder: Path) -> None:
+    with contextlib.suppress(OSError), (folder / "filling").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 16))
+
+
+def test_a_run_folder_with_too_little_space_is_refused_before_a_node_starts(tmp_path):
+    with (
+        disk(tmp_path / "small", 300) as small,
+        pytest.raises(UsageError, match=r"run folder .* MiB free, and each node requires 512 MiB"),
+    ):
+        LocalCluster((1, 2), start=FORKED, run_dir=small / "run").run([PROGRAM])
+    with disk(tmp_path / "again", 300) as small:
+        distribution = ElasticDistribution(health={"disk_mib": 200}, rendezvous=GATHERING)
+        report = LocalCluster((1, 2), start=FORKED, run_dir=small / "run", distribution=distribution).run(
+            [PROGRAM, "--epochs", "1"]
+        )
+        assert report.outcome == "succeeded"
+
+
+def test_a_disk_that_fills_up_is_named_at_the_terminal_and_in_the_report(tmp_path):
+    """Output, events, checkpoints and the table are on it: the nodes wait, and the launcher says for what."""
+    notes = Notes()
+    with disk(tmp_path / "small", 600) as small:
+        running = LocalCluster(
+            (1, 2),
+            start=FORKED,
+            run_dir=small / "run",
+            audit=True,
+            checkpoint_steps=10,
+            distribution=ElasticDistribution(rendezvous=GATHERING),
+            timeout_s=25,
+            view=notes,
+        )
+        with at_step(small / "run", 25, 2, lambda _: fill(small)):
+            report = running.run([PROGRAM, "--gather", "2", "--step-delay", "0.1"])
+        said = f"the disk of the run folder {small / 'run'} is full"
+        assert [note for note in notes.said if note.startswith(said)]
+        assert (report.outcome, said[1:] in report.message) == ("failed", True), report.message
+        assert load_report(small / "run") == report
+        log = "".join(path.read_text() for path in report.paths.logs.iterdir())
+    assert "disk is full" in log or "No space left" in log, log
