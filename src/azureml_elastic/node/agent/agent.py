@@ -12,6 +12,7 @@ import logging
 import signal
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -75,6 +76,17 @@ class ExitReason(Enum):
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     LEFT = "left"
+
+
+@dataclass(frozen=True)
+class _RoundEnded:
+    """A round is over for this node.
+
+    Args:
+        part: how its part in the run has ended, ``None`` if another round follows.
+    """
+
+    part: ExitReason | None
 
 
 class NodeAgent:
@@ -268,49 +280,59 @@ class NodeAgent:
     # --- a round -----------------------------------------------------------------------------------------------------
 
     def _watch_round(self) -> ExitReason | None:
-        """Watch the workers until the round is over; ``None`` means that another round follows."""
+        """Watch the round until it is over; ``None`` means that another round follows."""
         while True:
             self._wait()
-            if self._runs_engine and self._group.all(self._channel.workers.finished):
-                return self._close_run()  # the program has ended, whatever has happened to other nodes since
-            status = self._rdzv.status()
-            if status.broken:
-                return self._end_round(_why(status), lost=status.lost)
-            self._peers.process_events()
-            reason = self._peers.lead(status, done=self._done)
-            if self._peers.connecting:
-                self._observations.connecting(record=self._rdzv.membership.leads)
-            if reason is not None:
-                return self._end_round(reason, lost=self._leavers)
-            if self._preemption.noticed:
-                self._announce_leaving()
-                if self._announced and self._preemption.overdue:
-                    return self._end_round(f"{self._rdzv.node} was preempted", lost=frozenset({self._rdzv.node}))
-            if self._store.ended:
-                return self._store_ended()
-            if (gap := self._peers.gap()) is not None:
-                return self._end_round(f"the workers cannot connect: {gap}", lost=frozenset(), round_failed=True)
-            if (hang := self._peers.hang()) is not None:
-                return self._workers_hang(hang)
-            if self._done:
-                if status.all_done:
-                    return self._close_run()
-                continue
-            if self._group.all(self._channel.workers.stopped):
-                # All have saved; exit codes after that are irrelevant.
-                if not self._runs_engine:
-                    return self._end_round("rescale at a step boundary", lost=self._leavers)
-                self._peers.announce_leaving()
-                continue
-            codes = self._workers.exit_codes
-            if any(codes.values()):
-                return self._some_failed()
-            if len(codes) == self._slots:
-                self._group.wait_for_final_messages()
-                if self._group.all(self._channel.workers.stopped):
-                    continue
+            ended = self._look_at_round() or self._look_at_workers()
+            if ended is not None:
+                return ended.part
+
+    def _look_at_round(self) -> _RoundEnded | None:
+        """End the round for what has happened to other nodes, to this one, or between them."""
+        if self._runs_engine and self._group.all(self._channel.workers.finished):
+            return _RoundEnded(self._close_run())  # the program has ended, whatever has happened to other nodes since
+        status = self._rdzv.status()
+        if status.broken:
+            return _RoundEnded(self._end_round(_why(status), lost=status.lost))
+        self._peers.process_events()
+        reason = self._peers.lead(status, done=self._done)
+        if self._peers.connecting:
+            self._observations.connecting(record=self._rdzv.membership.leads)
+        if reason is not None:
+            return _RoundEnded(self._end_round(reason, lost=self._leavers))
+        if self._preemption.noticed:
+            self._announce_leaving()
+            if self._announced and self._preemption.overdue:
+                node = self._rdzv.node
+                return _RoundEnded(self._end_round(f"{node} was preempted", lost=frozenset({node})))
+        if self._store.ended:
+            return _RoundEnded(self._store_ended())
+        if (gap := self._peers.gap()) is not None:
+            reason = f"the workers cannot connect: {gap}"
+            return _RoundEnded(self._end_round(reason, lost=frozenset(), round_failed=True))
+        if (hang := self._peers.hang()) is not None:
+            return _RoundEnded(self._workers_hang(hang))
+        return _RoundEnded(self._close_run()) if self._done and status.all_done else None
+
+    def _look_at_workers(self) -> _RoundEnded | None:
+        """End the round for what this node's workers have done."""
+        if self._done:
+            return None
+        if self._group.all(self._channel.workers.stopped):
+            # All have saved; exit codes after that are irrelevant.
+            if not self._runs_engine:
+                return _RoundEnded(self._end_round("rescale at a step boundary", lost=self._leavers))
+            self._peers.announce_leaving()
+            return None
+        codes = self._workers.exit_codes
+        if any(codes.values()):
+            return _RoundEnded(self._some_failed())
+        if len(codes) == self._slots:
+            self._group.wait_for_final_messages()
+            if not self._group.all(self._channel.workers.stopped):
                 self._done = True
                 self._rdzv.membership.link.send(Done())
+        return None
 
     def _some_failed(self) -> ExitReason | None:
         self._workers.wait_for_siblings()

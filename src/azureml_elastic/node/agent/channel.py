@@ -140,20 +140,31 @@ class Channel:
             connection.send({"re": number, **FROM_AGENT.encode(refusal)})
         elif worker.round != state.number and not isinstance(message, _IN_ANY_ROUND):
             connection.close("its round is over")
+        elif isinstance(message, _TO_SERVICES):
+            self._serve(connection, worker, message, number)
         else:
-            self._dispatch(connection, state, worker, message, number)
+            self._take_report(state, worker, message)
 
-    def _dispatch(
-        self,
-        connection: Connection,
-        state: RoundState,
-        worker: WorkerState,
-        message: worker_messages.WorkerMessage,
-        number: int | None,
+    def _serve(
+        self, connection: Connection, worker: WorkerState, message: worker_messages.WorkerMessage, number: int | None
     ) -> None:
+        """Have a service answer: the checkpoint's row, this node's memory, or that of other nodes."""
+
         def reply(answer: worker_messages.Reply) -> None:
             connection.send({"re": number, **FROM_AGENT.encode(answer)})
 
+        match message:
+            case worker_messages.Pointer() | worker_messages.Commit():
+                self._pointers.submit(message, worker.round, worker.pointer, reply)
+            case worker_messages.ReplicateShard():
+                self._sender.submit(message, reply)
+            case _ if isinstance(message, get_args(worker_messages.MemoryMessage)):
+                answer = self._memories.answer(message, worker.round, worker.rank)
+                if answer is not None:
+                    reply(answer)
+
+    def _take_report(self, state: RoundState, worker: WorkerState, message: worker_messages.WorkerMessage) -> None:
+        """Record what a worker reports of its training."""
         local_rank = worker.local_rank
         match message:
             case worker_messages.Step():
@@ -161,9 +172,8 @@ class Channel:
                 self._memories.completed(state.number)
                 self.workers.advance(state, message.step, completed=True)
                 self._progress.completed(state.number, message.step, message.samples)
-            case worker_messages.Logged(step, values):
-                if worker.rank == 0:
-                    self._metrics.logged(worker.round, step, values)
+            case worker_messages.Logged(step, values) if worker.rank == 0:
+                self._metrics.logged(worker.round, step, values)
             case worker_messages.Busy():
                 self._watch.busy(local_rank, bounded=message.bounded)
             case worker_messages.Free():
@@ -172,10 +182,6 @@ class Channel:
                 self.workers.expected = message.steps
             case worker_messages.Prepared():
                 self.workers.answer(state, local_rank, message)
-            case worker_messages.Pointer() | worker_messages.Commit():
-                self._pointers.submit(message, worker.round, worker.pointer, reply)
-            case worker_messages.ReplicateShard():
-                self._sender.submit(message, reply)
             case worker_messages.Connected():
                 state.connected = True
             case worker_messages.Parked():
@@ -197,10 +203,6 @@ class Channel:
                 self._wake()
             case worker_messages.GaveWay():
                 self.workers.give_way(state, local_rank)
-            case _ if isinstance(message, get_args(worker_messages.MemoryMessage)):
-                answer = self._memories.answer(message, worker.round, worker.rank)
-                if answer is not None:
-                    reply(answer)
 
     def _on_hello(self, connection: Connection, hello: worker_messages.Hello) -> None:
         if not self.workers.greet(connection, hello):
@@ -220,6 +222,14 @@ _IN_ANY_ROUND = (
     *get_args(worker_messages.MemoryMessage),
 )
 """Messages of a worker that may belong to an earlier round than the agent's."""
+
+_TO_SERVICES = (
+    worker_messages.Pointer,
+    worker_messages.Commit,
+    worker_messages.ReplicateShard,
+    *get_args(worker_messages.MemoryMessage),
+)
+"""Messages of a worker to services, most of which wait for an answer."""
 
 
 def _folder_for_sockets() -> Path:
