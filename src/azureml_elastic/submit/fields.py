@@ -53,6 +53,7 @@ _SUBMISSION_ONLY = ("docker_args", "instance_type", "locations", "properties", "
 _DIGEST_CHARACTERS = 16
 _PLAIN = (bool, int, float, str, os.PathLike)
 
+_LINE_END = re.compile(r"\r+(\n|\Z)")
 _JOB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,254}", re.ASCII)
 _POOLS: TypeAdapter[tuple[NodePool, ...]] = TypeAdapter(tuple[NodePool, ...])
 
@@ -155,6 +156,12 @@ class JobFields(ConfigModel):
                 "max_instance_count=4)]. Give a single cluster by its name alone"
             )
         return handler(_POOLS.validate_python(value))
+
+    @field_validator("command")
+    @classmethod
+    def _lines_end_as_in_a_shell(cls, value: str) -> str:
+        """Remove carriage returns at the ends of lines, which a shell would take for a part of the last word."""
+        return _LINE_END.sub(r"\1", value)
 
     @field_validator("name")
     @classmethod

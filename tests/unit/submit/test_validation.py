@@ -224,6 +224,12 @@ def test_checkpoint_paths_that_all_nodes_see(path):
     check(make(checkpoint={"path": path}))
 
 
+def test_carriage_returns_at_the_ends_of_lines_are_no_part_of_the_command():
+    job = make(command="pip list \\\r\n  -v\r\npython train.py \\\r\n  --x 'a\rb'\r\n")
+    assert job.command == "pip list \\\n  -v\npython train.py \\\n  --x 'a\rb'\n"
+    assert make(command="python train.py\r").command == "python train.py"
+
+
 def test_numbers_in_environment_variables_become_text():
     assert make(environment_variables={"A": 1, "B": True}).environment_variables == {"A": "1", "B": "True"}
 
