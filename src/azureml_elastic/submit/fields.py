@@ -160,7 +160,7 @@ class JobFields(ConfigModel):
     @field_validator("command")
     @classmethod
     def _lines_end_as_in_a_shell(cls, value: str) -> str:
-        """Remove carriage returns at the ends of lines, which a shell would take for a part of the last word."""
+        """Remove carriage returns at the ends of lines, which a shell would take for part of a name."""
         return _LINE_END.sub(r"\1", value)
 
     @field_validator("name")

@@ -224,7 +224,7 @@ def _of_a_launcher(expansion: str, variable: str) -> str:
     instead = (
         f"Give the program ${known[variable]} instead."
         if variable in known
-        else "Leave it out: each worker has RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as under torchrun."
+        else "Leave it out: each worker has RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR, as under torchrun."
     )
     return (
         f"The command has {expansion!r}, which only {launcher} sets; the elastic agent starts the workers in its "
