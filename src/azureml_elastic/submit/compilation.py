@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from azureml_elastic.config.presets import Presets, mode_of_input
 from azureml_elastic.config.resources import SERVERLESS, NodePool, first_nodes, step_names
 from azureml_elastic.errors import SubmitError, needs_extra
 from azureml_elastic.submit import node_launch
 from azureml_elastic.submit.expressions import without_options
 from azureml_elastic.submit.fields import JobFields, field_of
+from azureml_elastic.submit.local_files import checked_code
 from azureml_elastic.submit.runtime.staging import stage_runtime
 from azureml_elastic.submit.sdk_hooks import outside_pipelines
+from azureml_elastic.submit.sdk_values import made_environment, made_identity, made_input, made_output
 from azureml_elastic.submit.services import compile_services
 from azureml_elastic.submit.validation import check
 
 with needs_extra("azure-ai-ml", "submit"):
     from azure.ai.ml import Input, Output, PyTorchDistribution, command
-    from azure.ai.ml import sweep as search
     from azure.ai.ml.entities import (
         Command,
-        Environment,
         JobResourceConfiguration,
         PipelineJob,
         PipelineJobSettings,
@@ -39,12 +37,6 @@ with needs_extra("azure-ai-ml", "submit"):
 __all__ = ["compile_job", "compile_sweep"]
 
 _LITERALS = {bool: "boolean", int: "integer", float: "number", str: "string"}
-_LABELLED = re.compile(r"azureml:[\w.-]+@[\w.-]+", re.ASCII)
-_SEARCH_EXPRESSIONS = (
-    *(search.Choice, search.Randint, search.Uniform, search.LogUniform, search.Normal, search.LogNormal),
-    *(search.QUniform, search.QLogUniform, search.QNormal, search.QLogNormal),
-)
-_LITERAL_TYPES = frozenset(_LITERALS.values())
 
 
 def compile_job(job: JobFields) -> Command | PipelineJob:
@@ -166,31 +158,17 @@ def _single(job: JobFields, text: str) -> Command:
 def _command(job: JobFields, text: str, **fields: Any) -> Command:
     return command(
         command=text,
-        code=None if job.code is None else str(job.code),
-        environment=_environment(job.environment),
+        code=checked_code(job.code),
+        environment=made_environment(job.environment),
         environment_variables=node_launch.environment_variables(job),
         outputs=_outputs(job),
-        identity=copy.deepcopy(job.identity),
+        identity=made_identity(job.identity),
         timeout=None if job.timeout is None else math.ceil(job.timeout.total_seconds()),
         job_tier=job.job_tier,
         priority=job.priority,
         is_deterministic=False,
         **fields,
     )
-
-
-def _environment(environment: Any) -> str | Environment:
-    if isinstance(environment, str):
-        # azure-ai-ml resolves 'name:version' with or without the scheme, but a label only without it.
-        return environment.removeprefix("azureml:") if _LABELLED.fullmatch(environment) else environment
-    if type(environment) is dict:
-        return Environment(**environment)
-    if not isinstance(environment, Environment):
-        raise SubmitError(
-            f"The environment is of the type {type(environment).__name__}. Give a name, as in "
-            "'azureml:my-environment@latest', an Environment from azure.ai.ml.entities, or its fields."
-        )
-    return copy.deepcopy(environment)
 
 
 def _identification(job: JobFields) -> dict[str, Any]:
@@ -218,40 +196,10 @@ def _resources(job: JobFields, pool: NodePool | None, **counts: int) -> JobResou
 
 
 def _inputs(job: JobFields) -> dict[str, Any]:
-    inputs = {name: _input(name, value, job.presets) for name, value in job.inputs.items()}
+    inputs = {name: made_input(name, value, job.presets) for name, value in job.inputs.items()}
     if job.delivery == "ship":
         inputs[node_launch.RUNTIME] = Input(type="uri_file", path=str(stage_runtime()), mode="download")
     return inputs
-
-
-def _input(name: str, value: Any, presets: Presets) -> Any:
-    """Return an input of the job: a literal, or a new ``Input`` with a path and a mode."""
-    if type(value) in _LITERALS:
-        return value
-    if type(value) is dict:
-        value = Input(**value)
-    if isinstance(value, _SEARCH_EXPRESSIONS):
-        raise SubmitError(
-            f"The input {name!r} is a search expression, which only a sweep has a value for. Give the input any value, "
-            f"and job.sweep(search_space={{{name!r}: {type(value).__name__}(...)}}, primary_metric=..., goal=...)."
-        )
-    if not isinstance(value, Input):
-        raise SubmitError(
-            f"The input {name!r} is of the type {type(value).__name__}. Give a number, a text, a truth value, or an "
-            "Input from azure.ai.ml."
-        )
-    given = value.default if value.type in _LITERAL_TYPES else value.path
-    if given is None:
-        raise SubmitError(
-            f"The input {name!r} of type {value.type!r} has no value. Give Input(type=..., path=...), or the bare "
-            "value for a number or a text."
-        )
-    if value.type in _LITERAL_TYPES:
-        return given
-    made = copy.deepcopy(value)
-    if made.mode is None:
-        made.mode = mode_of_input(presets.data, str(made.type))
-    return made
 
 
 def _declaration(value: Any) -> Input:
@@ -262,14 +210,7 @@ def _declaration(value: Any) -> Input:
 
 
 def _outputs(job: JobFields) -> dict[str, Any]:
-    outputs: dict[str, Any] = {}
-    for name, output in job.outputs.items():
-        if not (output is None or type(output) is dict or isinstance(output, Output)):
-            raise SubmitError(
-                f"The output {name!r} is of the type {type(output).__name__}. Give an Output from azure.ai.ml, as in "
-                "Output(type='uri_folder', path=...), or its fields."
-            )
-        outputs[name] = copy.deepcopy(output)
+    outputs: dict[str, Any] = {name: made_output(name, value) for name, value in job.outputs.items()}
     uri = node_launch.checkpoint_output(job)
     if uri is not None:
         outputs[node_launch.CHECKPOINTS] = Output(type="uri_folder", mode="rw_mount", path=uri)

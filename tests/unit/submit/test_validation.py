@@ -45,7 +45,15 @@ class Declared:
         ({"environment_variables": {"AZUREML_ELASTIC_STEP": "a b"}}, ["'a b'", "no name of a step"]),
         ({"checkpoint": {"path": "/tmp/run"}}, ["checkpoint.path='/tmp/run'", "own disk", "Leave it out"]),
         ({"checkpoint": {"path": "./outputs"}}, ["checkpoint.path='./outputs'", "own disk"]),
+        ({"checkpoint": {"path": "file:///mnt/x"}}, ["checkpoint.path='file:///mnt/x'", "own disk"]),
+        ({"checkpoint": {"path": "memory://x"}}, ["checkpoint.path='memory://x'", "in its memory"]),
+        ({"checkpoint": {"path": "s3://b/x"}}, ["checkpoint.path='s3://b/x'", "log in to Azure alone"]),
+        ({"checkpoint": {"path": "https://a.blob.core.windows.net/c"}}, ["'abfs://<container>@<account>"]),
+        ({"checkpoint": {"path": "azureml:mine:1"}}, ["checkpoint.path='azureml:mine:1'"]),
         ({"compute": "local"}, ["azureml-elastic local"]),
+        ({"resources": {"max_instance_count": 65000}}, ["max_instance_count=65000", "limit of 1000", "'fan_out'"]),
+        ({"resources": {**GANG, "max_instance_count": 4001}}, ["limit of 4000 nodes for the placement 'gang'"]),
+        ({"inputs": {"a-b": 1}}, ["input 'a-b'", "letters, digits and '_'"]),
         (
             {"resources": ElasticResources(max_instance_count=2, placement="service", docker_args=("-e", "A=1 2"))},
             ["docker_args is a list", "max_instance_count", "docker_args=shlex.join("],
@@ -192,6 +200,15 @@ class PyTorchDistribution:
         ({"resources": {"max_instance_cout": 2}}, "resources.max_instance_cout"),
         ({"resources": {"max_instance_cout": 2}}, "did you mean max_instance_count?"),
         ({"resources": {"max_instance_count": True}}, "True is no number"),
+        ({"distribution": {"process_count_per_instance": True}}, "True is no number"),
+        ({"distribution": {"monitor_interval": False}}, "False is no number"),
+        ({"checkpoint": {"every": True}}, "checkpoint.every\n  True is no number"),
+        ({"replacement": {"budget": True}}, "True is no number"),
+        ({"timeout": True}, "True is no number"),
+        ({"compute": ""}, "compute='' is no name of a compute"),
+        ({"compute": "my cluster"}, "compute='my cluster' is no name of a compute"),
+        ({"compute": "azureml:x@latest"}, "compute='azureml:x@latest' is no name"),
+        ({"compute": "${{inputs.c}}"}, "compute='${{inputs.c}}' is no name"),
         ({"resources": {"max_instance_count": 2, "shm_size": "64 gb"}}, "as in '64g'"),
         ({"resources": None}, "resources is missing; give the number of nodes"),
         ({"timeout": "2 hours"}, "'2 hours' is no duration; give a number of seconds"),
@@ -217,6 +234,8 @@ def test_errors_of_pools_are_those_of_their_fields_alone():
 
 def test_the_scheme_of_a_compute_is_no_part_of_its_name():
     assert make(compute="azureml:spot").compute == "spot"
+    whole = "/subscriptions/s/resourceGroups/g/providers/Microsoft.MachineLearningServices/workspaces/w/computes/spot"
+    assert make(compute=f"azureml:{whole}").compute == whole
 
 
 @pytest.mark.parametrize("path", ["abfs://c@a.dfs.core.windows.net/x", "azureml://datastores/d/paths/x", "/mnt/nfs/x"])
