@@ -8,13 +8,15 @@ from pathlib import Path, PurePosixPath
 
 from azureml_elastic.config import environment as variables
 from azureml_elastic.config.command.fixed_ranks import describe_fixed_ranks, find_fixed_ranks
+from azureml_elastic.config.command.launchers import instead_of
+from azureml_elastic.config.command.launching import find_launching
 from azureml_elastic.config.command.program import FoundProgram, find_program, parse_program
 from azureml_elastic.config.command.program_files import program_files
 from azureml_elastic.errors import CommandError, SubmitError
 from azureml_elastic.masking import named_secrets
 from azureml_elastic.submit.expressions import check_expressions
 from azureml_elastic.submit.fields import JobFields, field_of
-from azureml_elastic.submit.launchers import refuse_launcher
+from azureml_elastic.submit.launchers import refuse_launcher, without_launcher
 from azureml_elastic.submit.translation import translated_command
 
 __all__ = ["RESERVED_PREFIX", "check"]
@@ -74,6 +76,7 @@ def check(job: JobFields) -> FoundProgram:
     refuse_launcher(job.command, job.inputs, job.distribution)
     found = find_program(job.command)
     _check_script(job, found)
+    _check_launching(job, found)
     _warn_of_fixed_ranks(job, found)
     translated_command(job, found)
     _warn_of_secrets(job)
@@ -204,6 +207,30 @@ def _check_checkpoint_path(job: JobFields) -> None:
         raise SubmitError(
             f"checkpoint.path={path!r} is a folder on each node's own disk, which is lost with the node. {_CHECKPOINTS}"
         )
+
+
+def _check_launching(job: JobFields, found: FoundProgram) -> None:
+    """Refuse a program that is given another program, as a launcher is, or starts a launcher or a cluster itself."""
+    if job.code is None or _REMOTE.match(str(job.code)):
+        return
+    code = Path(job.code)
+    folder = code if code.is_dir() else code.parent
+    program = parse_program([found.program])
+    launching = find_launching(program, folder, runs_engine=job.distribution.runs_engine)
+    if launching is None:
+        return
+    if launching.starts:
+        name = launching.starts[0].rpartition("/")[2]
+        raise CommandError(
+            f"{launching.where} {launching.what}, so that {program.target!r} is a launcher of its own on each node; "
+            f"{instead_of(name, launching.starts[1:])}"
+        )
+    raise CommandError(
+        f"{program.target!r} is given the program {launching.given!r}, as a launcher is ({launching.where} "
+        f"{launching.what}); the elastic agent takes the launcher's place and starts the workers itself. Give "
+        f"command={without_launcher(found, launching)!r}, and process_count_per_instance, the number of workers of a "
+        "node, to ElasticDistribution. A program that only prepares each worker can call runpy.run_path()."
+    )
 
 
 def _warn_of_secrets(job: JobFields) -> None:

@@ -297,6 +297,62 @@ def test_ranks_and_addresses_in_the_script_are_warned_about(line, distribution, 
     assert caplog.text.count("connect.py:2 sets MASTER_ADDR to 'localhost'") == warnings
 
 
+POPEN = "import subprocess, sys\nsubprocess.Popen([sys.executable, *sys.argv[3:]])\n"
+SCRIPT = "model(1).backward()\n"
+DASK = "import subprocess, sys\nsubprocess.Popen(['dask-scheduler', '--port', '8786'])\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "parts"),
+    [
+        (
+            "pip list && python -u launch.py --num_gpus 4 train.py --lr $A | tee log",
+            [
+                "'launch.py' is given the program 'train.py', as a launcher is (launch.py:2 calls subprocess.Popen())",
+                "command='pip list && python -u train.py --lr $A | tee log'",
+                "process_count_per_instance",
+            ],
+        ),
+        ("A=1 ./launch.py --gpus 4 'train.py' ${{inputs.x}}", ["command=\"A=1 python 'train.py' ${{inputs.x}}\""]),
+        ("python launch.py --script=train.py -x", ["command='python train.py -x'"]),
+        ("python -m launch -m train -x", ["command='python -m train -x'"]),
+        (
+            "python -m colossalai.cli run --nproc_per_node 4 train.py --lr 1",
+            [
+                "'colossalai.cli' is given the program 'train.py'",
+                "(train.py:1 calls backward())",
+                "'python train.py --lr 1'",
+            ],
+        ),
+        ("python -m lightning run train.py", ["'lightning' is given the program 'train.py'", "'python train.py'"]),
+        (
+            "python start.py --script train.py",
+            [
+                "start.py:2 starts 'dask-scheduler --port 8786', so that 'start.py' is a launcher",
+                'with ElasticDistribution(framework="dask") the elastic agent starts the cluster',
+            ],
+        ),
+        ("python -m deepspeed --num_gpus 4 train.py", ["command='python train.py --local_rank=$LOCAL_RANK'"]),
+        ("python -m accelerate launch --multi_gpu train.py -x", ["command='python train.py -x'"]),
+    ],
+)
+def test_launchers_are_refused_with_the_command_to_write(command, parts, tmp_path):
+    for name, text in {"launch.py": POPEN, "train.py": SCRIPT, "start.py": DASK}.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(CommandError) as caught:
+        check(make(code=str(tmp_path), command=command, inputs={"x": 1}))
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_script_with_a_configuration_in_python_is_no_launcher(tmp_path):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "small.py").write_text("batch_size = 12\n")
+    (tmp_path / "train.py").write_text(f"{POPEN}\nexec(open('config/small.py').read())\n{SCRIPT}")
+    for command in ("python train.py config/small.py", "python -m library.train config/small.py"):
+        assert check(make(code=str(tmp_path), command=command)).program == command
+
+
 def test_the_job_is_frozen():
     with pytest.raises(ValidationError, match="frozen"):
         make().compute = "other"
