@@ -1,4 +1,4 @@
-"""Launchers are told apart from training scripts by the text of a program and of what it is given."""
+"""The text of a program, and of what it is given, shows whether it is a launcher or a training script."""
 
 import pytest
 

@@ -4,7 +4,7 @@ A launcher is a program that is given another program, or starts a launcher or a
 once for each rank, so a launcher would start everything as many times.
 
 A training script may be given files that end in ``.py``, too, such as its configuration, and may start other programs,
-such as ``git``. It is told apart by its text: what trains is no launcher, a launcher starts processes of Python, and a
+such as ``git``. Its text tells which it is: what trains is no launcher, a launcher starts processes of Python, and a
 configuration is no program. Of a program whose text is not there, such as an installed module, only what it is given is
 known: a program by its own text.
 """
