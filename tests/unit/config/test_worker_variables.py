@@ -124,7 +124,11 @@ def test_elsewhere_they_are_refused_by_name(command, parts):
 
 
 def test_variables_of_another_launcher_that_the_job_sets_are_its_own():
-    for command in ("python train.py $SLURM_JOB_ID", "export PMI_RANK=0 && python train.py $PMI_RANK"):
+    for command in (
+        'if [ -n "$SLURM_CLUSTER_NAME" ]; then module load cuda; fi; python train.py',
+        "python train.py $SLURM_JOB_ID",
+        "export PMI_RANK=0 && python train.py $PMI_RANK",
+    ):
         found = find_program(command)
         assert with_placeholders(found, own={"SLURM_JOB_ID"}) == (found, None, frozenset())
 

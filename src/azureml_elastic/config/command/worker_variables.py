@@ -120,9 +120,9 @@ def with_placeholders(found: FoundProgram, texts: Iterable[str] = (), own: Colle
     for word in all_words(command):
         for start, end in word.expansions:
             expansion = command[start:end]
-            # Elsewhere, a default is the value with which the shell itself goes on.
+            # Elsewhere, the shell itself goes on with a default, or asks whether it runs under that launcher.
             if (match := _OF_A_LAUNCHER.match(expansion)) and match[1] not in own and f"{match[1]}=" not in command:
-                if word.start in starts or _WITHOUT_DEFAULT.fullmatch(expansion):
+                if word.start in starts or (_WITHOUT_DEFAULT.fullmatch(expansion) and _equal(match[1])):
                     raise CommandError(_of_a_launcher(expansion, match[1]))
                 continue
             name = _variable(expansion)
@@ -219,11 +219,20 @@ def _elsewhere(name: str, word: str) -> str:
     )
 
 
+def _launcher_of(variable: str) -> tuple[str, dict[str, str]]:
+    return next(each for prefix, each in _OF_LAUNCHERS.items() if variable.startswith(prefix))
+
+
+def _equal(variable: str) -> str | None:
+    """Return the variable of a worker with the value of another launcher's, ``None`` if there is none."""
+    return _launcher_of(variable)[1].get(variable)
+
+
 def _of_a_launcher(expansion: str, variable: str) -> str:
-    launcher, known = next(each for prefix, each in _OF_LAUNCHERS.items() if variable.startswith(prefix))
+    launcher, equal = _launcher_of(variable)[0], _equal(variable)
     instead = (
-        f"Give the program ${known[variable]} instead."
-        if variable in known
+        f"Give the program ${equal} instead."
+        if equal is not None
         else "Leave it out: each worker has RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR, as under torchrun."
     )
     return (
