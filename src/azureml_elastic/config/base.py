@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import functools
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import Annotated, Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     ModelWrapValidatorHandler,
     ValidationError,
@@ -19,27 +21,39 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 from typing_extensions import Self
 
-__all__ = ["ConfigModel", "Count", "Duration", "PositiveDuration", "meant"]
+__all__ = ["ConfigModel", "Duration", "PositiveDuration", "meant"]
 
 
 class ConfigModel(BaseModel):
-    """A frozen pydantic model that rejects unknown fields by name and serializes durations as seconds."""
+    """A frozen pydantic model that rejects unknown fields by name, and serializes durations as seconds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_timedelta="float", validate_default=True)
 
     @model_validator(mode="wrap")
     @classmethod
-    def _name_unknown_fields(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Validate, and complete the errors of unknown fields by the field that was probably meant."""
+    def _explain_errors(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Validate; refuse truth values as numbers, and add the nearest field to the errors of unknown ones."""
+        wrong = [*_truth_values(value, cls)] if type(value) is dict else []
         try:
-            return handler(value)
+            if not wrong:
+                return handler(value)
+            details = []
         except ValidationError as error:
             details = error.errors(include_url=False)
             if not any(each["type"] == "extra_forbidden" and len(each["loc"]) == 1 for each in details):
                 raise
-            hidden = bool(cls.model_config.get("hide_input_in_errors"))
-            lines = [_line(each, cls) for each in details]
-            raise ValidationError.from_exception_data(error.title, lines, hide_input=hidden) from None
+        hidden = bool(cls.model_config.get("hide_input_in_errors"))
+        lines = wrong + [_line(each, cls) for each in details]
+        raise ValidationError.from_exception_data(cls.__name__, lines, hide_input=hidden) from None
+
+
+def _truth_values(fields: dict[str, Any], model: type[BaseModel]) -> Iterator[InitErrorDetails]:
+    """Yield an error for each number that was given as a truth value, which pydantic reads as 0 or 1."""
+    for name, value in fields.items():
+        if isinstance(value, bool) and name in model.model_fields and _is_number(model, name):
+            text = f"{value} is no number; give a number"
+            custom = PydanticCustomError("value_error", "{text}", {"text": text})
+            yield InitErrorDetails(type=custom, loc=(name,), input=value)
 
 
 def meant(name: str, model: type[BaseModel]) -> str:
@@ -58,10 +72,20 @@ def _line(error: Any, model: type[BaseModel]) -> InitErrorDetails:
     return InitErrorDetails(type=custom, loc=location, input=error["input"])
 
 
-def _no_truth_value(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError(f"{value} is no number; give a whole number")  # noqa: TRY004 - pydantic reports a ValueError
-    return value
+@functools.cache
+def _is_number(model: type[BaseModel], field: str) -> bool:
+    """Return whether a field takes numbers or durations, which pydantic also reads from truth values."""
+    kinds = set(_kinds(model.model_fields[field].annotation))
+    return bool(kinds & {int, float, timedelta}) and bool not in kinds
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """Yield the types of which a value may be one, without those of what it contains."""
+    if get_origin(annotation) in (Union, UnionType, Annotated):
+        for part in get_args(annotation):
+            yield from _kinds(part)
+    else:
+        yield annotation
 
 
 def _duration(value: Any, handler: Any) -> timedelta:
@@ -84,9 +108,6 @@ def _positive(value: timedelta) -> timedelta:
         raise ValueError(f"a duration of {value.total_seconds():g} s is not positive; give more than 0 s")
     return value
 
-
-Count = Annotated[int, BeforeValidator(_no_truth_value)]
-"""A whole number, which ``True`` and ``False`` are not."""
 
 Duration = Annotated[timedelta, WrapValidator(_duration), AfterValidator(_not_negative)]
 """A ``timedelta`` of zero or more; a plain number is read as seconds."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
-from azureml_elastic.config.base import ConfigModel, Count
+from azureml_elastic.config.base import ConfigModel
 
 __all__ = ["SERVERLESS", "ElasticResources", "NodePool", "Placement", "first_nodes", "replacement_name", "step_names"]
 
@@ -45,8 +45,8 @@ class ElasticResources(ConfigModel):
             ``gang`` otherwise.
     """
 
-    min_instance_count: Count = Field(default=1)
-    max_instance_count: Count
+    min_instance_count: int = Field(default=1)
+    max_instance_count: int
     shm_size: str | None = None
     instance_type: str | None = None
     docker_args: str | tuple[str, ...] | None = None
@@ -103,8 +103,8 @@ class NodePool(ConfigModel):
     """
 
     compute: str = Field(min_length=1)
-    min_instance_count: Count = Field(default=0, ge=0)
-    max_instance_count: Count = Field(ge=1)
+    min_instance_count: int = Field(default=0, ge=0)
+    max_instance_count: int = Field(ge=1)
     instance_type: str | None = None
     job_tier: Literal["Spot", "Basic", "Standard", "Premium"] | None = None
     price_per_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -13,6 +14,9 @@ from azureml_elastic.errors import SubmitError, needs_extra
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
+
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+_DETAIL = re.compile(r"^Details:\s*^\(x\) (.*)$", re.MULTILINE)
 
 __all__ = ["connect", "first_line", "readable_errors", "silence_sdk_logs"]
 
@@ -58,13 +62,17 @@ def readable_errors(action: str) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or the name of its type; of a failed validation, what was wrong."""
-    text = str(error).strip()
+    """Return what an error's message says in its first line, or the name of the error's type.
+
+    azure-ai-ml's message of a failed validation is a JSON object with a list of errors; others have colours, and what
+    was wrong behind the word "Details".
+    """
+    text = _COLOUR.sub("", str(error)).strip()
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        # azure-ai-ml's message of a failed validation is a JSON object with a list of errors.
         found = [
             (str(each["message"]).strip().partition("\n")[0], each.get("path")) for each in json.loads(text)["errors"]
         ]
         if found:
             return "; ".join(f"{path}: {message}" if path else message for message, path in found)
-    return text.partition("\n")[0] or type(error).__name__
+    detail = _DETAIL.search(text)
+    return (detail[1] if detail else text.partition("\n")[0]).strip() or type(error).__name__

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from azureml_elastic.config.presets import Presets, mode_of_input
 from azureml_elastic.config.resources import SERVERLESS, NodePool, first_nodes, step_names
-from azureml_elastic.errors import SubmitError, needs_extra
+from azureml_elastic.errors import needs_extra
 from azureml_elastic.submit import node_launch
-from azureml_elastic.submit.bindings import LITERALS, Bound
+from azureml_elastic.submit.bindings import LITERALS
 from azureml_elastic.submit.expressions import without_options
 from azureml_elastic.submit.fields import JobFields, field_of
+from azureml_elastic.submit.local_files import checked_code
 from azureml_elastic.submit.runtime.staging import stage_runtime
 from azureml_elastic.submit.sdk_hooks import outside_pipelines
+from azureml_elastic.submit.sdk_values import made_environment, made_identity, made_input, made_output
 from azureml_elastic.submit.services import compile_services
 from azureml_elastic.submit.validation import check
 
@@ -28,7 +28,6 @@ with needs_extra("azure-ai-ml", "submit"):
     from azure.ai.ml import Input, Output, PyTorchDistribution, command
     from azure.ai.ml.entities import (
         Command,
-        Environment,
         JobResourceConfiguration,
         PipelineJob,
         PipelineJobSettings,
@@ -46,9 +45,6 @@ __all__ = [
     "resolved",
     "single",
 ]
-
-_LABELLED = re.compile(r"azureml:[\w.-]+@[\w.-]+", re.ASCII)
-_LITERAL_TYPES = frozenset(LITERALS.values())
 
 
 def compile_job(job: JobFields) -> Command | PipelineJob:
@@ -149,31 +145,17 @@ def single(job: JobFields, text: str, *, unset: Collection[str] = ()) -> Command
 def _command(job: JobFields, text: str, **fields: Any) -> Command:
     return command(
         command=text,
-        code=None if job.code is None else str(job.code),
-        environment=_environment(job.environment),
+        code=checked_code(job.code),
+        environment=made_environment(job.environment),
         environment_variables=node_launch.environment_variables(job),
         outputs=outputs_of(job),
-        identity=copy.deepcopy(job.identity),
+        identity=made_identity(job.identity),
         timeout=None if job.timeout is None else math.ceil(job.timeout.total_seconds()),
         job_tier=job.job_tier,
         priority=job.priority,
         is_deterministic=False,
         **fields,
     )
-
-
-def _environment(environment: Any) -> str | Environment:
-    if isinstance(environment, str):
-        # azure-ai-ml resolves 'name:version' with or without the scheme, but a label only without it.
-        return environment.removeprefix("azureml:") if _LABELLED.fullmatch(environment) else environment
-    if type(environment) is dict:
-        return Environment(**environment)
-    if not isinstance(environment, Environment):
-        raise SubmitError(
-            f"The environment is of the type {type(environment).__name__}. Give a name, as in "
-            "'azureml:my-environment@latest', an Environment from azure.ai.ml.entities, or its fields."
-        )
-    return copy.deepcopy(environment)
 
 
 def identification(job: JobFields) -> dict[str, Any]:
@@ -208,7 +190,7 @@ def inputs_of(job: JobFields, *, unset: Collection[str] = ()) -> dict[str, Any]:
         job: job without optional inputs that have no value.
         unset: names of the inputs that may have no value, and are declarations then.
     """
-    inputs = {name: _input(name, value, job.presets, unset=name in unset) for name, value in job.inputs.items()}
+    inputs = {name: made_input(name, value, job.presets, unset=name in unset) for name, value in job.inputs.items()}
     if job.delivery == "ship":
         inputs[node_launch.RUNTIME] = Input(type="uri_file", path=str(stage_runtime()), mode="download")
     return inputs
@@ -217,47 +199,6 @@ def inputs_of(job: JobFields, *, unset: Collection[str] = ()) -> dict[str, Any]:
 def has_no_value(value: Any) -> bool:
     """Return whether an input of :func:`inputs_of` is a declaration without a value."""
     return isinstance(value, Input) and value.path is None and value.default is None
-
-
-def _input(name: str, value: Any, presets: Presets, *, unset: bool) -> Any:
-    if type(value) in LITERALS:
-        return value
-    if type(value) is dict:
-        value = Input(**value)
-    if isinstance(value, Bound):
-        if not unset:
-            raise _bound(name, value)
-        value = Input(type=value.type or "string", mode=value.mode)
-    if not isinstance(value, Input):
-        raise SubmitError(
-            f"The input {name!r} is of the type {type(value).__name__}. Give a number, a text, a truth value, or an "
-            "Input from azure.ai.ml."
-        )
-    given = value.default if value.type in _LITERAL_TYPES else value.path
-    if given is None and not unset:
-        raise SubmitError(
-            f"The input {name!r} of type {value.type!r} has no value. Give Input(type=..., path=...), or the bare "
-            "value for a number or a text."
-        )
-    if value.type in _LITERAL_TYPES:
-        return Input(type=value.type) if given is None else given
-    made = copy.deepcopy(value)
-    if made.mode is None:
-        made.mode = mode_of_input(presets.data, str(made.type))
-    return made
-
-
-def _bound(name: str, value: Bound) -> SubmitError:
-    """Return the error of an input without a value of its own in a job that is submitted by itself."""
-    if value.searched:
-        return SubmitError(
-            f"The input {name!r} is a search expression, which only a sweep has a value for. Submit a sweep of the "
-            "job: job.sweep(primary_metric=..., goal=..., sampling_algorithm=...)."
-        )
-    return SubmitError(
-        f"The input {name!r} is {value!r}, which only a step of that pipeline has a value for. Call the job in the "
-        "@dsl.pipeline function, and submit the pipeline."
-    )
 
 
 def declaration(value: Any) -> Input:
@@ -269,14 +210,7 @@ def declaration(value: Any) -> Input:
 
 def outputs_of(job: JobFields) -> dict[str, Any]:
     """Return the outputs of a node of the job: its own, as they were given, and that for checkpoints."""
-    outputs: dict[str, Any] = {}
-    for name, output in job.outputs.items():
-        if not (output is None or type(output) is dict or isinstance(output, Output)):
-            raise SubmitError(
-                f"The output {name!r} is of the type {type(output).__name__}. Give an Output from azure.ai.ml, as in "
-                "Output(type='uri_folder', path=...), or its fields."
-            )
-        outputs[name] = Output(**output) if type(output) is dict else copy.deepcopy(output)
+    outputs: dict[str, Any] = {name: made_output(name, output) for name, output in job.outputs.items()}
     uri = node_launch.checkpoint_output(job)
     if uri is not None:
         outputs[node_launch.CHECKPOINTS] = Output(type="uri_folder", mode="rw_mount", path=uri)

@@ -57,6 +57,9 @@ _NOT_IN_PLAN = tuple(name for name in _SUBMISSION_ONLY if name != "properties")
 _DIGEST_CHARACTERS = 16
 _PLAIN = (bool, int, float, str, os.PathLike)
 
+_LINE_END = re.compile(r"\r+(\n|\Z)")
+_COMPUTE = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
+_RESOURCE = re.compile(r"/subscriptions/[^@]+/(?:computes|virtualclusters)/[\w.-]+\Z", re.ASCII | re.IGNORECASE)
 _JOB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,254}", re.ASCII)
 _POOLS: TypeAdapter[tuple[NodePool, ...]] = TypeAdapter(tuple[NodePool, ...])
 
@@ -144,7 +147,13 @@ class JobFields(ConfigModel):
     def _compute_is_a_name_or_pools(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         """Validate a list as pools alone, so that its errors are not those of a name, too."""
         if isinstance(value, str):
-            return handler(value.removeprefix("azureml:"))
+            name = value.removeprefix("azureml:")
+            if not (_COMPUTE.fullmatch(name) or _RESOURCE.match(name)):
+                raise ValueError(
+                    f"compute={value!r} is no name of a compute, which has letters, digits, '-', '_' and '.' alone; "
+                    "give it as in 'spot-cluster', or None for serverless compute"
+                )
+            return handler(name)
         if value is None:
             return handler(value)
         if not isinstance(value, list | tuple):
@@ -164,6 +173,12 @@ class JobFields(ConfigModel):
     @classmethod
     def _inputs_are_bound(cls, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         return {name: bound(value) for name, value in inputs.items()}
+
+    @field_validator("command")
+    @classmethod
+    def _lines_end_as_in_a_shell(cls, value: str) -> str:
+        """Remove carriage returns at the ends of lines, which a shell would take for part of a name."""
+        return _LINE_END.sub(r"\1", value)
 
     @field_validator("name")
     @classmethod

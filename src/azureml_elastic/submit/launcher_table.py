@@ -122,8 +122,10 @@ _CALLS = {
     ("deepspeed",): _DEEPSPEED,
     ("-m", "torch.distributed.run"): _TORCHRUN,
     ("-m", "torch.distributed.launch"): _TORCH_LAUNCH,
+    ("-m", "accelerate", "launch"): _ACCELERATE,
     ("-m", "accelerate.commands.launch"): _ACCELERATE,
     ("-m", "accelerate.commands.accelerate_cli", "launch"): _ACCELERATE,
+    ("-m", "deepspeed"): _DEEPSPEED,
     ("-m", "deepspeed.launcher.runner"): _DEEPSPEED,
 }
 """How a launcher is called, without the interpreter and the folder of the launcher."""

@@ -11,15 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from azureml_elastic.config.command.launching import Launching
 from azureml_elastic.config.command.prefixes import is_program
-from azureml_elastic.config.command.program import left_to_the_shell
+from azureml_elastic.config.command.program import FoundProgram, left_to_the_shell, parse_program
 from azureml_elastic.config.command.shell import Word, simple_commands
 from azureml_elastic.config.distribution import ElasticDistribution
 from azureml_elastic.errors import CommandError
 from azureml_elastic.submit.expressions import with_literals
 from azureml_elastic.submit.launcher_table import Launcher, LauncherCall, launcher_call
 
-__all__ = ["Launched", "read_launcher", "refuse_launcher"]
+__all__ = ["Launched", "read_launcher", "refuse_launcher", "without_launcher"]
 
 _COUNT = "process_count_per_instance"
 _ALL_GPUS = {"gpu", "auto", "-1"}
@@ -100,6 +101,20 @@ def refuse_launcher(
         f"The command {command!r} starts a launcher; the elastic agent takes the launcher's place and starts the "
         f"workers itself.{reasons}{suggestion}"
     )
+
+
+def without_launcher(found: FoundProgram, launching: Launching) -> str:
+    """Return a command that starts the program that a launcher is given."""
+    program = parse_program([found.program])
+    words = next(simple_commands(found.program))
+    first = len(words) - len(program.arguments)
+    given = words[first + launching.argument]
+    launcher = 2 if program.kind == "module" else 1  # words that name it
+    interpreter = found.program[: words[first - launcher].start] or "python "
+    # The value of an option may be in the option's word.
+    start = given.start if given.text == launching.given else given.end - len(launching.given)
+    module = "-m " if launching.is_module else ""
+    return f"{found.before}{interpreter}{module}{found.program[start:]}{found.after}"
 
 
 def _equals(given: ElasticDistribution, name: str, value: Any) -> bool:

@@ -17,6 +17,9 @@ looked at. The stack of the pipelines being built is therefore hidden while an e
 A client shows the progress of all its uploads or of none. The function that uploads local inputs is therefore wrapped:
 it is quiet for the library that is sent with a job. Without these wrapped functions, jobs are submitted all the same.
 
+It also uploads what a link in a folder leads to, whatever ``.amlignore`` says of the link, and follows links that lead
+back without end. The function that walks through folders is therefore replaced by one that leaves ignored links out.
+
 ``jobs.stream`` prints no log of a job that has ended. The addresses of its files are in the run history, which the
 client reads by ``_runs_operations``.
 """
@@ -27,8 +30,10 @@ import contextlib
 import functools
 import inspect
 import io
+import os
 import re
 import sys
+import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
@@ -37,6 +42,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from azureml_elastic.config.environment import PLAN
 from azureml_elastic.errors import CommandError, SubmitError, needs_extra
+from azureml_elastic.submit.client import first_line
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
@@ -53,6 +59,7 @@ _STEP = "elastic"
 _BLANK = re.compile(r"(?:\x1b\[\d*m)?\n")
 
 __all__ = [
+    "Ignored",
     "Submittable",
     "binding_type",
     "component_of",
@@ -152,6 +159,7 @@ def register(model: type[Submittable], quiet: str) -> None:
         quiet: name of the file whose upload shows no progress.
     """
     with needs_extra("azure-ai-ml", "submit"):
+        from azure.ai.ml._utils import _asset_utils
         from azure.ai.ml.entities import JobSchedule
         from azure.ai.ml.entities._builders import BaseNode
         from azure.ai.ml.operations import ComponentOperations, JobOperations, ScheduleOperations, _job_operations
@@ -161,6 +169,8 @@ def register(model: type[Submittable], quiet: str) -> None:
     _before(JobSchedule, "_to_rest_object", _make_schedulable)
     if not hasattr(JobOperations.validate, _MARK):
         JobOperations.validate = _compiling(JobOperations.validate)  # type: ignore[method-assign]
+    if not hasattr(getattr(_asset_utils, "os", None), _MARK):
+        setattr(_asset_utils, "os", _WithoutIgnoredLinks())  # noqa: B010 - it is no public name
     upload = getattr(_job_operations, _UPLOAD, None)
     if upload is not None and not hasattr(upload, _MARK):
         setattr(_job_operations, _UPLOAD, _quiet(upload, quiet))
@@ -213,6 +223,8 @@ def _compiling(validate: Callable[..., ValidationResult]) -> Callable[..., Valid
 
     @functools.wraps(validate)
     def wrapper(self: Any, job: Any, *, raise_on_failure: bool = False, **options: Any) -> ValidationResult:
+        from azure.ai.ml.exceptions import MlException
+
         if isinstance(job, Submittable):
             try:
                 job = job.compile()
@@ -220,6 +232,10 @@ def _compiling(validate: Callable[..., ValidationResult]) -> Callable[..., Valid
                 if raise_on_failure:
                     raise
                 return _failed(str(error))
+            except MlException as error:
+                if raise_on_failure:
+                    raise SubmitError(f"azure-ai-ml refuses the job: {first_line(error)}") from error
+                return _failed(first_line(error))
             with outside_pipelines():
                 return validate(self, job, raise_on_failure=raise_on_failure, **options)
         return validate(self, job, raise_on_failure=raise_on_failure, **options)
@@ -241,6 +257,46 @@ def _quiet(upload: Callable[..., str], name: str) -> Callable[..., str]:
 
     setattr(wrapper, _MARK, True)
     return wrapper
+
+
+class Ignored:
+    """The files of a folder that its ``.amlignore``, or ``.gitignore``, keeps from being uploaded.
+
+    Args:
+        folder: folder of a job's code or input.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        from azure.ai.ml._utils._asset_utils import get_ignore_file
+
+        self._file = get_ignore_file(folder)
+        self._base = Path(folder).resolve()
+
+    def has(self, relative: str) -> bool:
+        """Return whether a file, or a link to a folder, is ignored."""
+        # A pattern such as 'data/' is one of folders, which azure-ai-ml knows by what is in them.
+        return any(self._file.is_file_excluded(self._base / each) for each in (relative, f"{relative}/x"))
+
+
+class _WithoutIgnoredLinks(types.ModuleType):
+    """The module ``os`` whose ``walk`` does not follow links that are ignored."""
+
+    def __init__(self) -> None:
+        super().__init__("os")
+        setattr(self, _MARK, True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def walk(self, top: Any, **options: Any) -> Iterator[tuple[Any, list[Any], list[Any]]]:
+        ignored = Ignored(top)
+        for root, folders, files in os.walk(top, **options):
+            folders[:] = [
+                name
+                for name in folders
+                if not (Path(root, name).is_symlink() and ignored.has(os.path.relpath(Path(root, name), top)))
+            ]
+            yield root, folders, files
 
 
 class _WithoutBlankLines(io.TextIOBase):

@@ -17,6 +17,6 @@ def translated_command(job: JobFields, found: FoundProgram) -> Translated:
         CommandError: such a variable is used where it has no value.
     """
     literals = [str(literal_of(value) or "") for value in job.inputs.values()]
-    translated = with_placeholders(found, [*literals, *job.environment_variables.values()])
+    translated = with_placeholders(found, [*literals, *job.environment_variables.values()], job.environment_variables)
     refuse_changing(translated.variables, job.distribution)
     return translated

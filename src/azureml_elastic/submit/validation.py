@@ -8,13 +8,15 @@ from pathlib import Path, PurePosixPath
 
 from azureml_elastic.config import environment as variables
 from azureml_elastic.config.command.fixed_ranks import describe_fixed_ranks, find_fixed_ranks
+from azureml_elastic.config.command.launchers import instead_of
+from azureml_elastic.config.command.launching import find_launching
 from azureml_elastic.config.command.program import FoundProgram, find_program, parse_program
 from azureml_elastic.config.command.program_files import program_files
 from azureml_elastic.errors import CommandError, SubmitError
 from azureml_elastic.masking import named_secrets
 from azureml_elastic.submit.expressions import check_expressions
 from azureml_elastic.submit.fields import JobFields, field_of
-from azureml_elastic.submit.launchers import refuse_launcher
+from azureml_elastic.submit.launchers import refuse_launcher, without_launcher
 from azureml_elastic.submit.translation import translated_command
 
 __all__ = ["RESERVED_PREFIX", "check"]
@@ -34,12 +36,31 @@ _STEP_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
 _OWN_DISK = frozenset({"dev", "home", "root", "tmp", "var"})
 """Folders below the root of a container that no other node sees."""
 
+_SHARED_STORAGE = re.compile(r"(?:azureml:(?://datastores|/{0,2}subscriptions)/|(?:abfss?|az)://)[^/]", re.IGNORECASE)
+_CHECKPOINTS = (
+    "Leave it out for the workspace's default blob store, or give a URL, such as "
+    "'azureml://datastores/<datastore>/paths/<folder>/' or "
+    "'abfs://<container>@<account>.dfs.core.windows.net/<folder>', or the path of a mount that all nodes share."
+)
+_MOST_NODES = {"fan_out": 1000, "gang": 4000, "service": 4000}
+"""Nodes by placement.
+
+4,000 is what a cluster for distributed jobs can be raised to, by the page on Azure ML's service limits. Nodes that are
+jobs of their own take 10 ms of compilation each, and runs are simulated with up to 1,000.
+"""
+
+_LONGEST_TEXTS = {"display_name": 256, "experiment_name": 256, "description": 5000}
+_MOST_ENTRIES = 50
+_LONGEST_ENTRY = (100, 1000)  # characters of a name and of its value
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
 _CHANGES_FOLDER = re.compile(r"(?:^|[\s;&|(])(?:cd|pushd)\s")
 
 
 def check(job: JobFields) -> FoundProgram:
     """Check the fields of a job against each other, and return the position of the program in its command."""
     _check_names(job)
+    _check_sizes(job)
     _check_resume_from(job)
     _check_path_on_compute(job)
     _check_literals(job)
@@ -55,6 +76,7 @@ def check(job: JobFields) -> FoundProgram:
     refuse_launcher(job.command, job.inputs, job.distribution)
     found = find_program(job.command)
     _check_script(job, found)
+    _check_launching(job, found)
     _warn_of_fixed_ranks(job, found)
     translated_command(job, found)
     _warn_of_secrets(job)
@@ -62,8 +84,38 @@ def check(job: JobFields) -> FoundProgram:
     return found
 
 
+def _check_sizes(job: JobFields) -> None:
+    """Check what Azure ML would refuse after everything is uploaded, or accept and never start."""
+    most = job.resources.max_instance_count
+    placement = job.resources.effective_placement
+    if most > _MOST_NODES[placement]:
+        raise SubmitError(
+            f"max_instance_count={most} is above the limit of {_MOST_NODES[placement]} nodes for the placement "
+            f"{placement!r}. Lower it."
+        )
+    for field, longest in _LONGEST_TEXTS.items():
+        length = len(getattr(job, field) or "")
+        if length > longest:
+            raise SubmitError(f"{field} has {length} characters, above the limit of {longest}. Shorten it.")
+    for field, entries in (("tags", job.tags), ("properties", job.properties)):
+        if len(entries) > _MOST_ENTRIES:
+            raise SubmitError(f"The job has {len(entries)} {field}, above the limit of {_MOST_ENTRIES}. Remove some.")
+        for name, value in entries.items():
+            if len(name) > _LONGEST_ENTRY[0] or len(value) > _LONGEST_ENTRY[1]:
+                raise SubmitError(
+                    f"{name[:40]!r} of {field} has {len(name)} characters and its value {len(value)}; the limits are "
+                    f"{_LONGEST_ENTRY[0]} and {_LONGEST_ENTRY[1]}. Shorten it."
+                )
+
+
 def _check_names(job: JobFields) -> None:
     for kind, names in (("input", job.inputs), ("output", job.outputs)):
+        wrong = next((name for name in names if not _IDENTIFIER.fullmatch(name)), None)
+        if wrong is not None:
+            raise SubmitError(
+                f"The {kind} {wrong!r} has a name that no expression can have. Give letters, digits and '_' alone, the "
+                "first of which is no digit."
+            )
         taken = sorted(name for name in names if name.startswith(RESERVED_PREFIX))
         if taken:
             raise SubmitError(
@@ -136,15 +188,49 @@ def _check_literals(job: JobFields) -> None:
 def _check_checkpoint_path(job: JobFields) -> None:
     """Refuse a folder on a node's own disk, which is lost with the node and which the other nodes do not see."""
     path = job.checkpoint.path
-    if path is None or _REMOTE.match(path) or "$" in path:
+    if path is None:
         return
+    scheme = _REMOTE.match(path)
+    if scheme is None and "$" in path:
+        return
+    if scheme is not None:
+        if _SHARED_STORAGE.match(path):
+            return
+        problem = (
+            "is a folder on each node's own disk, or in its memory, which is lost with the node"
+            if scheme.group().lower() in ("file:", "memory:")
+            else "is no storage that the nodes of an Azure ML job share: they log in to Azure alone"
+        )
+        raise SubmitError(f"checkpoint.path={path!r} {problem}. {_CHECKPOINTS}")
     folder = PurePosixPath(path)
     if not folder.is_absolute() or folder.parts[1:2] == () or folder.parts[1] in _OWN_DISK:
         raise SubmitError(
-            f"checkpoint.path={path!r} is a folder on each node's own disk, which is lost with the node. Leave it out "
-            "for the workspace's default blob store, or give a URL, such as "
-            "'azureml://datastores/<datastore>/paths/<folder>/', or the path of a mount that all nodes share."
+            f"checkpoint.path={path!r} is a folder on each node's own disk, which is lost with the node. {_CHECKPOINTS}"
         )
+
+
+def _check_launching(job: JobFields, found: FoundProgram) -> None:
+    """Refuse a program that is given another program, as a launcher is, or starts a launcher or a cluster itself."""
+    if job.code is None or _REMOTE.match(str(job.code)):
+        return
+    code = Path(job.code)
+    folder = code if code.is_dir() else code.parent
+    program = parse_program([found.program])
+    launching = find_launching(program, folder, runs_engine=job.distribution.runs_engine)
+    if launching is None:
+        return
+    if launching.starts:
+        name = launching.starts[0].rpartition("/")[2]
+        raise CommandError(
+            f"{launching.where} {launching.what}, so that {program.target!r} is a launcher of its own on each node; "
+            f"{instead_of(name, launching.starts[1:])}"
+        )
+    raise CommandError(
+        f"{program.target!r} is given the program {launching.given!r}, as a launcher is ({launching.where} "
+        f"{launching.what}); the elastic agent takes the launcher's place and starts the workers itself. Give "
+        f"command={without_launcher(found, launching)!r}, and process_count_per_instance, the number of workers of a "
+        "node, to ElasticDistribution. A program that only prepares each worker can call runpy.run_path()."
+    )
 
 
 def _warn_of_secrets(job: JobFields) -> None:

@@ -205,6 +205,16 @@ def test_a_run_on_this_machine_that_fails_says_why(run):
     assert "--no-such-option" in load_report(Path("out")).message
 
 
+def test_a_run_on_this_machine_ends_as_its_command(run):
+    Path("src/short.py").write_text("print('done')\n")
+    Path("job.yml").write_text(JOB.replace("max_instance_count: 2", "max_instance_count: 1"))
+    options = ["--set", "command=python short.py; exit 5", "--local", "--run-dir", "out", "--plain"]
+    shown = run("submit", "job.yml", *options)
+    assert shown.exit_code == 5, shown.output
+    assert "the run failed" in shown.output
+    assert "The program succeeded, but the command on job ended with 5" in load_report(Path("out")).message
+
+
 def test_a_command_of_a_workspace_submits_to_it_also_where_a_file_names_another_one(run):
     assert run("init", "starter").exit_code == 0
     Path("config.json").write_text("{}")

@@ -78,7 +78,7 @@ def test_a_value_of_the_job_is_not_taken_for_a_placeholder():
 
 def test_a_command_without_such_variables_stays_as_it_is():
     found = find_program(
-        "export RANK=1; python train.py '$RANK' ${{inputs.RANK}} $ARANK ${OMPI_COMM_WORLD_RANK:-0} # $RANK"
+        "export RANK=1; A=${OMPI_COMM_WORLD_RANK:-0} python train.py '$RANK' ${{inputs.RANK}} $ARANK # $RANK"
     )
     assert with_placeholders(found) == (found, None, frozenset())
 
@@ -106,6 +106,14 @@ def test_a_command_without_such_variables_stays_as_it_is():
             ["only MPI's launcher sets", "Give the program $RANK instead"],
         ),
         ("python train.py $OMPI_COMM_WORLD_SIZE", ["'$OMPI_COMM_WORLD_SIZE'", "$WORLD_SIZE instead"]),
+        ("python train.py ${OMPI_COMM_WORLD_RANK:-0}", ["'${OMPI_COMM_WORLD_RANK:-0}'", "$RANK instead"]),
+        ("python train.py --rank $PMI_RANK", ["only MPI's launcher sets", "Give the program $RANK instead"]),
+        ("python train.py --local ${MPI_LOCALRANKID}", ["$LOCAL_RANK instead"]),
+        ("export RANK=$SLURM_PROCID && python train.py", ["'$SLURM_PROCID', which only Slurm sets", "$RANK instead"]),
+        ("python train.py --gpus $SLURM_NTASKS_PER_NODE", ["$LOCAL_WORLD_SIZE instead"]),
+        ("python train.py --job $SLURM_JOB_ID", ["'$SLURM_JOB_ID'", "Leave it out", "as under torchrun"]),
+        ("python train.py --at tcp://$AZ_BATCH_MASTER_NODE", ["Azure Batch", "$MASTER_ADDR:$MASTER_PORT instead"]),
+        ("python train.py --hosts ${AZ_BATCH_HOST_LIST}", ["'${AZ_BATCH_HOST_LIST}'", "Leave it out"]),
     ],
 )
 def test_elsewhere_they_are_refused_by_name(command, parts):
@@ -113,6 +121,16 @@ def test_elsewhere_they_are_refused_by_name(command, parts):
         with_placeholders(find_program(command))
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_variables_of_another_launcher_that_the_job_sets_are_its_own():
+    for command in (
+        'if [ -n "$SLURM_CLUSTER_NAME" ]; then module load cuda; fi; python train.py',
+        "python train.py $SLURM_JOB_ID",
+        "export PMI_RANK=0 && python train.py $PMI_RANK",
+    ):
+        found = find_program(command)
+        assert with_placeholders(found, own={"SLURM_JOB_ID"}) == (found, None, frozenset())
 
 
 @given(st.lists(st.sampled_from(["$RANK", "${RANK}", "'$RANK'", "\\$RANK", '"$RANK"', "-", " ", "%{worker:RANK}"])))

@@ -250,7 +250,7 @@ def test_an_environment_that_has_the_library_gets_nothing_shipped(client, sent, 
     assert not any("LocalUpload" in path for path in workspace.blobs)
 
 
-@pytest.mark.parametrize("path", ["azureml://datastores/other/paths/mine/", "azureml:/x"])
+@pytest.mark.parametrize("path", ["azureml://datastores/other/paths/mine/", "azureml:/subscriptions/s/x"])
 def test_checkpoints_in_a_datastore_are_an_output(path):
     entity = make(checkpoint=CheckpointPolicy(path=path), resources=ElasticResources(max_instance_count=1)).compile()
     assert entity.outputs["azureml_elastic_checkpoints"].path == path

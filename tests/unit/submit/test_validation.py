@@ -45,7 +45,15 @@ class Declared:
         ({"environment_variables": {"AZUREML_ELASTIC_STEP": "a b"}}, ["'a b'", "no name of a step"]),
         ({"checkpoint": {"path": "/tmp/run"}}, ["checkpoint.path='/tmp/run'", "own disk", "Leave it out"]),
         ({"checkpoint": {"path": "./outputs"}}, ["checkpoint.path='./outputs'", "own disk"]),
+        ({"checkpoint": {"path": "file:///mnt/x"}}, ["checkpoint.path='file:///mnt/x'", "own disk"]),
+        ({"checkpoint": {"path": "memory://x"}}, ["checkpoint.path='memory://x'", "in its memory"]),
+        ({"checkpoint": {"path": "s3://b/x"}}, ["checkpoint.path='s3://b/x'", "log in to Azure alone"]),
+        ({"checkpoint": {"path": "https://a.blob.core.windows.net/c"}}, ["'abfs://<container>@<account>"]),
+        ({"checkpoint": {"path": "azureml:mine:1"}}, ["checkpoint.path='azureml:mine:1'"]),
         ({"compute": "local"}, ["azureml-elastic local"]),
+        ({"resources": {"max_instance_count": 65000}}, ["max_instance_count=65000", "limit of 1000", "'fan_out'"]),
+        ({"resources": {**GANG, "max_instance_count": 4001}}, ["limit of 4000 nodes for the placement 'gang'"]),
+        ({"inputs": {"a-b": 1}}, ["input 'a-b'", "letters, digits and '_'"]),
         (
             {"resources": ElasticResources(max_instance_count=2, placement="service", docker_args=("-e", "A=1 2"))},
             ["docker_args is a list", "max_instance_count", "docker_args=shlex.join("],
@@ -192,6 +200,15 @@ class PyTorchDistribution:
         ({"resources": {"max_instance_cout": 2}}, "resources.max_instance_cout"),
         ({"resources": {"max_instance_cout": 2}}, "did you mean max_instance_count?"),
         ({"resources": {"max_instance_count": True}}, "True is no number"),
+        ({"distribution": {"process_count_per_instance": True}}, "True is no number"),
+        ({"distribution": {"monitor_interval": False}}, "False is no number"),
+        ({"checkpoint": {"every": True}}, "checkpoint.every\n  True is no number"),
+        ({"replacement": {"budget": True}}, "True is no number"),
+        ({"timeout": True}, "True is no number"),
+        ({"compute": ""}, "compute='' is no name of a compute"),
+        ({"compute": "my cluster"}, "compute='my cluster' is no name of a compute"),
+        ({"compute": "azureml:x@latest"}, "compute='azureml:x@latest' is no name"),
+        ({"compute": "${{inputs.c}}"}, "compute='${{inputs.c}}' is no name"),
         ({"resources": {"max_instance_count": 2, "shm_size": "64 gb"}}, "as in '64g'"),
         ({"resources": None}, "resources is missing; give the number of nodes"),
         ({"timeout": "2 hours"}, "'2 hours' is no duration; give a number of seconds"),
@@ -217,11 +234,19 @@ def test_errors_of_pools_are_those_of_their_fields_alone():
 
 def test_the_scheme_of_a_compute_is_no_part_of_its_name():
     assert make(compute="azureml:spot").compute == "spot"
+    whole = "/subscriptions/s/resourceGroups/g/providers/Microsoft.MachineLearningServices/workspaces/w/computes/spot"
+    assert make(compute=f"azureml:{whole}").compute == whole
 
 
 @pytest.mark.parametrize("path", ["abfs://c@a.dfs.core.windows.net/x", "azureml://datastores/d/paths/x", "/mnt/nfs/x"])
 def test_checkpoint_paths_that_all_nodes_see(path):
     check(make(checkpoint={"path": path}))
+
+
+def test_carriage_returns_at_the_ends_of_lines_are_no_part_of_the_command():
+    job = make(command="pip list \\\r\n  -v\r\npython train.py \\\r\n  --x 'a\rb'\r\n")
+    assert job.command == "pip list \\\n  -v\npython train.py \\\n  --x 'a\rb'\n"
+    assert make(command="python train.py\r").command == "python train.py"
 
 
 def test_numbers_in_environment_variables_become_text():
@@ -270,6 +295,62 @@ def test_ranks_and_addresses_in_the_script_are_warned_about(line, distribution, 
     check(make(code=str(tmp_path), command=command, distribution=distribution))
     assert len(caplog.records) == warnings
     assert caplog.text.count("connect.py:2 sets MASTER_ADDR to 'localhost'") == warnings
+
+
+POPEN = "import subprocess, sys\nsubprocess.Popen([sys.executable, *sys.argv[3:]])\n"
+SCRIPT = "model(1).backward()\n"
+DASK = "import subprocess, sys\nsubprocess.Popen(['dask-scheduler', '--port', '8786'])\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "parts"),
+    [
+        (
+            "pip list && python -u launch.py --num_gpus 4 train.py --lr $A | tee log",
+            [
+                "'launch.py' is given the program 'train.py', as a launcher is (launch.py:2 calls subprocess.Popen())",
+                "command='pip list && python -u train.py --lr $A | tee log'",
+                "process_count_per_instance",
+            ],
+        ),
+        ("A=1 ./launch.py --gpus 4 'train.py' ${{inputs.x}}", ["command=\"A=1 python 'train.py' ${{inputs.x}}\""]),
+        ("python launch.py --script=train.py -x", ["command='python train.py -x'"]),
+        ("python -m launch -m train -x", ["command='python -m train -x'"]),
+        (
+            "python -m colossalai.cli run --nproc_per_node 4 train.py --lr 1",
+            [
+                "'colossalai.cli' is given the program 'train.py'",
+                "(train.py:1 calls backward())",
+                "'python train.py --lr 1'",
+            ],
+        ),
+        ("python -m lightning run train.py", ["'lightning' is given the program 'train.py'", "'python train.py'"]),
+        (
+            "python start.py --script train.py",
+            [
+                "start.py:2 starts 'dask-scheduler --port 8786', so that 'start.py' is a launcher",
+                'with ElasticDistribution(framework="dask") the elastic agent starts the cluster',
+            ],
+        ),
+        ("python -m deepspeed --num_gpus 4 train.py", ["command='python train.py --local_rank=$LOCAL_RANK'"]),
+        ("python -m accelerate launch --multi_gpu train.py -x", ["command='python train.py -x'"]),
+    ],
+)
+def test_launchers_are_refused_with_the_command_to_write(command, parts, tmp_path):
+    for name, text in {"launch.py": POPEN, "train.py": SCRIPT, "start.py": DASK}.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(CommandError) as caught:
+        check(make(code=str(tmp_path), command=command, inputs={"x": 1}))
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_script_with_a_configuration_in_python_is_no_launcher(tmp_path):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "small.py").write_text("batch_size = 12\n")
+    (tmp_path / "train.py").write_text(f"{POPEN}\nexec(open('config/small.py').read())\n{SCRIPT}")
+    for command in ("python train.py config/small.py", "python -m library.train config/small.py"):
+        assert check(make(code=str(tmp_path), command=command)).program == command
 
 
 def test_the_job_is_frozen():

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from azureml_elastic.testing.jobs.verdicts import TERMINAL, NodeState, pipeline_status, verdict
+from azureml_elastic.testing.jobs.verdicts import TERMINAL, NodeState, pipeline_status, unlike_the_run, verdict
 
 RUNS, DONE, CRASHED = NodeState(None, False), NodeState(0, False), NodeState(1, False)
 LEFT, KILLED, GOING = NodeState(143, True), NodeState(-9, True), NodeState(None, True)
@@ -66,3 +66,21 @@ def test_a_pipeline_has_ended_when_all_its_steps_have(cancelled, lenient):
     for steps in itertools.product(states, repeat=3):
         ended = pipeline_status(steps, cancelled=cancelled, sufficient=steps if lenient else ()) in TERMINAL
         assert ended == all(step in TERMINAL for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("commands", "succeeded", "expected"),
+    [
+        (["Completed", "Completed"], True, None),
+        (["Failed", "Failed"], True, "Failed"),
+        (["Failed", "Completed"], True, None),
+        (["Failed", "Canceled"], True, "Failed"),
+        (["Canceled"], True, None),
+        (["Completed", "Completed"], False, "Completed"),
+        (["Completed", "Failed"], False, None),
+        (["Failed"], False, None),
+        ([], False, None),
+    ],
+)
+def test_commands_that_end_unlike_their_run(commands, succeeded, expected):
+    assert unlike_the_run(commands, succeeded=succeeded) == expected

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from azureml_elastic.config.command.program_files import dotted_name, parse_quietly
+from azureml_elastic.config.command.program_files import dotted_name, full_name, imported_names, parse_quietly
 
 __all__ = ["FixedRank", "describe_fixed_ranks", "find_fixed_ranks"]
 
@@ -133,7 +133,7 @@ class _Unit:
 
     def full_name(self, node: ast.AST) -> str:
         """Return a dotted name with the module that its first part stands for."""
-        return _full_name(node, self.imports)
+        return full_name(node, self.imports)
 
     def is_fixed(self, value: ast.AST) -> bool:
         """Return whether a value is the same whatever the launcher, the arguments and the environment are."""
@@ -142,7 +142,7 @@ class _Unit:
 
 def _units(path: Path, tree: ast.Module, *, is_main: bool, calls_alone: bool) -> Iterator[_Unit]:
     """Yield the units of a module; those of which only the calls matter need no constants and imports."""
-    imports = {} if calls_alone else _imports(tree)
+    imports = {} if calls_alone else imported_names(tree)
     constants = {} if calls_alone else _constants(tree, imports)
     module = _Unit(path, constants, imports)
     yield module
@@ -342,7 +342,7 @@ def _is_fixed(value: ast.AST, constants: Mapping[str, ast.expr], imports: Mappin
     elif isinstance(value, ast.BinOp):
         parts = [value.left, value.right]
     elif isinstance(value, ast.Call):
-        called = _full_name(value.func, imports)
+        called = full_name(value.func, imports)
         if called in _FIXED_CALLS or called.startswith("random."):
             parts = value.args
     return parts is not None and all(_is_fixed(part, constants, imports) for part in parts)
@@ -360,22 +360,6 @@ def _constants(tree: ast.Module, imports: Mapping[str, str]) -> dict[str, ast.ex
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             values[node.targets[0].id] = node.value
     return {name: value for name, value in values.items() if uses[name] == 1 and _is_fixed(value, {}, imports)}
-
-
-def _imports(tree: ast.Module) -> dict[str, str]:
-    """Return the full names of what a module imports, by the names that it has there."""
-    found: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found.update({alias.asname: alias.name for alias in node.names if alias.asname})
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
-    return found
-
-
-def _full_name(node: ast.AST, imports: Mapping[str, str]) -> str:
-    first, dot, rest = dotted_name(node).partition(".")
-    return f"{imports.get(first, first)}{dot}{rest}"
 
 
 def _text(node: ast.AST) -> str:

@@ -29,8 +29,8 @@ _ENGINES = {
 LAUNCHERS = frozenset({*_ENGINES, "accelerate", "deepspeed", "mpiexec", "mpirun", "srun", "torchrun"})
 LAUNCHER_MODULES = frozenset(
     {
-        *("accelerate.commands.accelerate_cli", "accelerate.commands.launch"),
-        *("deepspeed.launcher.launch", "deepspeed.launcher.runner"),
+        *("accelerate", "accelerate.commands.accelerate_cli", "accelerate.commands.launch"),
+        *("deepspeed", "deepspeed.launcher.launch", "deepspeed.launcher.runner"),
         *_ENGINES,
         *("torch.distributed.launch", "torch.distributed.run"),
     }

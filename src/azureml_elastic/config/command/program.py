@@ -33,7 +33,7 @@ from azureml_elastic.config.command.prefixes import (
     is_program,
     program_start,
 )
-from azureml_elastic.config.command.shell import simple_commands
+from azureml_elastic.config.command.shell import runs_in_background, simple_commands
 from azureml_elastic.errors import CommandError
 
 __all__ = ["FoundProgram", "Program", "find_program", "left_to_the_shell", "parse_program", "require_script"]
@@ -42,6 +42,7 @@ _QUOTES = frozenset("'\"\\")
 _FLAGS = frozenset("bBdEIOPqRsSuvx")
 _FLAGS_WITH_VALUE = frozenset("WX")
 _PRINTS = frozenset({"-V", "-VV", "--version", "-h", "--help"})
+_WAITS = frozenset({"fg", "wait"})
 _LOOPS = (["for"], ["until"], ["while"])
 
 
@@ -132,7 +133,7 @@ def find_program(shell_command: str) -> FoundProgram:
     as words.
 
     Raises:
-        CommandError: the command starts no Python program, more than one, or one in a loop.
+        CommandError: the command starts no Python program, more than one, or one in a loop or in the background.
     """
     found: list[FoundProgram] = []
     others: list[list[str]] = []
@@ -174,7 +175,28 @@ def find_program(shell_command: str) -> FoundProgram:
             f"The command {shlex.join(cluster)!r} would start a cluster of its own on each node; "
             f"{instead_of(command_name(cluster), [])} Leave {shlex.join(cluster)!r} out."
         )
+    _refuse_lost_end(shell_command, found[0])
     return found[0]
+
+
+def _refuse_lost_end(shell_command: str, found: FoundProgram) -> None:
+    """Check that the command ends after its program, and that no line behind it is meant for the program."""
+    end = len(found.before) + len(found.program)
+    later = [command for command in simple_commands(shell_command) if command[0].start >= end]
+    waits = "$!" in found.after or any(command[0].text in _WAITS for command in later)
+    if not waits and runs_in_background(shell_command, end):
+        raise CommandError(
+            f"The command starts {found.program!r} in the background (&) and ends without it; Azure ML ends the node "
+            "with its command, and the program with the node. Leave '&' out, and 'nohup': a job needs no terminal."
+        )
+    for command in later:
+        names = [word.text.partition("=")[0].rstrip("+") for word in command if is_assignment(word.text)]
+        if len(names) == len(command) and not any(name in shell_command[command[-1].end :] for name in names):
+            raise CommandError(
+                f"The command assigns {shell_command[command[0].start : command[-1].end]!r} after its program and "
+                "never uses it. If it is an argument of the program, end the line before with a backslash and no "
+                "space behind it; otherwise leave it out."
+            )
 
 
 def left_to_the_shell(words: Sequence[str]) -> int | None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from azureml_elastic.config.command.program import Program
 
-__all__ = ["dotted_name", "parse_quietly", "program_files"]
+__all__ = ["dotted_name", "full_name", "imported_names", "parse_quietly", "program_files"]
 
 
 def program_files(program: Program, folder: Path | None = None) -> Iterator[tuple[Path, bytes]]:
@@ -61,6 +61,23 @@ def dotted_name(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute):
         return f"{dotted_name(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def imported_names(tree: ast.Module) -> dict[str, str]:
+    """Return the full names of what a module imports, by the names that it has there."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update({alias.asname: alias.name for alias in node.names if alias.asname})
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
+    return found
+
+
+def full_name(node: ast.AST, imports: Mapping[str, str]) -> str:
+    """Return a dotted name with the module that its first part stands for."""
+    first, dot, rest = dotted_name(node).partition(".")
+    return f"{imports.get(first, first)}{dot}{rest}"
 
 
 def parse_quietly(text: bytes) -> ast.Module | None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from azureml_elastic.errors import CommandError
 
-__all__ = ["Word", "all_words", "simple_commands"]
+__all__ = ["Word", "all_words", "runs_in_background", "simple_commands"]
 
 _OPERATOR = re.compile(r"&&|\|\||\|&|;;|[|;&()\n]")
 _REDIRECTION = re.compile(r"&>>?|\d*(?:<<|>>|>\||[<>]&|<>|[<>])")
@@ -20,6 +20,14 @@ _SPACE = re.compile(r"(?:\\\r?\n|[^\S\n])+")
 _COMMENT = re.compile(r"#[^\n]*")
 _PLAIN = re.compile(r"[^\s\\'\"`$|&;()<>]+")
 _ESCAPED = re.compile(r'\\([\\"$`])')
+_OVERRIDE = re.compile(r"(?:\+{1,2}|~)[A-Za-z_]|[A-Za-z_]\w*(?:[./@]\w+)+=", re.ASCII)
+"""An argument of Hydra, such as ``trainer.epochs=3`` and ``+seed=1``, which is no assignment of the shell."""
+
+_OPENING = frozenset({"{", "case", "for", "if", "until", "while"})
+_CLOSING = frozenset({"}", "done", "esac", "fi"})
+_INSIDE = frozenset({"!", "do", "elif", "else", "if", "then", "until", "while", "{"})
+"""Words of the shell after which a command begins."""
+
 _PARAMETER = re.compile(r"\$(?:[A-Za-z_]\w*|[0-9@*#?$!-])?", re.ASCII)
 
 
@@ -38,18 +46,19 @@ def simple_commands(text: str) -> Iterator[list[Word]]:
     """Yield the words of each command between the shell's operators, without redirections.
 
     Raises:
-        CommandError: a quotation or expression is not closed, or the text has a here-document.
+        CommandError: a quotation or expression is not closed, the text has a here-document, or a command begins with
+            an argument of the one before.
     """
     words: list[Word] = []
-    for word, redirected in _tokens(text):
-        if word is None:
-            if words:
-                yield words
-            words = []
-        elif not redirected:
-            words.append(word)
-    if words:
-        yield words
+    for token in (*_tokens(text), _Operator("", len(text))):
+        if not isinstance(token, _Operator):
+            words += () if token.redirected else (token.word,)
+            continue
+        if words:
+            if token.text != ")":  # which ends a pattern of 'case'
+                _refuse_argument(text, words[0])
+            yield words
+        words = []
 
 
 def all_words(text: str) -> Iterator[Word]:
@@ -58,11 +67,65 @@ def all_words(text: str) -> Iterator[Word]:
     Raises:
         CommandError: as for :func:`simple_commands`.
     """
-    yield from (word for word, _ in _tokens(text) if word is not None)
+    yield from (token.word for token in _tokens(text) if not isinstance(token, _Operator))
 
 
-def _tokens(text: str) -> Iterator[tuple[Word | None, bool]]:
-    """Yield each word and whether it is the file of a redirection; ``None`` for an operator."""
+def runs_in_background(text: str, end: int) -> bool:
+    """Return whether the shell does not wait for the simple command that ends at ``end``.
+
+    It is followed by ``&``, or a group, a compound command or a list is of which it is a part.
+    """
+    depth, skips = 0, False  # blocks opened since; whether the list of this block has ended
+    begins = False
+    for token in _tokens(text):
+        at = token.position if isinstance(token, _Operator) else token.word.start
+        if at < end:
+            continue
+        if isinstance(token, _Operator):
+            opens, closes, begins = token.text == "(", token.text == ")", token.text != ")"
+        else:
+            opens = begins and token.word.text in _OPENING
+            closes = begins and token.word.text in _CLOSING
+            begins = begins and token.word.text in _INSIDE
+        if opens:
+            depth += 1
+        elif closes and depth:
+            depth -= 1
+        elif closes:
+            skips = False  # what follows concerns the whole block
+        elif not depth and not skips and isinstance(token, _Operator):
+            if token.text == "&":
+                return True
+            skips = token.text in (";", ";;", "\n")
+    return False
+
+
+def _refuse_argument(text: str, first: Word) -> None:
+    """Check that the first word of a command is no option or override, as on a line without a backslash before it."""
+    option = len(first.text) > 1 and first.text.startswith("-")
+    if not option and not _OVERRIDE.match(first.text):
+        return
+    line = text.count("\n", 0, first.start) + 1
+    raise CommandError(
+        f"Line {line} of the command begins with {text[first.start : first.end]!r}, which the shell would take for a "
+        "command of its own, and start the program without it. End each line that goes on with a backslash and no "
+        "space behind it, or write the command in one line (in YAML, 'command: >-' in place of '|')."
+    )
+
+
+class _Operator(NamedTuple):
+    text: str
+    position: int
+
+
+class _Placed(NamedTuple):
+    word: Word
+    redirected: bool
+    """Whether the word is the file of a redirection."""
+
+
+def _tokens(text: str) -> Iterator[_Operator | _Placed]:
+    """Yield the words and operators of a command."""
     redirected = False
     position = 0
     while position < len(text):
@@ -77,13 +140,13 @@ def _tokens(text: str) -> Iterator[tuple[Word | None, bool]]:
             redirected = True
             position = match.end()
         elif match := _OPERATOR.match(text, position):
-            yield None, False
+            yield _Operator(match.group(), position)
             redirected = False
             position = match.end()
         else:
             word = _word(text, position)
             position = word.end
-            yield word, redirected
+            yield _Placed(word, redirected)
             redirected = False
 
 

@@ -7,7 +7,7 @@ replaced by placeholders, which the agent replaces by the values of each worker.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from azureml_elastic.config.command.placeholders import placeholder, unused_name
@@ -30,17 +30,63 @@ _PLAIN = re.compile(rf"\$(?:({_NAMES})|\{{({_NAMES})(?::?[-=?].*)?\}})", re.ASCI
 
 _IN_WORD = re.compile(rf"\$(?:({_NAMES})(?!\w)|\{{({_NAMES})(?::?[-=?][^{{}}]*)?\}})", re.ASCII)
 _USED = re.compile(rf"\$\{{?[#!]?({_NAMES})\b", re.ASCII)
-_OF_MPI = {
-    "RANK": "RANK",
-    "SIZE": "WORLD_SIZE",
-    "LOCAL_RANK": "LOCAL_RANK",
-    "LOCAL_SIZE": "LOCAL_WORLD_SIZE",
-    "NODE_RANK": "NODE_RANK",
+_OF_LAUNCHERS: dict[str, tuple[str, dict[str, str]]] = {
+    "OMPI_": (
+        "MPI's launcher",
+        {
+            "OMPI_COMM_WORLD_RANK": "RANK",
+            "OMPI_COMM_WORLD_SIZE": "WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "LOCAL_WORLD_SIZE",
+            "OMPI_COMM_WORLD_NODE_RANK": "NODE_RANK",
+        },
+    ),
+    "MV2_": (
+        "MPI's launcher",
+        {
+            "MV2_COMM_WORLD_RANK": "RANK",
+            "MV2_COMM_WORLD_SIZE": "WORLD_SIZE",
+            "MV2_COMM_WORLD_LOCAL_RANK": "LOCAL_RANK",
+            "MV2_COMM_WORLD_LOCAL_SIZE": "LOCAL_WORLD_SIZE",
+        },
+    ),
+    "MPI_LOCAL": ("MPI's launcher", {"MPI_LOCALRANKID": "LOCAL_RANK", "MPI_LOCALNRANKS": "LOCAL_WORLD_SIZE"}),
+    "PMI_": (
+        "MPI's launcher",
+        {
+            "PMI_RANK": "RANK",
+            "PMI_SIZE": "WORLD_SIZE",
+            "PMI_LOCAL_RANK": "LOCAL_RANK",
+            "PMI_LOCAL_SIZE": "LOCAL_WORLD_SIZE",
+        },
+    ),
+    "PMIX_": ("MPI's launcher", {"PMIX_RANK": "RANK"}),
+    "SLURM_": (
+        "Slurm",
+        {
+            "SLURM_PROCID": "RANK",
+            "SLURM_NTASKS": "WORLD_SIZE",
+            "SLURM_NPROCS": "WORLD_SIZE",
+            "SLURM_LOCALID": "LOCAL_RANK",
+            "SLURM_NTASKS_PER_NODE": "LOCAL_WORLD_SIZE",
+            "SLURM_TASKS_PER_NODE": "LOCAL_WORLD_SIZE",
+            "SLURM_NODEID": "NODE_RANK",
+            "SLURM_LAUNCH_NODE_IPADDR": "MASTER_ADDR",
+        },
+    ),
+    "AZ_BATCH": (
+        "MPI on Azure Batch",
+        {
+            "AZ_BATCH_MASTER_NODE": "MASTER_ADDR:$MASTER_PORT",
+            "AZ_BATCHAI_MPI_MASTER_NODE": "MASTER_ADDR",
+            "AZ_BATCHAI_TASK_INDEX": "NODE_RANK",
+        },
+    ),
 }
-"""Variables of Open MPI's launcher, without their prefix, and those with the same value."""
+"""What sets variables of ranks and addresses by their prefix, and the torchrun variables with the same values."""
 
-_USED_OF_MPI = re.compile(rf"\$(?:OMPI_COMM_WORLD_({'|'.join(_OF_MPI)})|\{{OMPI_COMM_WORLD_({'|'.join(_OF_MPI)})\}})")
-
+_OF_A_LAUNCHER = re.compile(rf"\$\{{?[#!]?((?:{'|'.join(_OF_LAUNCHERS)})\w*)", re.ASCII)
+_WITHOUT_DEFAULT = re.compile(r"\$(?:\w+|\{\w+\})", re.ASCII)
 _USED_IN_ARITHMETIC = re.compile(rf"\b({_NAMES})\b", re.ASCII)
 
 
@@ -54,7 +100,7 @@ class Translated(NamedTuple):
     """The variables that were replaced."""
 
 
-def with_placeholders(found: FoundProgram, texts: Iterable[str] = ()) -> Translated:
+def with_placeholders(found: FoundProgram, texts: Iterable[str] = (), own: Collection[str] = ()) -> Translated:
     r"""Replace the variables of a worker in the arguments of the program by placeholders.
 
     Variables that the shell does not expand (``'$RANK'``, ``\$RANK``) stay as they are.
@@ -62,25 +108,30 @@ def with_placeholders(found: FoundProgram, texts: Iterable[str] = ()) -> Transla
     Args:
         found: command.
         texts: texts that may become part of the arguments, from which the placeholders must differ.
+        own: names of variables that the job sets itself, whatever launcher has them, too.
 
     Raises:
         CommandError: the shell would expand such a variable elsewhere, or as a part of an expression; or the command
-            has a variable of MPI's launcher.
+            has a variable of another launcher.
     """
     command = "".join(found)
     starts = {word.start for word in _arguments(found)}
     replaced: list[tuple[int, int, str]] = []
     for word in all_words(command):
         for start, end in word.expansions:
-            if match := _USED_OF_MPI.fullmatch(command, start, end):
-                raise CommandError(_of_mpi(match.group(), _OF_MPI[match[1] or match[2]]))
-            name = _variable(command[start:end])
+            expansion = command[start:end]
+            # Elsewhere, the shell itself goes on with a default, or asks whether it runs under that launcher.
+            if (match := _OF_A_LAUNCHER.match(expansion)) and match[1] not in own and f"{match[1]}=" not in command:
+                if word.start in starts or (_WITHOUT_DEFAULT.fullmatch(expansion) and _equal(match[1])):
+                    raise CommandError(_of_a_launcher(expansion, match[1]))
+                continue
+            name = _variable(expansion)
             if name is None:
                 continue
             if word.start not in starts:
                 raise CommandError(_elsewhere(name, command[word.start : word.end]))
             if not _PLAIN.fullmatch(command, start, end):
-                raise CommandError(_computed(name, command[start:end]))
+                raise CommandError(_computed(name, expansion))
             replaced.append((start, end, name))
     if not replaced:
         return Translated(found, None, frozenset())
@@ -168,10 +219,25 @@ def _elsewhere(name: str, word: str) -> str:
     )
 
 
-def _of_mpi(expansion: str, variable: str) -> str:
+def _launcher_of(variable: str) -> tuple[str, dict[str, str]]:
+    return next(each for prefix, each in _OF_LAUNCHERS.items() if variable.startswith(prefix))
+
+
+def _equal(variable: str) -> str | None:
+    """Return the variable of a worker with the value of another launcher's, ``None`` if there is none."""
+    return _launcher_of(variable)[1].get(variable)
+
+
+def _of_a_launcher(expansion: str, variable: str) -> str:
+    launcher, equal = _launcher_of(variable)[0], _equal(variable)
+    instead = (
+        f"Give the program ${equal} instead."
+        if equal is not None
+        else "Leave it out: each worker has RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR, as under torchrun."
+    )
     return (
-        f"The command has {expansion!r}, which only MPI's launcher sets; the elastic agent starts the workers in its "
-        f"place. Give the program ${variable} instead."
+        f"The command has {expansion!r}, which only {launcher} sets; the elastic agent starts the workers in its "
+        f"place. {instead}"
     )
 
 

@@ -133,6 +133,7 @@ class Execution(threading.Thread):
         current = verdict(list(states.values()), replaces=elastic)
         if current == "failed":
             number = next(number for number, state in states.items() if state.exit_code and not state.evicted)
+            self.job.run.exit_code = states[number].exit_code
             self.job.run.error = ("UserError", self._failure(number, states[number].exit_code))
         if current == "running" and elastic and not any(state.exit_code == 0 for state in states.values()):
             self._replace(states)

@@ -16,6 +16,7 @@ from azureml_elastic.local.view import View
 from azureml_elastic.testing.jobs.evictions import Evicted
 from azureml_elastic.testing.jobs.nodes import LEDGER, Setting
 from azureml_elastic.testing.jobs.runs import Run, Runs
+from azureml_elastic.testing.jobs.verdicts import unlike_the_run
 from azureml_elastic.testing.storage.account import ARTIFACTS
 from azureml_elastic.testing.storage.locations import Location, locate
 
@@ -124,8 +125,28 @@ class FollowedRun:
         changes: dict[str, object] = {"run_id": self._first, "faults": faults, "nodes": nodes}
         if report.outcome == "unfinished":
             changes |= {"outcome": "interrupted" if interrupted else "failed", "message": self._failure(interrupted)}
+        elif not interrupted:
+            changes |= self._end_of_commands(report)
         losses = [(self._label_of(each.job), each.time) for each in evicted if not each.eviction.notice_s]
         return report.model_copy(update=changes).with_timeline(self._events, losses)
+
+    def _end_of_commands(self, report: Report) -> dict[str, object]:
+        """Return how a run ended by its commands, where that is not how its program ended."""
+        runs = self._commands()
+        state = unlike_the_run([run.status for run in runs], succeeded=report.outcome == "succeeded")
+        if state == "Completed":
+            why = "The command ended with 0 all the same, so that Azure ML calls the job completed."
+            return {"exit_code": 0, "message": f"{report.message} {why}".strip()}
+        failed = next((run for run in runs if run.exit_code), None)
+        if state is None or failed is None:
+            return {}
+        log = self._paths.logs / f"{self._label(failed, next(iter(failed.logs)))}.log"
+        return {
+            "outcome": "failed",
+            "exit_code": failed.exit_code,
+            "message": f"The program succeeded, but the command on {self._label_of(failed.name)} ended with "
+            f"{failed.exit_code}, so that Azure ML calls the job failed; its output is in {log}.",
+        }
 
     def _failure(self, interrupted: bool) -> str:
         if interrupted:

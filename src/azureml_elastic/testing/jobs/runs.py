@@ -48,6 +48,8 @@ class Run:
     ended: datetime | None = None
     error: tuple[str, str] | None = None
     """Code and message."""
+    exit_code: int | None = None
+    """Exit code of the command on the node by which the run has failed."""
     attempts: int = 0
     outputs: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Type and URI by name."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["TERMINAL", "NodeState", "Status", "Verdict", "pipeline_status", "verdict"]
+__all__ = ["TERMINAL", "NodeState", "Status", "Verdict", "pipeline_status", "unlike_the_run", "verdict"]
 
 Status = Literal[
     "NotStarted", "Queued", "Preparing", "Running", "Finalizing", "CancelRequested", "Completed", "Failed", "Canceled"
@@ -54,3 +54,18 @@ def pipeline_status(steps: Sequence[Status], *, cancelled: bool, sufficient: Seq
     if all(step == "Completed" for step in steps) or "Completed" in sufficient:
         return "Completed"
     return "Canceled" if cancelled else "Failed"
+
+
+def unlike_the_run(commands: Sequence[Status], *, succeeded: bool) -> Status | None:
+    """Return the state of the commands of an elastic run if it is not that of the run, ``None`` if it is.
+
+    What follows the program in a command may fail, or hide that the program has. A command that failed does not count
+    where another node's completed, as in a lenient pipeline.
+
+    Args:
+        commands: final states of the jobs of all nodes.
+        succeeded: whether the run succeeded.
+    """
+    if succeeded and "Failed" in commands and "Completed" not in commands:
+        return "Failed"
+    return "Completed" if not succeeded and set(commands) == {"Completed"} else None

@@ -1,0 +1,126 @@
+"""Checks of a job's local files, before they are uploaded, so that each problem is one sentence with a path."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+
+from azureml_elastic.errors import SubmitError
+from azureml_elastic.submit.sdk_hooks import Ignored
+
+__all__ = ["checked_code", "checked_data"]
+
+_SCHEME = re.compile(r"[A-Za-z][\w+.-]+:", re.ASCII)  # one letter is a drive of Windows
+_ADDRESS = re.compile(r"azureml:|file:|[a-z][\w+.-]+://|/subscriptions/", re.ASCII | re.IGNORECASE)
+_LOOP = "is a link that leads back to a folder that it is in"
+_CODE_ASSET = re.compile(r"(?:azureml:)?/subscriptions/", re.IGNORECASE)
+
+
+def checked_code(code: str | os.PathLike[str] | None) -> str | None:
+    """Return the code of a job as azure-ai-ml takes it.
+
+    Links to files and folders outside of it are allowed, since what they lead to is uploaded in their place.
+
+    Raises:
+        SubmitError: it is no local folder or file, or has something that cannot be uploaded and is not ignored.
+    """
+    if code is None or _CODE_ASSET.match(str(code)):
+        return None if code is None else str(code)
+    if _SCHEME.match(str(code)):
+        raise SubmitError(
+            f"code={str(code)!r} is not supported by azure-ai-ml, which takes a local folder or file. Clone or "
+            "download it first, and give the folder."
+        )
+    folder = Path(code)
+    if folder.is_dir():
+        _check_folder(folder)
+    elif not os.access(folder, os.R_OK):
+        raise SubmitError(f"code={str(code)!r} cannot be read. Change its permissions, or give another file.")
+    return str(code)
+
+
+def checked_data(name: str, path: str | os.PathLike[str]) -> None:
+    """Check that the local path of an input exists.
+
+    Args:
+        name: name of the input.
+        path: path or address.
+
+    Raises:
+        SubmitError: the path is local, and there is nothing.
+    """
+    given = str(path)
+    if not _ADDRESS.match(given) and not Path(given).exists():
+        asset = f", or 'azureml:{given}' if it is registered" if re.fullmatch(r"[\w.-]+[:@][\w.-]+", given) else ""
+        raise SubmitError(
+            f"The input {name!r} has path={given!r}, which does not exist (looked for {Path(given).absolute()}). Give "
+            f"an existing path, or the address of data, as in 'azureml://datastores/...'{asset}."
+        )
+
+
+def _check_folder(folder: Path) -> None:
+    """Check everything in a folder that is uploaded."""
+    ignored = Ignored(folder)
+    pending = [(folder, {_identity(folder.stat())})]
+    while pending:
+        current, above = pending.pop()
+        try:
+            entries = sorted(current.iterdir())
+        except OSError as error:
+            raise _refused(folder, current, f"cannot be read ({error.strerror})") from error
+        for entry in entries:
+            relative = str(entry.relative_to(folder))
+            problem, below = _examine(entry, above)
+            if below is not None and not (entry.is_symlink() and ignored.has(relative)):
+                pending.append((entry, below))
+            elif problem and not ignored.has(relative):
+                raise _refused(folder, _link_to(entry, folder) if problem == _LOOP else entry, problem)
+
+
+def _examine(entry: Path, above: set[tuple[int, int]]) -> tuple[str, set[tuple[int, int]] | None]:
+    """Return why an entry of a folder cannot be uploaded, empty if it can, and the folders around its content."""
+    name = "has a name that is not UTF-8" if not _is_text(entry.name) else ""
+    try:
+        found = entry.stat()
+    except FileNotFoundError:
+        return f"is a link to {_shown(entry.readlink())}, which does not exist", None
+    except OSError as error:  # a link to itself, or a folder above that may not be searched
+        return f"cannot be followed ({error.strerror})", None
+    if stat.S_ISDIR(found.st_mode):
+        if _identity(found) in above:
+            return _LOOP, None
+        readable = os.access(entry, os.R_OK | os.X_OK)
+        return (name, {*above, _identity(found)}) if readable and not name else (name or "cannot be read", None)
+    if not stat.S_ISREG(found.st_mode):
+        return "is no file, but a pipe, a socket or a device", None
+    return name or ("" if os.access(entry, os.R_OK) else "cannot be read (permission denied)"), None
+
+
+def _link_to(entry: Path, folder: Path) -> Path:
+    """Return the link by which an entry is reached from a folder."""
+    return next(each for each in (entry, *entry.parents) if each.is_symlink() or each == folder)
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _shown(path: Path) -> str:
+    return repr(os.fsencode(path).decode("utf-8", "backslashreplace"))
+
+
+def _refused(folder: Path, path: Path, problem: str) -> SubmitError:
+    return SubmitError(
+        f"The code folder cannot be uploaded: {_shown(path)} {problem}. Correct or remove it, or name it in "
+        f"{_shown(folder / '.amlignore')}."
+    )
