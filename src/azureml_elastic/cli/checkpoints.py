@@ -9,6 +9,7 @@ import typer
 
 from azureml_elastic.cli.failures import explained, require
 from azureml_elastic.errors import CheckpointDamaged, UsageError
+from azureml_elastic.plurals import counted
 
 if TYPE_CHECKING:
     from azureml_elastic.checkpoint.format.catalogue import FoundCheckpoint
@@ -53,7 +54,7 @@ def verify(folder: Folder) -> None:
         damaged += bool(problems) and found.committed
         typer.echo(f"{found.name}: {'; '.join(problems) or 'whole'}{'' if found.committed else ' (never committed)'}")
     if damaged:
-        raise CheckpointDamaged(f"{damaged} committed checkpoints in {folder} are damaged.")
+        raise CheckpointDamaged(f"Damaged in {folder}: {counted(damaged, 'committed checkpoint')}.")
 
 
 @checkpoints.command()
@@ -93,7 +94,7 @@ def export(
     if target.exists():
         raise UsageError(f"{target} exists; nothing was written.")
     count = catalogue.export(_storage(folder), manifest, tracked, target)
-    typer.echo(f"Wrote {count} tensors of step {manifest.step} to {target}")
+    typer.echo(f"Wrote {counted(count, 'tensor')} of step {manifest.step} to {target}")
 
 
 def _choose(folder: str, step: int | None) -> Manifest:

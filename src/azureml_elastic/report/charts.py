@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from azureml_elastic.plurals import counted
 from azureml_elastic.report.markup import Markup, element, joined
 from azureml_elastic.report.numbers import duration_text, nice_ticks, number_text, tick_text
 from azureml_elastic.report.page_content import PageContent, Rescale, WaterfallBar
@@ -189,7 +190,7 @@ def _rescales(rescales: Sequence[Rescale], x: Scale) -> Iterable[Markup]:
         if crowded and at - last_line < 100 / _MOST_STROKES:
             continue
         last_line = at
-        title = element("title", f"{each.before} to {each.after} workers after step {each.step}")
+        title = element("title", f"{each.before} to {counted(each.after, 'worker')} after step {each.step}")
         bottom = _TOP + 6 if crowded else _SERIES_HEIGHT
         yield element(
             "line",

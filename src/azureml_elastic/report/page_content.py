@@ -12,6 +12,7 @@ from azureml_elastic.ledger.events import Event
 from azureml_elastic.ledger.samples import SampleAudit
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.ledger.timeline import RoundSpan
+from azureml_elastic.plurals import counted
 from azureml_elastic.report.cells import OUTCOMES, activity_text, goodput_text, money_text
 from azureml_elastic.report.failures import Failure, failures
 from azureml_elastic.report.node_timelines import NodeTimeline, node_timelines
@@ -191,7 +192,7 @@ def _facts(report: Report, start: float, duration: float, known: bool) -> Iterab
         yield Fact("Duration", duration_text(duration), f"from {utc_text(start)}")
     if report.world_sizes:
         sizes = [str(size) for size in report.world_sizes]
-        rounds = f"{sum(round_.ran for round_ in report.rounds):,} rounds"
+        rounds = counted(sum(round_.ran for round_ in report.rounds), "round")
         if len(sizes) > _MOST_FACT_SIZES:
             sizes = [sizes[0], "…", sizes[-1]]
             rounds += f", {min(report.world_sizes):,} to {max(report.world_sizes):,} workers"
@@ -215,9 +216,9 @@ def _facts(report: Report, start: float, duration: float, known: bool) -> Iterab
 
 def _audit_fact(audit: SampleAudit) -> Fact:
     if not audit.exactly_once:
-        text = f"{audit.missing:,} missed, {audit.repeated:,} repeated of {audit.seen:,} samples"
+        text = f"{audit.missing:,} missed, {audit.repeated:,} repeated of {counted(audit.seen, 'sample')}"
         return Fact("Exactly once", "✕ No", text, "bad")
-    text = f"{audit.seen:,} samples of {audit.epochs:,} epochs"
+    text = f"{counted(audit.seen, 'sample')} of {counted(audit.epochs, 'epoch')}"
     if audit.unfinished:
         text += f", the last one after {audit.dataset_size - audit.unfinished:,} of {audit.dataset_size:,}"
     if audit.rolled_back_samples:
@@ -266,8 +267,8 @@ def _index(order: Sequence[str], activity: str) -> int:
 def _notes(report: Report) -> Iterable[str]:
     left = sum(node.leftovers for node in report.nodes)
     if left:
-        yield f"{left:,} processes outlived their agent and were killed."
+        yield f"{counted(left, 'process', 'processes')} outlived their agent and had to be killed."
     if report.skipped_events:
-        yield f"{report.skipped_events:,} lines of the event files could not be read."
+        yield f"{counted(report.skipped_events, 'line')} of the event files could not be read."
     if report.resumed_from is not None:
         yield f"The run has continued that of {report.resumed_from}."

@@ -1,4 +1,4 @@
-"""The private names of azure-ai-ml that this library uses: to submit and validate elastic jobs, and to read logs.
+"""The private names of azure-ai-ml that this library uses: to submit and to validate elastic jobs.
 
 ``create_or_update`` accepts any ``BaseNode`` and, unless it is a ``Command`` or ``Spark``, submits the result of its
 ``_to_job()``. ``BaseNode`` is an abstract base class, so an unrelated class can be *registered* with it. The
@@ -13,9 +13,6 @@ looked at. The stack of the pipelines being built is therefore hidden while an e
 
 A client shows the progress of all its uploads or of none. The function that uploads local inputs is therefore wrapped:
 it is quiet for the library that is sent with a job. Without these wrapped functions, jobs are submitted all the same.
-
-``jobs.stream`` prints no log of a job that has ended. The addresses of its files are in the run history, which the
-client reads by ``_runs_operations``.
 """
 
 from __future__ import annotations
@@ -28,14 +25,12 @@ import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from azureml_elastic.errors import CommandError, SubmitError, needs_extra
 
 if TYPE_CHECKING:
-    from azure.ai.ml import MLClient
     from azure.ai.ml.entities import Command, CommandComponent, CommandJob, PipelineJob, ValidationResult
 
 _MARK = "_wrapped_for_elastic_jobs"
@@ -46,11 +41,9 @@ __all__ = [
     "Submittable",
     "component_of",
     "fields_of_command",
-    "log_files",
     "outside_pipelines",
     "plain_command_job",
     "register",
-    "running_time",
 ]
 
 
@@ -210,26 +203,3 @@ def fields_of_command() -> frozenset[str]:
         from azure.ai.ml import command
     fields = inspect.signature(command).parameters.values()
     return frozenset(field.name for field in fields if field.kind is field.KEYWORD_ONLY)
-
-
-def log_files(client: MLClient, job: str) -> dict[str, str]:
-    """Return the addresses of a job's log files by name, such as ``user_logs/std_log.txt``; they expire.
-
-    Raises:
-        azure.core.exceptions.AzureError: the job cannot be read.
-    """
-    return dict(_details(client, job).log_files or {})
-
-
-def running_time(client: MLClient, job: str) -> tuple[datetime | None, datetime | None]:
-    """Return when a job began and ended to run, ``None`` for what has not happened.
-
-    Raises:
-        azure.core.exceptions.AzureError: the job cannot be read.
-    """
-    details = _details(client, job)
-    return details.start_time_utc, details.end_time_utc
-
-
-def _details(client: MLClient, job: str) -> Any:
-    return client.jobs._runs_operations.get_run_details(job)  # noqa: SLF001 - no public way exists

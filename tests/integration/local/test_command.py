@@ -78,7 +78,7 @@ def test_a_running_run_is_watched_from_another_process_until_it_ends(tmp_path, e
                     process.kill()
                     process.wait()
     text = watched.read_text()
-    assert "round 1: 1 workers on node-0" in text
+    assert "round 1: 1 worker on node-0" in text
     assert ("the run failed" if exit_code else "the run succeeded") in text
 
 

@@ -19,6 +19,7 @@ from azureml_elastic import ElasticCommandJob, ElasticResources, NodePool, Repla
 from azureml_elastic.cli import app
 from azureml_elastic.ledger.summary import load_report
 from azureml_elastic.testing import Eviction, LocalWorkspace, Pool
+from tests.support.command_imports import imported_packages
 from tests.support.node_server import FORKED
 from tests.support.paths import SAMPLES
 from tests.support.waiting import until
@@ -89,6 +90,10 @@ def test_a_file_is_shown_and_submitted_and_its_run_is_followed_read_and_download
         assert re.search(r"step (\d+)( of \d+)?, checkpoint of step \1\b", shown.output), shown.output
         read_logs(run, job.name)
         read_report(run, job.name)
+        words = [["status", job.name], ["logs", job.name, "--tail", "1"], ["report", job.name], ["watch", job.name]]
+        imported = imported_packages(words, workspace.variables)
+        assert not imported & {"azure.ai", "torch", "numpy", "pandas"}, "each import would take longer than the command"
+        assert "azure" in imported
         shown = run("watch", job.name, "--plain")
         assert shown.exit_code == 0, shown.output
         assert "2 workers on node_0, node_1" in shown.output or "2 workers on node_1, node_0" in shown.output
@@ -100,7 +105,7 @@ def test_a_file_is_shown_and_submitted_and_its_run_is_followed_read_and_download
         assert "has ended already" in shown.output
         shown = run("status", "no-such-run")
         assert shown.exit_code == 2
-        assert "read the run 'no-such-run'" in shown.output
+        assert "has no job 'no-such-run'" in shown.output
         shown = run("logs", job.name, "--node", "node_7")
         assert "has no node 'node_7'. There are: node_0, node_1" in shown.output
 
@@ -226,7 +231,7 @@ def test_another_shell_sources_a_file(project):
         shell = subprocess.run(
             ["/bin/sh", "-c", f"cd / && {line.strip()} && {listing}"], capture_output=True, text=True, check=False
         )
-        assert "read the run 'no-such-run'" in shell.stderr
+        assert "has no job 'no-such-run'" in shell.stderr
         assert shell.returncode == 2, shell.stderr
     finally:
         serving.terminate()
@@ -306,7 +311,7 @@ def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_
             assert next(total for total in report.activities if total.activity == "training").seconds > 0
             with Path("live.txt").open("w") as out:
                 live = subprocess.Popen([*COMMAND, "watch", submitted.name, "--plain"], stdout=out, stderr=out)
-            until(lambda: "1 workers on dedicated_0" in Path("live.txt").read_text())
+            until(lambda: "1 worker on dedicated_0" in Path("live.txt").read_text())
             page = dashboards.enter_context(
                 dashboard(submitted.name, "The run is running", "dedicated_0", "data-poll=")
             )

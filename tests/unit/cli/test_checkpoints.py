@@ -59,7 +59,7 @@ def test_verify_finds_a_flipped_bit(folder):
     result = RUN.invoke(app, ["checkpoints", "verify", str(folder)])
     assert result.exit_code == 1
     assert "another checksum" in result.stdout
-    assert "1 committed checkpoints" in result.stderr
+    assert "1 committed checkpoint." in result.stderr
     assert result.stdout.count(": whole") == 2
 
 

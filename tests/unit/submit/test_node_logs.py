@@ -11,7 +11,13 @@ from azureml_elastic.submit.node_logs import leading_node
         ({}, None),
         ({"a": "", "b": "Round 1: rank 1 of 2 nodes, 2 workers."}, None),
         ({"a": "x\nRound 1: rank 0 of 2 nodes, 2 workers.\n", "b": "Round 1: rank 1 of 2 nodes, 2 workers."}, "a"),
-        ({"a": "Round 1: rank 0 of 2 nodes", "b": "Round 9: rank 1 of 2 nodes\nRound 10: rank 0 of 1 nodes"}, "b"),
+        (
+            {
+                "a": "Round 1: rank 0 of 2 nodes",
+                "b": "Round 9: rank 1 of 2 nodes\nRound 10: rank 0 of 1 node",
+            },
+            "b",
+        ),
         ({"a": "Round 2: rank 0 of 2 nodes\nRound 3: rank 1 of 2 nodes", "b": "Round 3: rank 10 of 12 nodes"}, "a"),
     ],
 )

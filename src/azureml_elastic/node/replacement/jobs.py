@@ -137,6 +137,21 @@ class WorkspaceJobs:
             address = str(page.get("nextLink") or "")
         return found
 
+    def log_files(self, name: str) -> dict[str, str]:
+        """Return the addresses of a job's log files by name, such as ``user_logs/std_log.txt``; they expire."""
+        details = self._history_of(f"/runs/{quote(name, safe='')}/details", f"the logs of {name!r}")
+        return dict((details or {}).get("logFiles") or {})
+
+    def compute(self, name: str) -> dict[str, Any] | None:
+        """Return the properties of a compute, ``None`` if it does not exist."""
+        reply = self._arm("GET", f"/computes/{quote(name, safe='')}", WORKSPACE_API, f"the compute {name!r}")
+        if reply.status == HTTPStatus.NOT_FOUND:
+            return None
+        match reply.document:
+            case {"properties": {"properties": dict(properties)}} if reply.status == HTTPStatus.OK:
+                return properties
+        raise _unexpected(reply, f"the compute {name!r}")
+
     def _history_of(self, address: str, what: str) -> dict[str, Any] | None:
         """Return a document of the run history, given its path or URL, ``None`` if it does not exist."""
         self._history = self._history or self._find_history()

@@ -30,6 +30,7 @@ from azureml_elastic.node.replacement.observation import (
 )
 from azureml_elastic.node.replacement.policy import NodeJob, Start, Stop, decide, limit_reached
 from azureml_elastic.node.table import Table, as_developer, open_table
+from azureml_elastic.plurals import counted
 
 __all__ = ["NodeReplacer", "ReplacementStatus", "open_replacer"]
 
@@ -132,7 +133,7 @@ class NodeReplacer:
             succeeded, message = True, "A node has ended successfully, and the table has no rows of the run left."
         else:
             members = len(round_.members) if round_.state == "sealed" else 0
-            over, message = None, f"Round {round_.number}: {members} nodes train."
+            over, message = None, f"Round {round_.number}: {counted(members, 'node')} in training."
         return ReplacementStatus(self._observer.shape.pools, observed.jobs, over, succeeded, message)
 
     def _start(self, action: Start, jobs: tuple[NodeJob, ...]) -> str:
