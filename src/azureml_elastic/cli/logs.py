@@ -49,7 +49,7 @@ def logs(
     if every:
         for each, name in source.nodes().items():
             for line in _last_lines(source.text(each), tail):
-                typer.echo(f"{name} | {line}")
+                print(f"{name} | {line}")
         return
     chosen = source.choose(node)
     typer.echo(f"azureml-elastic: {source.describe(chosen)}", err=True)
@@ -57,7 +57,7 @@ def logs(
         source.follow(chosen)
         return
     for line in _last_lines(source.text(chosen), tail):
-        typer.echo(line)
+        print(line)
 
 
 class _Logs(Protocol):
@@ -134,7 +134,7 @@ class _FolderLogs:
         while not over:
             over = not self.runs(node)  # before the read, so that no line is missed
             for line in reader.read(last=over):
-                typer.echo(line.decode("utf-8", "replace"))
+                print(line.decode("utf-8", "replace"), flush=True)
             if not over:
                 time.sleep(_FOLLOW_SECONDS)
 
@@ -158,9 +158,7 @@ class _JobLogs:
         return f"{chosen.node}, {chosen.status} ({chosen.job})"
 
     def runs(self, node: str) -> bool:
-        from azureml_elastic.submit.run import TERMINAL
-
-        return self._nodes[node].status not in TERMINAL
+        return self._nodes[node].active
 
     def text(self, node: str) -> str:
         from azureml_elastic.submit.node_logs import read_log

@@ -168,7 +168,6 @@ class SubmittedRunReports:
         from azureml_elastic.ledger.node_names import NodeNames
         from azureml_elastic.ledger.summary import report_of_events
         from azureml_elastic.node.observation.event_rows import read_event_rows
-        from azureml_elastic.submit.run import TERMINAL
 
         submitted = self._submitted
         jobs = submitted.nodes()
@@ -190,7 +189,7 @@ class SubmittedRunReports:
         )
         made = made.model_copy(update={"run_id": submitted.name, "nodes": nodes})
         made = made.with_timeline(events).with_bill(events, self._prices)
-        return RunReport(made, events, running=any(job.status not in TERMINAL for job in jobs))
+        return RunReport(made, events, running=any(job.active for job in jobs))
 
     def write(self, found: RunReport) -> None:
         """Write the events and the report to the run's folder.

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["status"]
 
-_FINAL = frozenset({"Completed", "Failed", "Canceled"})
-
 
 @explained(CONTINUES)
 def status(
@@ -123,6 +121,6 @@ def _table_of_jobs(jobs: Sequence[NodeOfRun], state: RunState | None) -> Table:
         by_job.setdefault(node.job, []).append(f"{text}: {node.reason}" if node.reason else text)
     for job in jobs:
         # A node that was lost has not written that it left.
-        alive = [text for text in by_job.get(job.job, ()) if job.status not in _FINAL or text.startswith("left")]
+        alive = [text for text in by_job.get(job.job, ()) if job.active or text.startswith("left")]
         table.add_row(job.node, job.pool or "", job.status, Text("\n".join(alive)), job.job)
     return table

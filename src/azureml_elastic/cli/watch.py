@@ -175,10 +175,8 @@ class _SubmittedRun:
         return self._labels.get(job)
 
     def _read_jobs(self) -> None:
-        from azureml_elastic.submit.run import TERMINAL
-
         jobs = self._submitted.nodes()
         self._jobs_at = time.monotonic()
         self._labels = {job.job: job.node for job in jobs}
         # A pipeline without children has yet to start them.
-        self._active = not jobs or any(job.status not in TERMINAL for job in jobs)
+        self._active = not jobs or any(job.active for job in jobs)

@@ -69,6 +69,14 @@ class Jobs:
         """Return the addresses of a job's log files by name."""
         return self._service.log_files(name)
 
+    def container_url(self, datastore: str) -> str | None:
+        """Return the URL of a datastore's container for fsspec; ``None`` if it is none of blobs or does not exist."""
+        found = self._service.datastore(datastore) or {}
+        if found.get("datastoreType") not in ("AzureBlob", "AzureDataLakeGen2"):
+            return None
+        container = found.get("containerName") or found.get("filesystem")
+        return f"abfs://{container}@{found['accountName']}.dfs.{found.get('endpoint') or 'core.windows.net'}"
+
     def machine(self, run: ElasticRun, node: NodeOfRun) -> Machine:
         """Return the machine of a node as its pool and its compute describe it."""
         pool = next((each for each in run.plan.pools if each.compute == node.pool), None)

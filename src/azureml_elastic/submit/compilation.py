@@ -270,7 +270,7 @@ def _outputs(job: JobFields) -> dict[str, Any]:
                 "Output(type='uri_folder', path=...), or its fields."
             )
         outputs[name] = copy.deepcopy(output)
-    uri = node_launch.checkpoint_output(job)
+    uri = job.checkpoint.output
     if uri is not None:
         outputs[node_launch.CHECKPOINTS] = Output(type="uri_folder", mode="rw_mount", path=uri)
     return outputs

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from azureml_elastic.errors import SubmitError
 from azureml_elastic.plurals import counted
 from azureml_elastic.submit.job import ElasticCommandJob
-from azureml_elastic.submit.run import TERMINAL
 from azureml_elastic.submit.submitted import SubmittedRun
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def check_earlier_run(client: MLClient, job: ElasticCommandJob) -> ElasticComman
         earlier = SubmittedRun(client, name)
     except SubmitError as error:
         raise SubmitError(f"resume_from={name!r}: {error}") from error
-    active = [node for node in earlier.nodes() if node.status not in TERMINAL]
+    active = [node for node in earlier.nodes() if node.active]
     if active:
         raise SubmitError(
             f"resume_from={name!r}: that run still has {counted(len(active), 'active node')}, {active[0].node} is "

@@ -73,6 +73,11 @@ class NodeOfRun:
     status: str
     pool: str | None = None
 
+    @property
+    def active(self) -> bool:
+        """Whether the job has not ended."""
+        return self.status not in TERMINAL
+
 
 class ElasticRun:
     """A run that was submitted as an elastic job.

@@ -90,6 +90,10 @@ def test_a_file_is_shown_and_submitted_and_its_run_is_followed_read_and_download
         assert re.search(r"step (\d+)( of \d+)?, checkpoint of step \1\b", shown.output), shown.output
         read_logs(run, job.name)
         read_report(run, job.name)
+        shown = run("checkpoints", "list", job.name)
+        assert shown.exit_code == 0, shown.output
+        assert shown.stdout.splitlines()[0].endswith(f"/azureml-elastic/{job.name}")
+        assert "committed" in shown.stdout
         words = [["status", job.name], ["logs", job.name, "--tail", "1"], ["report", job.name], ["watch", job.name]]
         imported = imported_packages(words, workspace.variables)
         assert not imported & {"azure.ai", "torch", "numpy", "pandas"}, "each import would take longer than the command"
@@ -189,7 +193,9 @@ def test_a_file_runs_on_this_machine_and_leaves_its_files(run):
     assert report.rounds[0].lost == ("node_1",)
     assert sorted(path.name for path in Path("out/events").iterdir()) == ["node_0.jsonl", "node_1.jsonl"]
     assert "rank 0 of" in Path("out/logs/node_0.log").read_text() + Path("out/logs/node_1.log").read_text()
-    assert list(Path("out/checkpoints").rglob("manifest.json"))
+    listed = run("checkpoints", "list", "out")
+    assert listed.exit_code == 0, listed.output
+    assert "committed" in listed.stdout
     # Nothing of it is left in this process, and no second run takes the folder.
     assert "workspace" not in os.environ.get("HTTPS_PROXY", "")
     again = run("submit", "job.yml", "--local", "--run-dir", "out")
@@ -320,8 +326,8 @@ def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_
             wrong = run("replace-nodes", name, "--once", "--budget", "5")
             assert wrong.exit_code == 2
             assert f"and the run '{submitted.name}' was submitted without" in " ".join(wrong.output.split())
-            shown = run("cancel", submitted.name)
-            assert f"cancelling {name}" in shown.output, shown.output
+            assert "still has 1 active node" in run("checkpoints", "prune", submitted.name, "--yes").output
+            assert f"cancelling {name}" in run("cancel", submitted.name).output
             assert watching.wait(300) == 1, Path("watched.txt").read_text()
             assert live.wait(300) == 1, Path("live.txt").read_text()
             until(lambda: "data-poll=" not in page().partition("<body")[0], interval=0.5)

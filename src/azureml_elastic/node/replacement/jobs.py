@@ -89,13 +89,17 @@ class WorkspaceJobs:
         return self._document(name, _JOBS_API)
 
     def _document(self, name: str, version: str) -> dict[str, Any] | None:
-        reply = self._arm("GET", f"/jobs/{quote(name, safe='')}", version, f"the job {name!r}")
+        return self._resource("jobs", name, version, f"the job {name!r}")
+
+    def _resource(self, kind: str, name: str, version: str, what: str) -> dict[str, Any] | None:
+        """Return the properties of a resource of the workspace, ``None`` if it does not exist."""
+        reply = self._arm("GET", f"/{kind}/{quote(name, safe='')}", version, what)
         if reply.status == HTTPStatus.NOT_FOUND:
             return None
         match reply.document:
             case {"properties": dict(properties)} if reply.status == HTTPStatus.OK:
                 return properties
-        raise _unexpected(reply, f"the job {name!r}")
+        raise _unexpected(reply, what)
 
     def submit(self, name: str, properties: Mapping[str, Any]) -> bool:
         """Submit a job; return false if a job of this name exists.
@@ -144,13 +148,12 @@ class WorkspaceJobs:
 
     def compute(self, name: str) -> dict[str, Any] | None:
         """Return the properties of a compute, ``None`` if it does not exist."""
-        reply = self._arm("GET", f"/computes/{quote(name, safe='')}", WORKSPACE_API, f"the compute {name!r}")
-        if reply.status == HTTPStatus.NOT_FOUND:
-            return None
-        match reply.document:
-            case {"properties": {"properties": dict(properties)}} if reply.status == HTTPStatus.OK:
-                return properties
-        raise _unexpected(reply, f"the compute {name!r}")
+        found = self._resource("computes", name, WORKSPACE_API, f"the compute {name!r}")
+        return None if found is None else dict(found.get("properties") or {})
+
+    def datastore(self, name: str) -> dict[str, Any] | None:
+        """Return the properties of a datastore, ``None`` if it does not exist."""
+        return self._resource("datastores", name, WORKSPACE_API, f"the datastore {name!r}")
 
     def _history_of(self, address: str, what: str) -> dict[str, Any] | None:
         """Return a document of the run history, given its path or URL, ``None`` if it does not exist."""
