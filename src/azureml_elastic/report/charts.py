@@ -164,7 +164,7 @@ def waterfall_chart(bars: Sequence[WaterfallBar]) -> Chart:
         "; ".join(f"{bar.name} {bar.seconds / whole:.1%}" for bar in bars) + ".",
         *parts,
     )
-    note = f"{duration_text(whole)} of node time were delivered; what is left below is the goodput."
+    note = f"{duration_text(whole)} of node time was delivered; what is left below is the goodput."
     headings = ("activity", "node-seconds", "share")
     title = "From delivered time to kept training"
     return Chart("waterfall", title, image, headings, tuple(rows), note, "bars", is_labelled=True)

@@ -16,7 +16,7 @@ from azureml_elastic.plurals import counted
 from azureml_elastic.report.cells import OUTCOMES, activity_text, goodput_text, money_text
 from azureml_elastic.report.failures import Failure, failures
 from azureml_elastic.report.node_timelines import NodeTimeline, node_timelines
-from azureml_elastic.report.numbers import duration_text, utc_text
+from azureml_elastic.report.numbers import duration_text, number_text, utc_text
 from azureml_elastic.report.page_tables import (
     DataTable,
     checkpoints_table,
@@ -202,14 +202,15 @@ def _facts(report: Report, start: float, duration: float, known: bool) -> Iterab
         yield Fact("Goodput", text, "share of the nodes' time in training that was kept")
     if report.recoveries:
         middle = sorted(recovery.seconds for recovery in report.recoveries)[len(report.recoveries) // 2]
-        yield Fact("Recoveries", f"{len(report.recoveries):,}", f"median {duration_text(middle)}")
+        of_several = "median " if len(report.recoveries) > 1 else ""
+        yield Fact("Recoveries", f"{len(report.recoveries):,}", f"{of_several}{duration_text(middle)}")
     if report.bill is not None:
         cost, saving = report.bill.cost, report.bill.saving
         detail = "" if saving is None else f"{saving:.1%} saved against dedicated nodes"
         if cost is not None:
             yield Fact("Cost", money_text(cost, report.bill.currency), detail)
         elif report.bill.lines:
-            yield Fact("Node-hours", f"{report.bill.hours:,.2f}", "no price was given")
+            yield Fact("Node-hours", number_text(float(report.bill.hours)), "no price was given")
     if report.audit is not None:
         yield _audit_fact(report.audit)
 

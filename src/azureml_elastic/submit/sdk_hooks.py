@@ -43,6 +43,7 @@ __all__ = [
     "fields_of_command",
     "outside_pipelines",
     "plain_command_job",
+    "quiet_uploads",
     "register",
 ]
 
@@ -133,6 +134,16 @@ def _quiet(upload: Callable[..., str], name: str) -> Callable[..., str]:
 
     setattr(wrapper, _MARK, True)
     return wrapper
+
+
+@contextlib.contextmanager
+def quiet_uploads() -> Iterator[None]:
+    """Keep the blank lines and the bare escape codes, with which azure-ai-ml ends an upload, from files and pipes."""
+    if sys.stderr.isatty():
+        yield
+        return
+    with contextlib.redirect_stderr(_WithoutBlankLines(sys.stderr)):
+        yield
 
 
 class _WithoutBlankLines(io.TextIOBase):

@@ -70,6 +70,7 @@ def test_a_file_is_shown_and_submitted_and_its_run_is_followed_read_and_download
         configure(workspace)
         shown = run("submit", "job.yml", "--set", "inputs.epochs=1", "--dry-run")
         assert shown.exit_code == 0, shown.output
+        assert not shown.stderr
         assert "node_1:" in shown.output
         assert "azureml_elastic_runtime.pyz" in shown.output
         wrong = run("submit", "job.yml", "--set", "elastic.max_instance_count=0")
@@ -90,9 +91,9 @@ def test_a_file_is_shown_and_submitted_and_its_run_is_followed_read_and_download
         assert re.search(r"step (\d+)( of \d+)?, checkpoint of step \1\b", shown.output), shown.output
         read_logs(run, job.name)
         read_report(run, job.name)
-        shown = run("checkpoints", "list", job.name)
-        assert shown.exit_code == 0, shown.output
-        assert shown.stdout.splitlines()[0].endswith(f"/azureml-elastic/{job.name}")
+        # By a process of its own: aiohttp knows the certificates that there were when it was imported.
+        shown = called(workspace, "checkpoints", "list", job.name)
+        assert shown.stdout.splitlines()[0].endswith(f"/azureml-elastic/{job.name}"), shown.stderr
         assert "committed" in shown.stdout
         words = [["status", job.name], ["logs", job.name, "--tail", "1"], ["report", job.name], ["watch", job.name]]
         imported = imported_packages(words, workspace.variables)
@@ -164,6 +165,12 @@ def read_logs(run, name):
 COMMAND = [sys.executable, "-c", "from azureml_elastic.cli import main; main()"]
 
 
+def called(workspace, *words):
+    """Run a command in a process that is connected to a workspace."""
+    environ = {**os.environ, **workspace.variables}
+    return subprocess.run([*COMMAND, *words], env=environ, capture_output=True, text=True, check=False)
+
+
 @contextlib.contextmanager
 def dashboard(name, *parts):
     """A running dashboard whose page has these parts, as a function that returns its page."""
@@ -219,10 +226,16 @@ def test_a_run_on_this_machine_that_fails_says_why(run):
 def test_a_command_of_a_workspace_submits_to_it_also_where_a_file_names_another_one(run):
     assert run("init", "starter").exit_code == 0
     Path("config.json").write_text("{}")
-    options = ["--set", "inputs.epochs=1", "--set", "elastic.max_instance_count=1", "--stream"]
+    options = ["--set", "inputs.epochs=1", "--set", "elastic.max_instance_count=1"]
     words = ["workspace", "start", "--", *COMMAND, "submit", "starter/job.yml", *options]
     done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    # The workspace waits for the job, and nothing that a package says of itself is between the lines.
+    name = done.stdout.strip()
+    address, waiting, ended = done.stderr.splitlines()
+    assert re.fullmatch(rf"https://\S+/runs/{name}\?wsid=/subscriptions/\S+&tid=\S+", address)
+    assert waiting.startswith(f"azureml-elastic: waiting for {name}. Ctrl-C")
+    assert ended == f"azureml-elastic: {name}: Completed"
     assert Path("config.json").read_text() == "{}"
     assert not Path("workspace.sh").exists()
 
@@ -326,7 +339,7 @@ def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_
             wrong = run("replace-nodes", name, "--once", "--budget", "5")
             assert wrong.exit_code == 2
             assert f"and the run '{submitted.name}' was submitted without" in " ".join(wrong.output.split())
-            assert "still has 1 active node" in run("checkpoints", "prune", submitted.name, "--yes").output
+            assert "active node" in run("checkpoints", "prune", submitted.name, "--yes").output
             assert f"cancelling {name}" in run("cancel", submitted.name).output
             assert watching.wait(300) == 1, Path("watched.txt").read_text()
             assert live.wait(300) == 1, Path("live.txt").read_text()
