@@ -38,6 +38,7 @@ _UPLOAD = "_upload_and_generate_remote_uri"
 _BLANK = re.compile(r"(?:\x1b\[\d*m)?\n")
 
 __all__ = [
+    "Ignored",
     "Submittable",
     "component_of",
     "fields_of_command",
@@ -134,6 +135,24 @@ def _quiet(upload: Callable[..., str], name: str) -> Callable[..., str]:
 
     setattr(wrapper, _MARK, True)
     return wrapper
+
+
+class Ignored:
+    """The files of a folder that its ``.amlignore``, or ``.gitignore``, keeps from being uploaded.
+
+    Args:
+        folder: folder of a job's code or input.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        from azure.ai.ml._utils._asset_utils import get_ignore_file
+
+        self._file = get_ignore_file(folder)
+        self._base = Path(folder).resolve()
+
+    def has(self, relative: str) -> bool:
+        """Return whether a file is ignored."""
+        return bool(self._file.is_file_excluded(self._base / relative))
 
 
 @contextlib.contextmanager

@@ -170,7 +170,7 @@ class Translation:
                 text = f"round {event.round}: no step for {event.seconds:.0f} s after step {event.step}"
                 return {f"elastic.failure.{_slot(event.round)}": text}
             case HostQuarantined():
-                return {"elastic.quarantined.host": f"{event.host}: {event.strikes} strikes"}
+                return {"elastic.quarantined.host": f"{event.host}: {counted(event.strikes, 'strike')}"}
             case CheckpointQuarantined():
                 return {"elastic.quarantined.checkpoint": f"{event.directory}: {headline(event.problems)}"}
             case RunEnded():
