@@ -11,9 +11,7 @@ from typing import Any
 from azureml_elastic.cli.workspaces import WorkspaceName
 from azureml_elastic.config.resources import SERVERLESS
 from azureml_elastic.ledger.prices import Tier
-from azureml_elastic.node.azure.credentials import developer_credential
-from azureml_elastic.node.azure.workspace import cloud_of
-from azureml_elastic.node.replacement.jobs import WorkspaceJobs, workspace_id
+from azureml_elastic.node.replacement.jobs import WorkspaceJobs, developer_jobs
 from azureml_elastic.submit.run import ElasticRun, JobRecord, NodeOfRun
 
 __all__ = ["Jobs", "Machine", "open_jobs"]
@@ -102,10 +100,7 @@ def open_jobs(workspace: WorkspaceName) -> Jobs:
     Raises:
         MissingExtra: azure-identity is not installed.
     """
-    environ = {**os.environ, **workspace.variables}
-    token = developer_credential().token
-    assert token is not None
-    return Jobs(WorkspaceJobs(workspace_id(environ), token, cloud_of(environ).arm_url))
+    return Jobs(developer_jobs({**os.environ, **workspace.variables}))
 
 
 def _record(name: str, document: Mapping[str, Any]) -> JobRecord:

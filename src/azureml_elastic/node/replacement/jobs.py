@@ -22,13 +22,14 @@ from azureml_elastic.errors import (
     WorkspaceForbidden,
     WorkspaceUnavailable,
 )
+from azureml_elastic.node.azure.credentials import developer_credential
 from azureml_elastic.node.azure.http import AzureError, HttpRequest, Reply, fetch
-from azureml_elastic.node.azure.workspace import ARM_URL, WORKSPACE_API, workspace_of
+from azureml_elastic.node.azure.workspace import ARM_URL, WORKSPACE_API, cloud_of, workspace_of
 
 if TYPE_CHECKING:
     from azure.core.credentials import TokenCredential
 
-__all__ = ["RunRecord", "WorkspaceJobs", "workspace_id"]
+__all__ = ["RunRecord", "WorkspaceJobs", "developer_jobs", "workspace_id"]
 
 _JOBS_API = "2025-01-01-preview"
 _PIPELINES_API = "2024-01-01-preview"
@@ -58,6 +59,21 @@ def workspace_id(environ: Mapping[str, str]) -> str:
         UsageError: the environment is not that of an Azure ML job.
     """
     return quote(workspace_of(environ).id)
+
+
+def developer_jobs(environ: Mapping[str, str]) -> WorkspaceJobs:
+    """Return the client for the jobs of a workspace with the developer's own login, without sending a request.
+
+    Args:
+        environ: environment with the variables that name the workspace, and possibly its cloud.
+
+    Raises:
+        UsageError: the environment names no workspace, or its cloud is unknown.
+        MissingExtra: azure-identity is not installed.
+    """
+    token = developer_credential().token
+    assert token is not None
+    return WorkspaceJobs(workspace_id(environ), token, cloud_of(environ).arm_url)
 
 
 class WorkspaceJobs:

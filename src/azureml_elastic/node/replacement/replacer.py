@@ -15,11 +15,10 @@ from azureml_elastic.config import environment as variables
 from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.config.resources import NodePool, replacement_name
 from azureml_elastic.errors import JobRefused, RowExists, UsageError, WorkspaceUnavailable
-from azureml_elastic.node.azure.credentials import developer_credential
 from azureml_elastic.node.rendezvous.state.round import Round
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
 from azureml_elastic.node.replacement.job_document import NodeSlot, replacement_job, variable_of
-from azureml_elastic.node.replacement.jobs import WorkspaceJobs, workspace_id
+from azureml_elastic.node.replacement.jobs import WorkspaceJobs, developer_jobs
 from azureml_elastic.node.replacement.observation import (
     CLAIM_PREFIX,
     REFUSED_PREFIX,
@@ -190,9 +189,7 @@ def open_replacer(
         WorkspaceUnavailable: the workspace does not answer.
         MissingExtra: azure-identity is not installed.
     """
-    token = developer_credential().token
-    assert token is not None
-    jobs = WorkspaceJobs(workspace_id(environ), token)
+    jobs = developer_jobs(environ)
     shape = RunShape.read(jobs, first)
     if (earlier := variable_of(shape.document, variables.FIRST_JOB)) is not None:
         first, shape = earlier, RunShape.read(jobs, earlier)
