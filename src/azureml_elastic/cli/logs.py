@@ -145,13 +145,15 @@ class _JobLogs:
     def __init__(self, run: str, subscription: str | None, group: str | None, workspace: str | None) -> None:
         self._where = (subscription, group, workspace)
         self._jobs, self._run, self._variables = open_run(run, subscription, group, workspace)
-        self._nodes: Mapping[str, NodeOfRun] = {node.job: node for node in self._run.nodes()}
+        self._nodes: dict[str, NodeOfRun] = {node.job: node for node in self._run.nodes()}
 
     def nodes(self) -> Mapping[str, str]:
         return {job: node.node for job, node in self._nodes.items()}
 
     def choose(self, node: str | None) -> str:
-        return self._run.node(node or self._leading_job()).job
+        chosen = self._run.node(node or self._leading_job())
+        self._nodes[chosen.job] = chosen  # it may have come since
+        return chosen.job
 
     def describe(self, node: str) -> str:
         chosen = self._nodes[node]

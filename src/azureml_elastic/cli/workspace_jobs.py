@@ -85,9 +85,8 @@ class Jobs:
         price = None if pool is None else pool.price_per_hour
         name = name.removeprefix("azureml:").rpartition("/")[2]
         if name not in self._machines:
-            found = (
-                {} if name == SERVERLESS else self._service.compute(name) or {}
-            )  # it may have been deleted meanwhile
+            # It may have been deleted meanwhile.
+            found = {} if name == SERVERLESS else self._service.compute(name) or {}
             tiers: dict[str, Tier] = {"dedicated": "dedicated", "lowpriority": "low_priority"}
             tier_text = str(found.get("vmPriority") or "").lower()
             self._machines[name] = Machine(name, found.get("vmSize"), tiers.get(tier_text))
@@ -105,10 +104,9 @@ def open_jobs(workspace: WorkspaceName) -> Jobs:
 
 def _record(name: str, document: Mapping[str, Any]) -> JobRecord:
     pipeline = document.get("jobType") == "Pipeline"
-    steps = (document.get("jobs") or {}).values() if pipeline else ()
-    holders = (
-        [step.get("environment_variables") for step in steps] if pipeline else [document.get("environmentVariables")]
-    )
+    holders = [document.get("environmentVariables")]
+    if pipeline:
+        holders = [step.get("environment_variables") for step in (document.get("jobs") or {}).values()]
     studio = next((each for kind, each in (document.get("services") or {}).items() if kind.lower() == "studio"), None)
     return JobRecord(
         name,

@@ -74,19 +74,6 @@ def test_the_log_of_rank_0_of_another_node_and_of_all(folder):
     assert "has no node 'node-9'. There are: node-0, node-1, node-2, node-3." in wrong.stderr
 
 
-def test_the_log_of_a_run_that_goes_on_is_followed_to_its_end(folder, monkeypatch):
-    """The run writes a line and ends while the command waits for more."""
-    log = folder / "logs" / "node-1.log"
-
-    def pause(_seconds):
-        log.write_text(log.read_text() + "very last, without a line feed")
-        end(folder)
-
-    monkeypatch.setattr("time.sleep", pause)
-    followed = RUN.invoke(app, ["logs", str(folder)])
-    assert followed.stdout == "first of 1\nlast of 1\nvery last, without a line feed\n"
-
-
 @pytest.mark.parametrize("command", ["status", "logs"])
 def test_a_folder_without_a_run_is_refused(command, tmp_path):
     wrong = RUN.invoke(app, [command, str(tmp_path)])
