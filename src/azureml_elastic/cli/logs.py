@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Protocol
 
@@ -12,7 +13,7 @@ import typer
 
 from azureml_elastic.cli.failures import CONTINUES, explained
 from azureml_elastic.cli.run_argument import RunArgument, run_folder
-from azureml_elastic.cli.submitted_run import open_client_run, open_run, read_state
+from azureml_elastic.cli.submitted_run import open_run, read_state
 from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption
 from azureml_elastic.errors import ElasticError, UsageError
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["logs"]
 
-_FOLLOW_SECONDS = 0.2
+_FOLDER_SECONDS = 0.2
+_SERVICE_SECONDS = 3.0
 
 
 @explained(CONTINUES)
@@ -136,14 +138,13 @@ class _FolderLogs:
             for line in reader.read(last=over):
                 print(line.decode("utf-8", "replace"), flush=True)
             if not over:
-                time.sleep(_FOLLOW_SECONDS)
+                time.sleep(_FOLDER_SECONDS)
 
 
 class _JobLogs:
     """The logs of a submitted run, as Azure ML keeps them."""
 
     def __init__(self, run: str, subscription: str | None, group: str | None, workspace: str | None) -> None:
-        self._where = (subscription, group, workspace)
         self._jobs, self._run, self._variables = open_run(run, subscription, group, workspace)
         self._nodes: dict[str, NodeOfRun] = {node.job: node for node in self._run.nodes()}
 
@@ -163,16 +164,27 @@ class _JobLogs:
         return self._nodes[node].active
 
     def text(self, node: str) -> str:
-        from azureml_elastic.submit.node_logs import read_log
+        from azureml_elastic.submit.node_logs import joined
 
-        return read_log(self._jobs.log_files(node))
+        return joined(self._texts(node))
 
     def follow(self, node: str) -> None:
-        from azureml_elastic.submit.client import readable_errors
+        from azureml_elastic.submit.node_logs import GrowingLog
 
-        client, _ = open_client_run(self._run.name, *self._where)
-        with readable_errors(f"read the log of {node}"):
-            client.jobs.stream(node)
+        chosen, log = self._nodes[node], GrowingLog()
+        while True:
+            over = not chosen.active  # before the read, so that no line is missed
+            print(log.added(self._texts(node), last=over), end="", flush=True)
+            if over:
+                break
+            time.sleep(_SERVICE_SECONDS)
+            chosen = replace(chosen, status=self._jobs.status(node) or chosen.status)
+        typer.echo(f"azureml-elastic: {chosen.node}, {chosen.status}", err=True)
+
+    def _texts(self, node: str) -> dict[str, str]:
+        from azureml_elastic.submit.node_logs import read_logs
+
+        return read_logs(self._jobs.log_files(node))
 
     def _leading_job(self) -> str | None:
         """Return the job of rank 0's node by the run's table, else by the logs of the running nodes."""

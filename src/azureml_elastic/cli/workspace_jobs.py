@@ -63,6 +63,11 @@ class Jobs:
         record = self._service.record(name)
         return (None, None) if record is None else (record.started, record.ended)
 
+    def status(self, name: str) -> str | None:
+        """Return the status of a job or a step, ``None`` if there is none of this name."""
+        record = self._service.record(name)
+        return None if record is None else record.status
+
     def log_files(self, name: str) -> Mapping[str, str]:
         """Return the addresses of a job's log files by name."""
         return self._service.log_files(name)

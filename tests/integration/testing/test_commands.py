@@ -36,6 +36,7 @@ compute: azureml:cluster
 inputs: {epochs: 9}
 elastic: {max_instance_count: 2}
 """
+DEAR = {"azure.ai", "torch", "numpy", "pandas"}
 ANOTHER_PROCESS = """
 import sys, time
 from azure.ai.ml import MLClient, command
@@ -79,10 +80,15 @@ def test_a_file_is_shown_and_submitted_and_its_run_is_followed_read_and_download
         assert not list(workspace.ml_client.jobs.list())
         # The second node comes while the first one trains.
         slow = "command=python digits.py --epochs ${{inputs.epochs}} --step-delay 0.05"
-        submitted = run("submit", "job.yml", "--set", "inputs.epochs=2", "--set", slow, "--stream")
-        assert submitted.exit_code == 0, submitted.output
+        words = ["submit", "job.yml", "--set", "inputs.epochs=2", "--set", slow, "--stream"]
+        with connected(workspace, *words) as submitting:
+            name = submitting.stdout.readline().strip()
+            # The log of a node is printed to its end while the run is streamed.
+            assert not imported_packages([["logs", name, "--node", "node_0"]], workspace.variables) & DEAR
+            streamed = submitting.stdout.read()
+            assert submitting.wait(300) == 0, streamed
         (job,) = workspace.ml_client.jobs.list()
-        assert job.name in submitted.stdout
+        assert (job.name, job.status) == (name, "Completed")
         shown = run("status", job.name)
         assert shown.exit_code == 0, shown.output
         assert "node_0" in shown.output
@@ -92,12 +98,12 @@ def test_a_file_is_shown_and_submitted_and_its_run_is_followed_read_and_download
         read_logs(run, job.name)
         read_report(run, job.name)
         # By a process of its own: aiohttp knows the certificates that there were when it was imported.
-        shown = called(workspace, "checkpoints", "list", job.name)
-        assert shown.stdout.splitlines()[0].endswith(f"/azureml-elastic/{job.name}"), shown.stderr
-        assert "committed" in shown.stdout
+        shown, wrong = connected(workspace, "checkpoints", "list", job.name).communicate()
+        assert shown.splitlines()[0].endswith(f"/azureml-elastic/{job.name}"), wrong
+        assert "committed" in shown
         words = [["status", job.name], ["logs", job.name, "--tail", "1"], ["report", job.name], ["watch", job.name]]
         imported = imported_packages(words, workspace.variables)
-        assert not imported & {"azure.ai", "torch", "numpy", "pandas"}, "each import would take longer than the command"
+        assert not imported & DEAR, "each import would take longer than the command"
         assert "azure" in imported
         shown = run("watch", job.name, "--plain")
         assert shown.exit_code == 0, shown.output
@@ -165,10 +171,10 @@ def read_logs(run, name):
 COMMAND = [sys.executable, "-c", "from azureml_elastic.cli import main; main()"]
 
 
-def called(workspace, *words):
-    """Run a command in a process that is connected to a workspace."""
+def connected(workspace, *words):
+    """A process of a command that is connected to a workspace."""
     environ = {**os.environ, **workspace.variables}
-    return subprocess.run([*COMMAND, *words], env=environ, capture_output=True, text=True, check=False)
+    return subprocess.Popen([*COMMAND, *words], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 import pytest
 
-from azureml_elastic.submit.node_logs import leading_node
+from azureml_elastic.submit.node_logs import GrowingLog, joined, leading_node
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,19 @@ from azureml_elastic.submit.node_logs import leading_node
 )
 def test_the_node_of_rank_0_in_the_last_round_leads(logs, node):
     assert leading_node(logs) == node
+
+
+def test_what_is_added_to_a_log_comes_in_whole_lines():
+    log = GrowingLog()
+    assert log.added({}, last=False) == ""
+    assert log.added({"std_log.txt": "one\ntw"}, last=False) == "one\n"
+    assert log.added({"std_log.txt": "one\ntwo"}, last=False) == ""
+    assert log.added({"std_log.txt": "one\ntwo\nthree"}, last=False) == "two\n"
+    assert log.added({"std_log.txt": "one\ntwo\nthree"}, last=True) == "three"
+
+
+def test_several_files_are_under_their_names():
+    assert joined({"a": "x\n", "b": "y\n"}) == "==> a <==\nx\n\n==> b <==\ny\n"
+    log = GrowingLog()
+    assert log.added({"a": "x\n", "b": ""}, last=False) == "==> a <==\nx\n"
+    assert log.added({"a": "x\n", "b": "y\n"}, last=True) == "==> b <==\ny\n"
