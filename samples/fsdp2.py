@@ -69,7 +69,8 @@ def main() -> None:
             time.sleep(arguments.step_delay)
             run.commit()
             if run.is_main and run.steps % 10 == 0:
-                print(f"epoch {epoch} step {run.steps}: loss {loss.item():.3f}, {run.world_size} workers", flush=True)
+                text = f"epoch {epoch} step {run.steps}: loss {loss.item():.3f}, world size {run.world_size}"
+                print(text, flush=True)
 
     model.eval()
     x, y = (tensor.to(run.device) for tensor in dataset.tensors)

@@ -80,7 +80,7 @@ def test_each_step_is_in_mlflow_once_although_rank_0_s_node_is_lost(tmp_path, fi
     assert all(value >= 0 for _, value in history(client, run, "elastic/checkpoint_pause_seconds"))
     tags = run.data.tags
     assert tags["elastic.round.1"].startswith("round 1: sealed 2 workers on 2 nodes: ")
-    assert tags["elastic.round.2"].startswith("round 2: sealed 1 workers on 1 nodes: ")
+    assert tags["elastic.round.2"].startswith("round 2: sealed 1 worker on 1 node: ")
     assert report.faults[0].nodes[0] in tags["elastic.round_end.1"]
     assert tags["elastic.end"] == "succeeded"
     assert run.info.status == "FINISHED"

@@ -79,6 +79,8 @@ def test_every_notebook_is_tested_and_has_no_outputs():
     for path in NOTEBOOKS:
         cells = nbformat.read(path, as_version=4).cells
         assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]
+        # A folder around the notebook has what the notebook downloads, which each further run would upload.
+        assert not [cell for cell in cells if 'code=".' in cell.source]
 
 
 def test_the_kernel_is_the_interpreter_of_the_tests(foreign_kernel, project):
@@ -101,6 +103,7 @@ def test_quick_start(project):
     assert "node_1     Failed" in text
     assert "node_0     Completed" in text
     assert "checkpoints, the newest in step-" in text
+    assert [path.name for path in (project / "notebooks" / "src").iterdir()] == ["digits.py"]
 
 
 def test_spot_with_fallback(project):

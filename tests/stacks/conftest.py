@@ -16,3 +16,10 @@ def run_script(request):
     A server has imported the stack for all tests of a process. With this fixture the module's tests are in one.
     """
     return functools.partial(run_stock, request.module.SCRIPT)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(request, run_script, tmp_path_factory):
+    """A run of the module's script without pauses and faults, on the module's ``NODES`` if it has them."""
+    nodes = getattr(request.module, "NODES", (1, 3))
+    return run_script(tmp_path_factory.mktemp("undisturbed") / "run", "--pause", "0", nodes=nodes)

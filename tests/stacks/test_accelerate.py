@@ -53,11 +53,6 @@ def seen(run):
     return counts
 
 
-@pytest.fixture(scope="module")
-def undisturbed(run_script, tmp_path_factory):
-    return run_script(tmp_path_factory.mktemp("undisturbed") / "run", "--pause", "0")
-
-
 def test_each_sample_is_trained_once_an_epoch(undisturbed):
     assert undisturbed.report.audit.complete, undisturbed.report.audit
     for counts in seen(undisturbed).values():

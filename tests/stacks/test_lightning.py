@@ -33,11 +33,6 @@ def rates(run):
     return dict(run.record["rates"])
 
 
-@pytest.fixture(scope="module")
-def undisturbed(run_script, tmp_path_factory):
-    return run_script(tmp_path_factory.mktemp("undisturbed") / "run", "--pause", "0")
-
-
 def test_each_sample_is_trained_once_an_epoch(undisturbed):
     assert undisturbed.report.audit.complete, undisturbed.report.audit
     counts = Counter(index for each in lines(undisturbed) for index in each.get("seen", ()))

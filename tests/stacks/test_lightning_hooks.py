@@ -9,11 +9,7 @@ import pytest
 pytest.importorskip("lightning")
 
 SCRIPT = Path(__file__).with_name("lightning_hooks_script.py")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(run_script, tmp_path_factory):
-    return run_script(tmp_path_factory.mktemp("undisturbed") / "run", nodes=(2, 2))
+NODES = (2, 2)
 
 
 def require_equal(found, expected):
@@ -35,7 +31,7 @@ def test_a_group_of_the_scripts_own_is_elastic(undisturbed):
 @pytest.mark.parametrize("place", [("hook", "6"), ("hook", "8"), ("validation", "1"), ("epoch", "1")])
 def test_a_worker_is_lost_after_a_step_is_complete(run_script, tmp_path, undisturbed, place):
     """In a hook, in the one of an epoch's last step, in a validation, and at an epoch's end."""
-    run = run_script(tmp_path / "run", "--die", *place, nodes=(2, 2))
+    run = run_script(tmp_path / "run", "--die", *place, nodes=NODES)
     assert run.report.audit.complete, run.report.audit
     assert run.report.audit.rolled_back_steps == 0
     assert len(run.report.rounds) == 2
@@ -44,7 +40,7 @@ def test_a_worker_is_lost_after_a_step_is_complete(run_script, tmp_path, undistu
 
 def test_a_worker_is_lost_at_the_end_that_max_steps_makes(run_script, tmp_path):
     runs = [
-        run_script(tmp_path / name, "--max-steps", "6", *die, nodes=(2, 2))
+        run_script(tmp_path / name, "--max-steps", "6", *die, nodes=NODES)
         for name, die in (("undisturbed", ()), ("run", ("--die", "epoch", "1")))
     ]
     assert len(runs[1].report.rounds) == 2

@@ -28,11 +28,6 @@ def seen(run):
     return Counter(index for line in lines for index in json.loads(line))
 
 
-@pytest.fixture(scope="module")
-def undisturbed(run_script, tmp_path_factory):
-    return run_script(tmp_path_factory.mktemp("undisturbed") / "run", "--pause", "0")
-
-
 def test_each_sample_is_trained_once_an_epoch(undisturbed):
     assert undisturbed.report.audit.complete, undisturbed.report.audit
     assert undisturbed.record["max_steps"] == STEPS

@@ -9,11 +9,7 @@ import pytest
 pytest.importorskip("transformers")
 
 SCRIPT = Path(__file__).with_name("trainer_hooks_script.py")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(run_script, tmp_path_factory):
-    return run_script(tmp_path_factory.mktemp("undisturbed") / "run", nodes=(2, 2))
+NODES = (2, 2)
 
 
 def require_equal(found, expected):
@@ -40,7 +36,7 @@ def test_evaluations_do_not_depend_on_the_world_size(run_script, tmp_path):
 @pytest.mark.parametrize("place", [("step", "12"), ("log", "12"), ("evaluation", "16"), ("save", "16")])
 def test_a_worker_is_lost_after_a_step_is_complete(run_script, tmp_path, undisturbed, place):
     """Before the step's callbacks and its line in the log; before and after an evaluation is known to be complete."""
-    run = run_script(tmp_path / "run", "--die", *place, nodes=(2, 2))
+    run = run_script(tmp_path / "run", "--die", *place, nodes=NODES)
     assert run.report.audit.complete, run.report.audit
     assert run.report.audit.rolled_back_steps == 0
     assert len(run.report.rounds) == 2
@@ -59,7 +55,7 @@ def test_losses_that_are_not_logged_yet_are_not_lost(run_script, tmp_path):
     """Nor is the evaluation at the end that max_steps makes within an epoch."""
     options = ("--logging-steps", "7", "--max-steps", "20")
     runs = [
-        run_script(tmp_path / name, *options, *die, nodes=(2, 2)).record
+        run_script(tmp_path / name, *options, *die, nodes=NODES).record
         for name, die in (("undisturbed", ()), ("run", ("--die", "step", "12")), ("end", ("--die", "evaluation", "20")))
     ]
     for run in runs[1:]:

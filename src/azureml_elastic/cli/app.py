@@ -13,9 +13,10 @@ from azureml_elastic.cli.doctor import doctor
 from azureml_elastic.cli.init import init
 from azureml_elastic.cli.jobs import compile_, schema, submit
 from azureml_elastic.cli.local import demo, local
+from azureml_elastic.cli.logs import logs
 from azureml_elastic.cli.replace_nodes import replace_nodes
 from azureml_elastic.cli.report import report
-from azureml_elastic.cli.runs import cancel, download, logs
+from azureml_elastic.cli.runs import cancel, download
 from azureml_elastic.cli.simulate import simulate
 from azureml_elastic.cli.status import status
 from azureml_elastic.cli.watch import watch

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from azureml_elastic.cli.failures import explained, require
-from azureml_elastic.errors import CheckpointDamaged, UsageError
+from azureml_elastic.cli.run_argument import run_folder
+from azureml_elastic.cli.submitted_run import open_run
+from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption
+from azureml_elastic.errors import CheckpointDamaged, CheckpointError, UsageError
+from azureml_elastic.plurals import counted
 
 if TYPE_CHECKING:
     from azureml_elastic.checkpoint.format.catalogue import FoundCheckpoint
@@ -17,66 +21,91 @@ if TYPE_CHECKING:
 
 __all__ = ["checkpoints"]
 
-checkpoints = typer.Typer(help="List, verify, prune and export the checkpoints of a run.", no_args_is_help=True)
+CheckpointsArgument = Annotated[
+    str,
+    typer.Argument(
+        help="Folder of a run on this machine, name of a submitted run, or folder or URL (abfs://…) of checkpoints.",
+        metavar="RUN",
+    ),
+]
 
-Folder = Annotated[str, typer.Argument(help="The folder of the checkpoints, or a URL such as abfs://…")]
+checkpoints = typer.Typer(help="List, verify, prune and export the checkpoints of a run.", no_args_is_help=True)
 
 
 @checkpoints.command("list")
 @explained()
-def list_(folder: Folder) -> None:
-    """List the checkpoints of a folder; only sizes are checked."""
+def list_(
+    run: CheckpointsArgument,
+    subscription: SubscriptionOption = None,
+    group: GroupOption = None,
+    workspace: WorkspaceOption = None,
+) -> None:
+    """List the checkpoints of a run; only sizes are checked."""
     from rich.console import Console
     from rich.filesize import decimal
     from rich.table import Table
 
-    table = Table("step", "round", "ranks", "size", "state", "folder")
-    for found in _survey(folder):
+    where = _folder(run, subscription, group, workspace)
+    table = Table("step", "round", "ranks", "size", "state")
+    table.add_column("folder", overflow="fold")
+    for found in _survey(where):
         ranks = "" if found.manifest is None else str(found.manifest.world_size)
         table.add_row(
             str(found.name.step), str(found.name.round), ranks, decimal(found.nbytes), _state(found), str(found.name)
         )
-    Console().print(table)
+    console = Console()
+    console.print(where, soft_wrap=True, highlight=False, markup=False)
+    console.print(table)
 
 
 @checkpoints.command()
 @explained()
-def verify(folder: Folder) -> None:
-    """Read every byte of every checkpoint; exit with 1 if a committed one is damaged."""
+def verify(
+    run: CheckpointsArgument,
+    subscription: SubscriptionOption = None,
+    group: GroupOption = None,
+    workspace: WorkspaceOption = None,
+) -> None:
+    """Read every byte of every checkpoint of a run; exit with 1 if a committed one is damaged."""
     from azureml_elastic.checkpoint.format import catalogue
 
+    where = _folder(run, subscription, group, workspace)
     damaged = 0
-    for found in _survey(folder):
+    for found in _survey(where):
         problems = [found.problem] if found.problem is not None else []
         if found.manifest is not None and not problems:
-            problems = catalogue.verify(_storage(folder), found.manifest)
+            problems = catalogue.verify(_storage(where), found.manifest)
         damaged += bool(problems) and found.committed
         typer.echo(f"{found.name}: {'; '.join(problems) or 'whole'}{'' if found.committed else ' (never committed)'}")
     if damaged:
-        raise CheckpointDamaged(f"{damaged} committed checkpoints in {folder} are damaged.")
+        raise CheckpointDamaged(f"Damaged in {where}: {counted(damaged, 'committed checkpoint')}.")
 
 
 @checkpoints.command()
 @explained()
 def prune(
-    folder: Folder,
+    run: CheckpointsArgument,
     keep: Annotated[int, typer.Option(min=1, help="Number of the newest undamaged checkpoints to keep.")] = 2,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+    subscription: SubscriptionOption = None,
+    group: GroupOption = None,
+    workspace: WorkspaceOption = None,
 ) -> None:
     """Remove old checkpoints and incomplete attempts. Not to be used while the run is active."""
     from azureml_elastic.checkpoint.format import catalogue
 
-    count = len(_survey(folder))
+    where = _folder(run, subscription, group, workspace, ended=True)
+    count = len(_survey(where))
     if not yes:
-        typer.confirm(f"Keep the newest {keep} of {count} in {folder}, and remove the others?", abort=True)
-    for removed in catalogue.prune(_storage(folder), keep):
+        typer.confirm(f"Keep the newest {keep} of {count} in {where}, and remove the others?", abort=True)
+    for removed in catalogue.prune(_storage(where), keep):
         typer.echo(f"removed {removed}")
 
 
 @checkpoints.command()
 @explained()
 def export(
-    folder: Folder,
+    run: CheckpointsArgument,
     target: Annotated[Path, typer.Argument(help="Path of the safetensors file.")],
     tracked: Annotated[
         str, typer.Option("--object", help="The name given to run.track(), or a part: engine/parameters.")
@@ -84,16 +113,51 @@ def export(
     step: Annotated[
         int | None, typer.Option(help="Step of the checkpoint; the newest undamaged one by default.")
     ] = None,
+    subscription: SubscriptionOption = None,
+    group: GroupOption = None,
+    workspace: WorkspaceOption = None,
 ) -> None:
     """Write the tensors of a tracked object to one safetensors file."""
     require(("numpy", "numpy", "node"))
     from azureml_elastic.checkpoint.format import catalogue
 
-    manifest = _choose(folder, step)
+    where = _folder(run, subscription, group, workspace)
+    manifest = _choose(where, step)
     if target.exists():
         raise UsageError(f"{target} exists; nothing was written.")
-    count = catalogue.export(_storage(folder), manifest, tracked, target)
-    typer.echo(f"Wrote {count} tensors of step {manifest.step} to {target}")
+    count = catalogue.export(_storage(where), manifest, tracked, target)
+    typer.echo(f"Wrote {counted(count, 'tensor')} of step {manifest.step} to {target}")
+
+
+def _folder(
+    run: str, subscription: str | None, group: str | None, workspace: str | None, *, ended: bool = False
+) -> str:
+    """Return the folder or URL of the checkpoints that an argument names.
+
+    Args:
+        run: folder or URL of checkpoints, folder of a run, or name of a submitted run.
+        subscription: subscription of the workspace.
+        group: resource group of the workspace.
+        workspace: name of the workspace.
+        ended: whether a submitted run must have ended.
+    """
+    require(("xxhash", "xxhash", "node"))
+    from azureml_elastic.checkpoint.storage.opening import is_remote
+    from azureml_elastic.cli.checkpoint_folders import folder_of_files, folder_of_submitted
+
+    if is_remote(run):
+        return run
+    local = run_folder(run.removeprefix("file://"))
+    if local is not None:
+        return str(folder_of_files(local))
+    jobs, submitted, _ = open_run(run, subscription, group, workspace)
+    active = [node for node in submitted.nodes() if node.active] if ended else []
+    if active:
+        raise UsageError(
+            f"The run {submitted.name} still has {counted(len(active), 'active node')}, which may read and write its "
+            "checkpoints. Wait for its end."
+        )
+    return folder_of_submitted(submitted, jobs)
 
 
 def _choose(folder: str, step: int | None) -> Manifest:
@@ -117,13 +181,16 @@ def _choose(folder: str, step: int | None) -> Manifest:
 
 
 def _survey(folder: str) -> list[FoundCheckpoint]:
-    require(("xxhash", "xxhash", "node"))
     from azureml_elastic.checkpoint.format import catalogue
-    from azureml_elastic.checkpoint.storage.opening import is_remote
 
-    if not is_remote(folder) and not Path(folder).is_dir():
-        raise UsageError(f"{folder} is not a folder.")
-    found = catalogue.survey(_storage(folder))
+    try:
+        found = catalogue.survey(_storage(folder))
+    except OSError as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"The checkpoints in {folder} cannot be read: {reason}. To read those of a submitted run, a login needs "
+            "the role 'Storage Blob Data Reader' on the storage account: az login."
+        ) from error
     if not found:
         raise UsageError(f"There are no checkpoints in {folder}.")
     return found

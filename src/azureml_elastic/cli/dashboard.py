@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from azureml_elastic.cli.failures import explained
+from azureml_elastic.cli.run_argument import RunArgument
 from azureml_elastic.cli.run_reports import LocalRunReports, RunReports, open_reports
 from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption
 from azureml_elastic.errors import ElasticError
@@ -31,7 +32,7 @@ _SHARE = 4.0
 
 @explained("Interrupted; the dashboard has ended, the run has not.")
 def dashboard(
-    run: Annotated[str, typer.Argument(help="Folder of a local run, or name of a submitted run.")],
+    run: RunArgument,
     port: Annotated[int, typer.Option(help="Port; 0 is a free one.", min=0, max=65535)] = 0,
     host: Annotated[
         str, typer.Option(help="Address to listen on. Any but the loopback requires a token, which the URL has.")

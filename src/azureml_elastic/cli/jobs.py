@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,9 +45,9 @@ def compile_(
 
     Sends no request. With --output, paths are relative to its folder, and the library for the nodes is written beside.
     """
-    # azure-ai-ml logs a warning for every experimental class and field, none of which the user has chosen.
-    for name in ("_utils._experimental", "_schema.core.fields"):
-        logging.getLogger(f"azure.ai.ml.{name}").setLevel(logging.ERROR)
+    from azureml_elastic.submit.client import silence_sdk_logs
+
+    silence_sdk_logs()
     from azureml_elastic.submit.yaml.compiled_file import compile_file
 
     compiled = compile_file(job_file, output, overrides or ())
@@ -111,6 +110,7 @@ def submit(
     name = find_workspace(subscription, group, workspace)
 
     from azureml_elastic.submit.resumption import check_earlier_run
+    from azureml_elastic.submit.sdk_hooks import quiet_uploads
     from azureml_elastic.submit.yaml.job_file import is_sweep_file, load_elastic_job, load_elastic_sweep
 
     client = connect(name.subscription, name.group, name.name)
@@ -121,7 +121,7 @@ def submit(
         job = load_elastic_job(job_file, overrides or ())
         with readable_errors(f"read the run {job.resume_from!r}"):
             job = check_earlier_run(client, job)
-    with readable_errors(f"submit {job_file}"):
+    with readable_errors(f"submit {job_file}"), quiet_uploads():
         submitted = client.jobs.create_or_update(job)
     typer.echo(submitted.name)
     if submitted.studio_url:

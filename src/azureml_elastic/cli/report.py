@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from azureml_elastic.cli.failures import CONTINUES, explained
+from azureml_elastic.cli.run_argument import RunArgument
 from azureml_elastic.cli.run_reports import SubmittedRunReports, open_reports
 from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption
 
@@ -16,7 +17,7 @@ __all__ = ["report"]
 
 @explained(CONTINUES)
 def report(
-    run: Annotated[str, typer.Argument(help="Folder of a local run, or name of a submitted run.")],
+    run: RunArgument,
     html: Annotated[
         Path | None, typer.Option(help="Write the report as a self-contained HTML page to this file.")
     ] = None,

@@ -9,14 +9,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from azureml_elastic.cli.run_argument import run_folder
 from azureml_elastic.cli.submitted_run import open_run, open_run_table
 from azureml_elastic.errors import UsageError
 
 if TYPE_CHECKING:
+    from azureml_elastic.cli.workspace_jobs import Jobs
     from azureml_elastic.ledger.events import Event
     from azureml_elastic.ledger.prices import Prices
     from azureml_elastic.ledger.summary import NodeSummary, Report
-    from azureml_elastic.submit.submitted import NodeOfRun, SubmittedRun
+    from azureml_elastic.submit.run import ElasticRun, NodeOfRun
 
 __all__ = ["LocalRunReports", "RunReport", "RunReports", "SubmittedRunReports", "open_reports"]
 
@@ -77,13 +79,13 @@ def open_reports(
     from azureml_elastic.ledger.prices import load_prices
 
     given = None if prices is None else load_prices(prices)
-    local = Path(run)
-    if local.is_dir() and folder is None:
+    local = run_folder(run)
+    if local is not None and folder is None:
         return LocalRunReports(local, given)
-    if local.name != run:
-        raise UsageError(f"There is no folder {run}. Give the folder of a local run, or the name of a submitted one.")
-    _, submitted, variables = open_run(run, subscription, group, workspace)
-    return SubmittedRunReports(submitted, variables, folder or Path("runs") / submitted.name, given)
+    if local is not None and local.name != run:
+        raise UsageError(f"--to is for the events of a submitted run, and {run} is the folder of a run. Leave it out.")
+    jobs, submitted, variables = open_run(run, subscription, group, workspace)
+    return SubmittedRunReports(jobs, submitted, variables, folder or Path("runs") / submitted.name, given)
 
 
 class LocalRunReports:
@@ -133,6 +135,7 @@ class SubmittedRunReports:
     """Reports of a submitted run, from its table and the run history.
 
     Args:
+        jobs: jobs of the workspace.
         submitted: run.
         variables: environment variables that identify the workspace.
         folder: folder for the files of the run.
@@ -140,11 +143,17 @@ class SubmittedRunReports:
     """
 
     def __init__(
-        self, submitted: SubmittedRun, variables: Mapping[str, str], folder: Path, prices: Prices | None = None
+        self,
+        jobs: Jobs,
+        submitted: ElasticRun,
+        variables: Mapping[str, str],
+        folder: Path,
+        prices: Prices | None = None,
     ) -> None:
         from azureml_elastic.ledger.summary import Paths
 
         self.name = submitted.name
+        self._jobs = jobs
         self._submitted = submitted
         self._variables = variables
         self._paths = Paths.of(folder.absolute())
@@ -159,14 +168,11 @@ class SubmittedRunReports:
         from azureml_elastic.ledger.node_names import NodeNames
         from azureml_elastic.ledger.summary import report_of_events
         from azureml_elastic.node.observation.event_rows import read_event_rows
-        from azureml_elastic.submit.client import readable_errors
-        from azureml_elastic.submit.submitted import TERMINAL
 
         submitted = self._submitted
-        with readable_errors(f"read the jobs of {submitted.name!r}"):
-            jobs = submitted.nodes()
-            times = {job.job: submitted.running_time(job.job) for job in jobs}
-            machines = {job.node: submitted.machine(job) for job in jobs}
+        jobs = submitted.nodes()
+        times = {job.job: self._jobs.times(job.job) for job in jobs}
+        machines = {job.node: self._jobs.machine(submitted, job) for job in jobs}
         with open_run_table(submitted, self._variables) as table:
             rows, skipped = read_event_rows(table)
         if not rows:
@@ -183,7 +189,7 @@ class SubmittedRunReports:
         )
         made = made.model_copy(update={"run_id": submitted.name, "nodes": nodes})
         made = made.with_timeline(events).with_bill(events, self._prices)
-        return RunReport(made, events, running=any(job.status not in TERMINAL for job in jobs))
+        return RunReport(made, events, running=any(job.active for job in jobs))
 
     def write(self, found: RunReport) -> None:
         """Write the events and the report to the run's folder.

@@ -1,55 +1,114 @@
-"""``azureml-elastic status``: the round, the step and the nodes of a submitted run."""
+"""``azureml-elastic status``: the round, the step and the nodes of a run, on this machine or submitted."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from azureml_elastic.cli.failures import CONTINUES, explained
-from azureml_elastic.cli.submitted_run import RunName, open_run, read_state
+from azureml_elastic.cli.run_argument import RunArgument, run_folder
+from azureml_elastic.cli.submitted_run import open_run, read_state
 from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption
 from azureml_elastic.errors import ElasticError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from azureml_elastic.cli.run_reports import RunReport
     from azureml_elastic.node.observation.run_state import RunState
-    from azureml_elastic.submit.submitted import NodeOfRun
+    from azureml_elastic.submit.run import NodeOfRun
 
 __all__ = ["status"]
-
-_FINAL = frozenset({"Completed", "Failed", "Canceled"})
 
 
 @explained(CONTINUES)
 def status(
-    run: RunName, subscription: SubscriptionOption = None, group: GroupOption = None, workspace: WorkspaceOption = None
+    run: RunArgument,
+    subscription: SubscriptionOption = None,
+    group: GroupOption = None,
+    workspace: WorkspaceOption = None,
 ) -> None:
     """Show round, world size, step and last checkpoint of a run, and the state of each node."""
-    from rich.console import Console
+    folder = run_folder(run)
+    if folder is not None:
+        _show_folder(folder)
+    else:
+        _show_submitted(run, subscription, group, workspace)
 
-    from azureml_elastic.submit.client import readable_errors
 
+def _show_folder(folder: Path) -> None:
+    """Show a run on this machine by the files in its folder."""
+    from azureml_elastic.cli.run_reports import LocalRunReports
+
+    reports = LocalRunReports(folder)
+    found = reports.read()
+    state = "running" if found.running else found.report.outcome
+    _show(f"{reports.name}: {state}", _lines_of_folder(found), _table_of_folder(found))
+
+
+def _show_submitted(run: str, subscription: str | None, group: str | None, workspace: str | None) -> None:
+    """Show a submitted run by its jobs and its table."""
     _, submitted, variables = open_run(run, subscription, group, workspace)
-    with readable_errors(f"list the nodes of {run!r}"):
-        nodes = submitted.nodes()
+    nodes = submitted.nodes()
     state: RunState | None = None
     unknown = "No node has started yet."
     try:
         state = read_state(submitted, variables)
     except ElasticError as error:
         unknown = f"Round, step and checkpoints are unknown, as the run's table cannot be read: {error}"
+    known = (unknown,) if state is None else (state.headline, state.progress, state.waits)
+    lines = [submitted.first.studio_url, *known]
+    _show(f"{submitted.name}: {submitted.status}", filter(None, lines), _table_of_jobs(nodes, state))
+
+
+def _show(headline: str, lines: Iterable[str], table: Table) -> None:
+    from rich.console import Console
+
     console = Console()
-    console.print(f"{submitted.name}: {submitted.status}", highlight=False)
-    if submitted.job.studio_url:
-        console.print(submitted.job.studio_url, soft_wrap=True, highlight=False)
-    lines = (unknown,) if state is None else (state.headline, state.progress, state.waits)
-    for line in filter(None, lines):
+    console.print(headline, soft_wrap=True, highlight=False, markup=False)
+    for line in lines:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
-    console.print(_table(nodes, state))
+    console.print(table)
 
 
-def _table(jobs: Sequence[NodeOfRun], state: RunState | None) -> Table:
+def _lines_of_folder(found: RunReport) -> Iterable[str]:
+    from azureml_elastic.ledger.events import CheckpointCommitted
+    from azureml_elastic.plurals import counted
+
+    report = found.report
+    if report.message:
+        yield report.message
+    if found.running and report.rounds:
+        last = report.rounds[-1]
+        yield f"Round {last.number}: world size {last.world_size} on {counted(len(last.members), 'node')}"
+    saved = max((event.step for event in found.events if isinstance(event, CheckpointCommitted)), default=None)
+    parts = [f"step {report.last_step}"] if report.last_step else []
+    parts.append("no checkpoint yet" if saved is None else f"checkpoint of step {saved}")
+    yield ", ".join(parts)
+
+
+def _table_of_folder(found: RunReport) -> Table:
+    from rich.table import Table
+
+    from azureml_elastic.local.board import Board
+    from azureml_elastic.report.cells import ending_text
+
+    board = Board()
+    board.apply(found.events)
+    # A node that was lost has not written that it left.
+    endings = {name: "lost" for round_ in found.report.rounds for name in round_.lost if name not in board.members}
+    ended = {node.name: ending_text(node.ending, node.exit_code) for node in found.report.nodes}
+    endings |= {name: text for name, text in ended.items() if text}
+    table = Table("node", "rank", "step", "state")
+    for node in board.nodes.values():
+        in_round = found.running and node.name in board.members
+        state = endings.get(node.name) or node.state
+        table.add_row(node.name, str(node.rank) if in_round else "", str(node.step) if node.step else "", state)
+    return table
+
+
+def _table_of_jobs(jobs: Sequence[NodeOfRun], state: RunState | None) -> Table:
     """Return the jobs with what their nodes do, and the nodes of jobs with several nodes below their job."""
     from rich.table import Table
     from rich.text import Text
@@ -62,6 +121,6 @@ def _table(jobs: Sequence[NodeOfRun], state: RunState | None) -> Table:
         by_job.setdefault(node.job, []).append(f"{text}: {node.reason}" if node.reason else text)
     for job in jobs:
         # A node that was lost has not written that it left.
-        alive = [text for text in by_job.get(job.job, ()) if job.status not in _FINAL or text.startswith("left")]
+        alive = [text for text in by_job.get(job.job, ()) if job.active or text.startswith("left")]
         table.add_row(job.node, job.pool or "", job.status, Text("\n".join(alive)), job.job)
     return table

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,11 +14,15 @@ from azureml_elastic.cli.failures import require
 from azureml_elastic.cli.workspaces import find_workspace
 
 if TYPE_CHECKING:
+    from azure.ai.ml import MLClient
+
+    from azureml_elastic.cli.workspace_jobs import Jobs
     from azureml_elastic.node.observation.run_state import RunState
     from azureml_elastic.node.table import Table
+    from azureml_elastic.submit.run import ElasticRun
     from azureml_elastic.submit.submitted import SubmittedRun
 
-__all__ = ["RunName", "open_run", "open_run_table", "read_state"]
+__all__ = ["RunName", "open_client_run", "open_run", "open_run_table", "read_state"]
 
 RunName = Annotated[str, typer.Argument(help="Name of the run, as printed by 'submit'.")]
 
@@ -27,8 +31,24 @@ _TABLE_TIMEOUT = timedelta(seconds=10)
 
 def open_run(
     run: str, subscription: str | None, group: str | None, workspace: str | None
-) -> tuple[Any, SubmittedRun, Mapping[str, str]]:
-    """Return the client of the workspace, the run, and the environment variables that identify the workspace."""
+) -> tuple[Jobs, ElasticRun, Mapping[str, str]]:
+    """Return the jobs of the workspace, the run, and the environment variables that identify the workspace."""
+    name = find_workspace(subscription, group, workspace)
+    require(("azure.core", "azure-data-tables", "node"), ("azure.identity", "azure-identity", "node"))
+
+    from azureml_elastic.cli.workspace_jobs import open_jobs
+    from azureml_elastic.submit.client import silence_sdk_logs
+    from azureml_elastic.submit.run import ElasticRun
+
+    silence_sdk_logs()
+    jobs = open_jobs(name)
+    return jobs, ElasticRun(jobs, run), name.variables
+
+
+def open_client_run(
+    run: str, subscription: str | None, group: str | None, workspace: str | None
+) -> tuple[MLClient, SubmittedRun]:
+    """Return azure-ai-ml's client of the workspace, and the run in it."""
     name = find_workspace(subscription, group, workspace)
 
     from azureml_elastic.submit.client import connect, readable_errors
@@ -36,10 +56,10 @@ def open_run(
 
     client = connect(name.subscription, name.group, name.name)
     with readable_errors(f"read the run {run!r}"):
-        return client, SubmittedRun(client, run), name.variables
+        return client, SubmittedRun(client, run)
 
 
-def read_state(submitted: SubmittedRun, variables: Mapping[str, str]) -> RunState | None:
+def read_state(submitted: ElasticRun, variables: Mapping[str, str]) -> RunState | None:
     """Read the state of a run from its table with the user's login; return ``None`` if no node has started yet.
 
     Args:
@@ -56,7 +76,7 @@ def read_state(submitted: SubmittedRun, variables: Mapping[str, str]) -> RunStat
 
 
 @contextlib.contextmanager
-def open_run_table(submitted: SubmittedRun, variables: Mapping[str, str]) -> Iterator[Table]:
+def open_run_table(submitted: ElasticRun, variables: Mapping[str, str]) -> Iterator[Table]:
     """Open the table of a run with the user's login; the arguments and errors are those of :func:`read_state`."""
     require(("azure.data.tables", "azure-data-tables", "node"), ("azure.identity", "azure-identity", "node"))
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import typer
 
 from azureml_elastic.cli.failures import CONTINUES, explained
+from azureml_elastic.cli.run_argument import RunArgument, run_folder
 from azureml_elastic.cli.submitted_run import open_run, open_run_table
 from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption
 from azureml_elastic.config.exit_codes import FAILED
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from azureml_elastic.ledger.events import Event
     from azureml_elastic.local.view import View
     from azureml_elastic.node.table import Table
-    from azureml_elastic.submit.submitted import SubmittedRun
+    from azureml_elastic.submit.run import ElasticRun
 
 __all__ = ["watch"]
 
@@ -30,7 +31,7 @@ _JOBS_SECONDS = 10.0
 
 @explained(CONTINUES)
 def watch(
-    run: Annotated[str, typer.Argument(help="Folder of a local run, or name of a submitted run.")],
+    run: RunArgument,
     live: Annotated[
         bool | None,
         typer.Option("--live/--plain", help="A live table, or lines; by default as the terminal allows."),
@@ -45,11 +46,9 @@ def watch(
     from azureml_elastic.local.view import choose_view
 
     view = choose_view(Console(), live=live)
-    folder = Path(run)
-    if folder.is_dir():
+    folder = run_folder(run)
+    if folder is not None:
         succeeded = _show(_LocalRun(folder), view, _FOLDER_SECONDS)
-    elif folder.name != run:
-        raise UsageError(f"There is no folder {run}. Give the folder of a local run, or the name of a submitted one.")
     else:
         _, submitted, variables = open_run(run, subscription, group, workspace)
         succeeded = _watch_submitted(submitted, variables, view)
@@ -124,7 +123,7 @@ class _LocalRun:
         return f"the run has ended, see {self._paths.report}" if self._paths.report.is_file() else None
 
 
-def _watch_submitted(submitted: SubmittedRun, variables: Mapping[str, str], view: View) -> bool:
+def _watch_submitted(submitted: ElasticRun, variables: Mapping[str, str], view: View) -> bool:
     """Show a submitted run from its table until its end; return whether it succeeded."""
     with open_run_table(submitted, variables) as table:
         return _show(_SubmittedRun(submitted, table, view.note), view, _TABLE_SECONDS)
@@ -139,7 +138,7 @@ class _SubmittedRun:
         note: function that shows a line.
     """
 
-    def __init__(self, submitted: SubmittedRun, table: Table, note: Callable[[str], object]) -> None:
+    def __init__(self, submitted: ElasticRun, table: Table, note: Callable[[str], object]) -> None:
         from azureml_elastic.ledger.node_names import NodeNames
         from azureml_elastic.node.observation.event_rows import EventRowReader
 
@@ -176,12 +175,8 @@ class _SubmittedRun:
         return self._labels.get(job)
 
     def _read_jobs(self) -> None:
-        from azureml_elastic.submit.client import readable_errors
-        from azureml_elastic.submit.submitted import TERMINAL
-
-        with readable_errors(f"list the nodes of {self._submitted.name!r}"):
-            jobs = self._submitted.nodes()
+        jobs = self._submitted.nodes()
         self._jobs_at = time.monotonic()
         self._labels = {job.job: job.node for job in jobs}
         # A pipeline without children has yet to start them.
-        self._active = not jobs or any(job.status not in TERMINAL for job in jobs)
+        self._active = not jobs or any(job.active for job in jobs)

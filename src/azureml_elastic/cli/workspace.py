@@ -10,19 +10,20 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
 from azureml_elastic.cli.failures import explained, require
+from azureml_elastic.config.exit_codes import FAILED
 from azureml_elastic.errors import UsageError
 
 if TYPE_CHECKING:
     from azureml_elastic.testing import LocalWorkspace
 
-__all__ = ["EvictOption", "PoolOption", "workspace"]
+__all__ = ["EvictOption", "PoolOption", "finish", "workspace"]
 
 workspace = typer.Typer(help="An Azure ML workspace on this machine that runs what is submitted.", no_args_is_help=True)
 
@@ -46,7 +47,7 @@ _SOURCE = Path("workspace.sh")
 def start(
     command: Annotated[
         list[str] | None,
-        typer.Argument(help="A command to run in the workspace, which closes with it; else it is open until Ctrl-C."),
+        typer.Argument(help="A command to run in the workspace, which is open until its jobs end; else until Ctrl-C."),
     ] = None,
     pool: PoolOption = None,
     evict: EvictOption = None,
@@ -61,7 +62,7 @@ def start(
         bool, typer.Option("--shell", help="Open a shell in the workspace, which closes with it.")
     ] = False,
 ) -> None:
-    """Start a workspace, for one command or until Ctrl-C.
+    """Start a workspace, for one command and the jobs that it submits, or until Ctrl-C.
 
     While it is open, this folder has config.json, which names the workspace, and workspace.sh, with which another shell
     connects to it: '. ./workspace.sh'. A command, and the shell of --shell, are connected already.
@@ -85,7 +86,9 @@ def start(
     evictions = [*map(parse_eviction, evict or ()), *(read_trace(trace) if trace is not None else ())]
     pools = dict(map(parse_pool, pool)) if pool else None
     with LocalWorkspace(pools=pools, evictions=evictions, requeue=requeue, folder=folder) as local, _files(local):
-        code = _run(command, local) if command else _stay()
+        code = _stay() if not command else _run(command, local)
+        if command and not shell:
+            code = finish(code, local, kept=folder is not None)
     sys.exit(code)
 
 
@@ -113,6 +116,47 @@ def _run(command: list[str], local: LocalWorkspace) -> int:
         return subprocess.run(command, check=False, env={**os.environ, **local.variables}).returncode
     except OSError as error:
         raise UsageError(f"{shlex.join(command)} cannot be started: {error}.") from error
+
+
+class Workspace(Protocol):
+    """What is asked of a workspace whose command has returned."""
+
+    @property
+    def active(self) -> Sequence[str]:
+        """Names of the jobs that have not ended."""
+
+    def wait(self, name: str) -> str:
+        """Wait for the end of a job and return its state."""
+
+
+def finish(code: int, local: Workspace, *, kept: bool) -> int:
+    """Wait for the jobs that a command has submitted, and return the exit code of both.
+
+    Jobs of a command that has failed are not waited for: nobody knows what it has left behind.
+
+    Args:
+        code: exit code of the command.
+        local: workspace.
+        kept: whether the workspace's files are kept.
+    """
+    active = local.active
+    if not active or code:
+        for name in active:
+            typer.echo(f"azureml-elastic: {name} is cancelled, as the command has failed ({code}).", err=True)
+        return code
+    typer.echo(
+        f"azureml-elastic: waiting for {', '.join(active)}. Ctrl-C cancels and closes the workspace. To follow it from "
+        f"another shell: cd {shlex.quote(str(Path.cwd()))} && . ./{_SOURCE} && azureml-elastic watch {active[0]}",
+        err=True,
+    )
+    while active:  # a run's nodes submit further jobs, so the last one is known when none is left
+        for name in active:
+            status = local.wait(name)
+            code = code or (0 if status == "Completed" else FAILED)
+            hint = "" if kept or status == "Completed" else ". Its logs go with the workspace; --folder keeps them"
+            typer.echo(f"azureml-elastic: {name}: {status}{hint}", err=True)
+        active = local.active
+    return code
 
 
 def _stay() -> int:

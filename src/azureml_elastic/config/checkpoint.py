@@ -11,6 +11,8 @@ from azureml_elastic.config.base import ConfigModel, PositiveDuration
 
 __all__ = ["CheckpointPolicy", "NonFinitePolicy"]
 
+_DEFAULT_OUTPUT = "azureml://datastores/workspaceblobstore/paths/azureml-elastic/"
+
 NonFinitePolicy = Literal["warn", "stop", "rollback"]
 """Response to a loss or to weights that are NaN or infinite."""
 
@@ -48,3 +50,13 @@ class CheckpointPolicy(ConfigModel):
     keep: int = Field(default=2, ge=2)
     keep_every: int | None = Field(default=None, ge=1)
     on_nonfinite: NonFinitePolicy = "warn"
+
+    @property
+    def output(self) -> str | None:
+        """URI of a submitted job's output for checkpoints; ``None`` if the nodes use the path as it is.
+
+        All nodes and runs share the URI; the nodes create a folder per run below it.
+        """
+        if self.path is None:
+            return _DEFAULT_OUTPUT
+        return self.path if self.path.startswith("azureml:") else None

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from azureml_elastic.errors import CheckpointError, UsageError
+from azureml_elastic.plurals import counted
 
 __all__ = ["ControlGroup"]
 
@@ -101,6 +102,6 @@ class ControlGroup:
         outcomes = self.gather((None if failure is None else f"{type(failure).__name__}: {failure}", result))
         failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text is not None]
         if failed:
-            text = f"{what} failed on {len(failed)} of {self.world_size} ranks: {'; '.join(failed)}"
+            text = f"{what} failed on {len(failed)} of {counted(self.world_size, 'rank')}: {'; '.join(failed)}"
             raise CheckpointError(text) from failure
         return [result for _, result in outcomes]

@@ -49,7 +49,7 @@ class _Record(BaseModel):
 class NodeSummary(_Record):
     """End of one node; ``leftovers`` is the number of processes that outlived its agent and were killed.
 
-    ``began`` and ``ended`` are seconds since the epoch, ``None`` where only the node's events tell. Compute, VM size,
+    ``began`` and ``ended`` are seconds since the epoch, by its events where nothing else tells. Compute, VM size,
     tier and price per hour are those of its pool, where they are known.
     """
 
@@ -63,6 +63,12 @@ class NodeSummary(_Record):
     size: str | None = None
     tier: Tier | None = None
     price_per_hour: float | None = None
+
+    def lived(self, time: accounting.NodeTime | None) -> NodeSummary:
+        """Return the node with these times, unless it has times already."""
+        if time is None or (self.began is not None and self.ended is not None):
+            return self
+        return self.model_copy(update={"began": time.began, "ended": time.ended})
 
 
 class FaultRecord(_Record):
@@ -161,8 +167,10 @@ class Report(_Record):
         recoveries = tuple(timeline.recoveries(events, losses))
         sizes = tuple(timeline.world_sizes(rounds))
         activities = tuple(accounting.totals(self.spans(events)))
+        times = accounting.node_times(events)
         return self.model_copy(
             update={
+                "nodes": tuple(node.lived(times.get(node.name)) for node in self.nodes),
                 "rounds": rounds,
                 "recoveries": recoveries,
                 "world_sizes": sizes,

@@ -52,7 +52,7 @@ def _main() -> None:
             predicted = network(images[-HELD_OUT:].to(run.device)).argmax(dim=1).cpu()
         accuracy = (predicted == labels[-HELD_OUT:]).float().mean().item()
         if run.is_main:
-            print(f"epoch {epoch + 1}: accuracy {accuracy:.1%} with {run.world_size} workers", flush=True)
+            print(f"epoch {epoch + 1}: accuracy {accuracy:.1%}, world size {run.world_size}", flush=True)
             result = json.dumps({"accuracy": accuracy, "epochs": epoch + 1})
             Path(os.environ["AZUREML_ELASTIC_RUN_DIR"], "result.json").write_text(result, encoding="utf-8")
     run.finish()

@@ -29,6 +29,7 @@ from azureml_elastic.ledger.events import (
 )
 from azureml_elastic.ledger.timeline import headline, reason_and_losses
 from azureml_elastic.local.board import Board
+from azureml_elastic.plurals import counted
 
 __all__ = ["LiveView", "PlainView", "UntilBroken", "View", "choose_view", "describe", "sparkline"]
 
@@ -209,7 +210,7 @@ def choose_view(console: Console, *, live: bool | None = None) -> View:
 def describe(event: Event) -> str | None:
     """Return a one-line description of an event, ``None`` for events that are not shown."""
     if isinstance(event, RoundEntered):
-        return f"round {event.round}: {event.world_size} workers on {', '.join(event.members)}"
+        return f"round {event.round}: {counted(event.world_size, 'worker')} on {', '.join(event.members)}"
     if isinstance(event, Restored):
         start = f"training goes on after step {event.step}" if event.step else "starts from scratch"
         return f"round {event.round}: {start}"
@@ -224,7 +225,7 @@ def describe(event: Event) -> str | None:
     if isinstance(event, HostStruck):
         return f"a strike against {event.host}: {event.reason}"
     if isinstance(event, HostQuarantined):
-        return f"{event.node} is quarantined: {event.strikes} strikes against {event.host}"
+        return f"{event.node} is quarantined: {counted(event.strikes, 'strike')} against {event.host}"
     if isinstance(event, Unreachable):
         where = f"{event.peer} ({event.address}), {event.purpose}"
         return f"{event.node} ({event.host}) cannot reach {where}: {event.error}"

@@ -6,6 +6,7 @@ from decimal import Decimal
 
 from azureml_elastic.ledger.accounting import Activity, Cause
 from azureml_elastic.ledger.bill import Bill
+from azureml_elastic.ledger.summary import NodeEnding
 from azureml_elastic.ledger.timeline import RoundSpan
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "OUTCOMES",
     "activity_text",
     "bill_rows",
+    "ending_text",
     "goodput_text",
     "money_text",
     "steps_text",
@@ -45,6 +47,13 @@ def goodput_text(least: float, most: float | None, digits: int = 0) -> str:
     """
     low, high = f"{least:.{digits}%}", f"{least if most is None else most:.{digits}%}"
     return low if low == high else f"{low} to {high}"
+
+
+def ending_text(ending: NodeEnding, exit_code: int | None) -> str:
+    """Return the end of a node in a word or two; empty if it is unknown."""
+    if ending == "exited":
+        return "finished" if exit_code == 0 else f"exited with {exit_code}"
+    return "" if ending == "unknown" else ending
 
 
 def bill_rows(bill: Bill) -> list[dict[str, str]]:

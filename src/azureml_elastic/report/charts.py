@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from azureml_elastic.plurals import counted
 from azureml_elastic.report.markup import Markup, element, joined
 from azureml_elastic.report.numbers import duration_text, nice_ticks, number_text, tick_text
 from azureml_elastic.report.page_content import PageContent, Rescale, WaterfallBar
@@ -163,7 +164,7 @@ def waterfall_chart(bars: Sequence[WaterfallBar]) -> Chart:
         "; ".join(f"{bar.name} {bar.seconds / whole:.1%}" for bar in bars) + ".",
         *parts,
     )
-    note = f"{duration_text(whole)} of node time were delivered; what is left below is the goodput."
+    note = f"{duration_text(whole)} of node time was delivered; what is left below is the goodput."
     headings = ("activity", "node-seconds", "share")
     title = "From delivered time to kept training"
     return Chart("waterfall", title, image, headings, tuple(rows), note, "bars", is_labelled=True)
@@ -189,7 +190,7 @@ def _rescales(rescales: Sequence[Rescale], x: Scale) -> Iterable[Markup]:
         if crowded and at - last_line < 100 / _MOST_STROKES:
             continue
         last_line = at
-        title = element("title", f"{each.before} to {each.after} workers after step {each.step}")
+        title = element("title", f"{each.before} to {counted(each.after, 'worker')} after step {each.step}")
         bottom = _TOP + 6 if crowded else _SERIES_HEIGHT
         yield element(
             "line",

@@ -17,6 +17,7 @@ from azureml_elastic.ledger.events import (
 )
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.ledger.timeline import headline
+from azureml_elastic.plurals import counted
 from azureml_elastic.report.numbers import duration_text
 
 __all__ = ["Failure", "failures"]
@@ -91,7 +92,7 @@ def _failure(event: Event) -> Failure | None:
     if isinstance(event, HostStruck):
         return Failure("strike", "", f"A strike against {event.host}: {headline(event.reason)}")
     if isinstance(event, HostQuarantined):
-        return Failure("quarantined host", "", f"{event.strikes} strikes against {event.host}.")
+        return Failure("quarantined host", "", f"{counted(event.strikes, 'strike')} against {event.host}.")
     return None
 
 

@@ -18,7 +18,7 @@ from azureml_elastic.ledger.events import (
     WorkerFailed,
 )
 from azureml_elastic.ledger.summary import Report
-from azureml_elastic.report.cells import activity_text
+from azureml_elastic.report.cells import activity_text, ending_text
 
 __all__ = ["Mark", "NodeTimeline", "Segment", "node_timelines"]
 
@@ -107,7 +107,7 @@ def node_timelines(report: Report, spans: Sequence[Span], events: Sequence[Event
     names = sorted(by_node, key=lambda name: by_node[name][0].started)[:MOST_NODES]
     duration = max(span.ended for span in spans) - min(span.started for span in spans)
     shortest = duration * max(_FINEST, len(names) / _MOST_SEGMENTS)
-    endings = {node.name: _ending(node.ending, node.exit_code) for node in report.nodes}
+    endings = {node.name: ending_text(node.ending, node.exit_code) for node in report.nodes}
     found = _marks(report, events)
     marks = _thinned({name: found.get(name, []) for name in names}, duration * _CLOSEST)
     return [
@@ -119,12 +119,6 @@ def node_timelines(report: Report, spans: Sequence[Span], events: Sequence[Event
         )
         for name in names
     ]
-
-
-def _ending(ending: str, exit_code: int | None) -> str:
-    if ending == "exited":
-        return "finished" if exit_code == 0 else f"exited with {exit_code}"
-    return "" if ending == "unknown" else ending
 
 
 class _Pending:

@@ -85,9 +85,7 @@ def _document(title: str, head: Markup, nav: Markup, main: Markup, poll_seconds:
         f"style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
         f"connect-src {connect}"
     )
-    theme = element(
-        "button", "Dark", type="button", id="theme", hidden=True, aria_pressed="false", aria_label="Dark colours"
-    )
+    theme = element("button", "Dark", type="button", id="theme", hidden=True, aria_label="Dark colours")
     live = element("p", id="live", class_="live", role="status", hidden=True)
     page = element(
         "html",

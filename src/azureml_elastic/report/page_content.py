@@ -12,10 +12,11 @@ from azureml_elastic.ledger.events import Event
 from azureml_elastic.ledger.samples import SampleAudit
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.ledger.timeline import RoundSpan
+from azureml_elastic.plurals import counted
 from azureml_elastic.report.cells import OUTCOMES, activity_text, goodput_text, money_text
 from azureml_elastic.report.failures import Failure, failures
 from azureml_elastic.report.node_timelines import NodeTimeline, node_timelines
-from azureml_elastic.report.numbers import duration_text, utc_text
+from azureml_elastic.report.numbers import duration_text, number_text, utc_text
 from azureml_elastic.report.page_tables import (
     DataTable,
     checkpoints_table,
@@ -191,7 +192,7 @@ def _facts(report: Report, start: float, duration: float, known: bool) -> Iterab
         yield Fact("Duration", duration_text(duration), f"from {utc_text(start)}")
     if report.world_sizes:
         sizes = [str(size) for size in report.world_sizes]
-        rounds = f"{sum(round_.ran for round_ in report.rounds):,} rounds"
+        rounds = counted(sum(round_.ran for round_ in report.rounds), "round")
         if len(sizes) > _MOST_FACT_SIZES:
             sizes = [sizes[0], "…", sizes[-1]]
             rounds += f", {min(report.world_sizes):,} to {max(report.world_sizes):,} workers"
@@ -201,23 +202,24 @@ def _facts(report: Report, start: float, duration: float, known: bool) -> Iterab
         yield Fact("Goodput", text, "share of the nodes' time in training that was kept")
     if report.recoveries:
         middle = sorted(recovery.seconds for recovery in report.recoveries)[len(report.recoveries) // 2]
-        yield Fact("Recoveries", f"{len(report.recoveries):,}", f"median {duration_text(middle)}")
+        of_several = "median " if len(report.recoveries) > 1 else ""
+        yield Fact("Recoveries", f"{len(report.recoveries):,}", f"{of_several}{duration_text(middle)}")
     if report.bill is not None:
         cost, saving = report.bill.cost, report.bill.saving
         detail = "" if saving is None else f"{saving:.1%} saved against dedicated nodes"
         if cost is not None:
             yield Fact("Cost", money_text(cost, report.bill.currency), detail)
         elif report.bill.lines:
-            yield Fact("Node-hours", f"{report.bill.hours:,.2f}", "no price was given")
+            yield Fact("Node-hours", number_text(float(report.bill.hours)), "no price was given")
     if report.audit is not None:
         yield _audit_fact(report.audit)
 
 
 def _audit_fact(audit: SampleAudit) -> Fact:
     if not audit.exactly_once:
-        text = f"{audit.missing:,} missed, {audit.repeated:,} repeated of {audit.seen:,} samples"
+        text = f"{audit.missing:,} missed, {audit.repeated:,} repeated of {counted(audit.seen, 'sample')}"
         return Fact("Exactly once", "✕ No", text, "bad")
-    text = f"{audit.seen:,} samples of {audit.epochs:,} epochs"
+    text = f"{counted(audit.seen, 'sample')} of {counted(audit.epochs, 'epoch')}"
     if audit.unfinished:
         text += f", the last one after {audit.dataset_size - audit.unfinished:,} of {audit.dataset_size:,}"
     if audit.rolled_back_samples:
@@ -266,8 +268,8 @@ def _index(order: Sequence[str], activity: str) -> int:
 def _notes(report: Report) -> Iterable[str]:
     left = sum(node.leftovers for node in report.nodes)
     if left:
-        yield f"{left:,} processes outlived their agent and were killed."
+        yield f"{counted(left, 'process', 'processes')} outlived their agent and had to be killed."
     if report.skipped_events:
-        yield f"{report.skipped_events:,} lines of the event files could not be read."
+        yield f"{counted(report.skipped_events, 'line')} of the event files could not be read."
     if report.resumed_from is not None:
         yield f"The run has continued that of {report.resumed_from}."

@@ -10,6 +10,7 @@ from azureml_elastic.ledger.bill import Bill
 from azureml_elastic.ledger.samples import SampleAudit
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.ledger.timeline import reason_and_losses
+from azureml_elastic.plurals import counted
 from azureml_elastic.report.cells import (
     MEASURED_FROM,
     OUTCOMES,
@@ -18,11 +19,12 @@ from azureml_elastic.report.cells import (
     goodput_text,
     steps_text,
 )
-from azureml_elastic.report.picture import lifelines, size_chart, time_axis
+from azureml_elastic.report.picture import KEY, TimeColumns, lifelines, size_chart, time_axis
 
 __all__ = ["audit_text", "bill_table", "summary", "timeline_picture"]
 
 _WIDTH = 50
+_NAME = 12
 _STYLES = {
     "succeeded": "bold green",
     "failed": "bold red",
@@ -51,14 +53,17 @@ def summary(report: Report) -> RenderableType:
 def timeline_picture(report: Report, width: int = _WIDTH) -> RenderableType:
     """Return a chart of the world size and of the nodes over time."""
     rounds = [round_ for round_ in report.rounds if round_.ran]
+    columns = TimeColumns.of(report, width)
+    line, texts = time_axis(columns)
+    # The names of the nodes are on the left, so that each time is in one column of the whole picture.
     lines = [Text("world size", style="bold")]
-    lines += [Text(line, style="cyan") for line in size_chart(rounds, width)]
-    lines += [Text(line, style="dim") for line in time_axis(rounds, width)]
-    lines.append(Text("nodes (█ rank 0)", style="bold"))
-    for life in lifelines(report, width):
-        good = life.end in ("finished", "preempted")
+    lines += [Text(f"{size:>{_NAME}} │{bar}", style="cyan") for size, bar in size_chart(rounds, columns)]
+    lines += [Text(f"{'':{_NAME}} └{line}", style="dim"), Text(f"{'':{_NAME}}  {texts}", style="dim")]
+    lines.append(Text.assemble(("nodes", "bold"), (f" ({KEY})", "dim")))
+    for life in lifelines(report, columns):
+        good = life.end in ("finished", "preempted", "running")
         end = Text(f" {life.end}", style="green" if good else "red")
-        lines.append(Text.assemble((f"{life.node[-12:]:>12} ", "dim"), (life.bar, "cyan"), end))
+        lines.append(Text.assemble((f"{life.node[-_NAME:]:>{_NAME}}  ", "dim"), (life.bar, "cyan"), end))
     lines.append(Text(f"world sizes: {' → '.join(map(str, report.world_sizes))}", style="bold"))
     return Group(*lines)
 
@@ -68,19 +73,17 @@ def audit_text(audit: SampleAudit) -> Text:
     text = Text()
     if audit.exactly_once:
         text.append("exactly once: ", style="bold green")
-        text.append(f"{audit.seen:,} samples of {audit.epochs} epochs, none missed, none repeated")
+        text.append(f"{counted(audit.seen, 'sample')} of {counted(audit.epochs, 'epoch')}, none missed, none repeated")
     else:
         text.append("NOT exactly once: ", style="bold red")
-        text.append(f"{audit.missing:,} missed and {audit.repeated:,} repeated of {audit.seen:,} samples")
+        text.append(f"{audit.missing:,} missed and {audit.repeated:,} repeated of {counted(audit.seen, 'sample')}")
     if audit.unfinished:
         text.append(
             f"; the last epoch ended after {audit.dataset_size - audit.unfinished:,} of {audit.dataset_size:,} samples"
         )
     if audit.rolled_back_steps:
-        text.append(
-            f"; {audit.rolled_back_samples:,} samples of {audit.rolled_back_steps} steps were rolled back by losses "
-            "and trained again"
-        )
+        samples, steps = counted(audit.rolled_back_samples, "sample"), counted(audit.rolled_back_steps, "step")
+        text.append(f"; {samples} of {steps} rolled back by losses and trained again")
     return text
 
 
@@ -156,8 +159,10 @@ def _outcome(report: Report) -> Text:
         text.append(f"\nthe fault {missed.fault} did not happen: {missed.reason}", style="yellow")
     left = sum(node.leftovers for node in report.nodes)
     if left:
-        text.append(f"\n{left} processes outlived their agent and were killed", style="yellow")
+        text.append(
+            f"\n{counted(left, 'process', 'processes')} outlived their agent and had to be killed", style="yellow"
+        )
     if report.skipped_events:
-        text.append(f"\n{report.skipped_events} lines of the event files could not be read", style="yellow")
+        text.append(f"\n{counted(report.skipped_events, 'line')} of the event files could not be read", style="yellow")
     text.append(f"\nfiles: {report.paths.run_dir}", style="dim")
     return text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from azureml_elastic.plurals import counted
 from azureml_elastic.report.cells import activity_text
 from azureml_elastic.report.charts import AXIS, BAR, ROW, Chart, DataRow, activity_class
 from azureml_elastic.report.markup import Markup, element, joined
@@ -36,7 +37,7 @@ def size_chart(content: PageContent) -> Chart:
         "size",
         _SIZE_HEIGHT + AXIS,
         "World size over time",
-        f"The run had {_sequence([span.size for span in sizes])} workers in {len(sizes)} rounds.",
+        f"The world size was {_sequence([span.size for span in sizes])} in {counted(len(sizes), 'round')}.",
         horizontal_grid([(y(tick), tick_text(tick)) for tick in ticks]),
         _time_axis(content, _SIZE_HEIGHT),
         stretched(_SIZE_HEIGHT + 1, [("area", points)] if dense else [("area", points), ("line", points)], dense=dense),
@@ -71,7 +72,7 @@ def nodes_chart(content: PageContent) -> Chart:
         "; ".join(_node_sentence(node) for node in content.nodes[:20]) + ".",
         *parts,
     )
-    note = f"{content.hidden_nodes:,} further nodes are not shown." if content.hidden_nodes else ""
+    note = f"Not shown: {counted(content.hidden_nodes, 'further node')}." if content.hidden_nodes else ""
     headings = ("node", "activity", "from", "for", "round", "including")
     lines = tuple(node.node for node in content.nodes)
     return Chart("nodes", "Nodes", image, headings, tuple(rows), note, "wide", lines)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from azureml_elastic.config import CheckpointPolicy, NodePool
+from azureml_elastic.plurals import counted
 from azureml_elastic.simulate.fleet import simulate_elastic
 from azureml_elastic.simulate.rigid import simulate_rigid
 from azureml_elastic.simulate.scenario import Outcome, Scenario, SimulatedPool, Strategy
@@ -40,7 +41,7 @@ class Candidate:
         """Interval between two checkpoints, in words."""
         every = self.scenario.checkpoint.every
         if self.scenario.checkpoint.every_steps is not None:
-            return f"{self.scenario.checkpoint.every_steps} steps"
+            return counted(self.scenario.checkpoint.every_steps, "step")
         return f"{every.total_seconds():g} s" if isinstance(every, timedelta) else str(every)
 
     @property

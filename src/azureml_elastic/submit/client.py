@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _DETAIL = re.compile(r"^Details:\s*^\(x\) (.*)$", re.MULTILINE)
+_ABOUT_ITSELF = ("_utils._experimental", "_schema.core.fields")
 
 __all__ = ["connect", "first_line", "readable_errors", "silence_sdk_logs"]
 
@@ -27,14 +29,17 @@ def connect(subscription: str, group: str, workspace: str) -> MLClient:
         warnings.simplefilter("ignore")  # importing azure-ai-ml uses deprecated features of marshmallow
         from azure.ai.ml import MLClient
         from azure.identity import DefaultAzureCredential
-    silence_sdk_logs()
-    return MLClient(DefaultAzureCredential(), subscription, group, workspace, enable_telemetry=False)
+    logging.getLogger("azure.ai.ml").setLevel(logging.CRITICAL)  # which its import has set to INFO
+    progress = sys.stderr.isatty()  # bars that are drawn again and again, with the escape codes of a terminal
+    credential = DefaultAzureCredential()
+    return MLClient(credential, subscription, group, workspace, enable_telemetry=False, show_progress=progress)
 
 
 def silence_sdk_logs() -> None:
-    """Suppress log messages of Azure's packages about failed logins, experimental classes and missing jobs."""
-    logging.getLogger("azure.identity").setLevel(logging.ERROR)
-    logging.getLogger("azure.ai.ml").setLevel(logging.CRITICAL)
+    """Suppress log messages of Azure's packages about failed logins, and about classes and fields of their own."""
+    # Loggers of modules: the import of azure-ai-ml sets the level of its package's.
+    for name in ("azure.identity", *(f"azure.ai.ml.{each}" for each in _ABOUT_ITSELF), "msrest.serialization"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @contextlib.contextmanager

@@ -211,7 +211,7 @@ def declaration(value: Any) -> Input:
 def outputs_of(job: JobFields) -> dict[str, Any]:
     """Return the outputs of a node of the job: its own, as they were given, and that for checkpoints."""
     outputs: dict[str, Any] = {name: made_output(name, output) for name, output in job.outputs.items()}
-    uri = node_launch.checkpoint_output(job)
+    uri = job.checkpoint.output
     if uri is not None:
         outputs[node_launch.CHECKPOINTS] = Output(type="uri_folder", mode="rw_mount", path=uri)
     return outputs

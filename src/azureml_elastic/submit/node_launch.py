@@ -1,4 +1,4 @@
-"""The parts of a compiled job that start the node agent: command, environment variables and checkpoint output."""
+"""The parts of a compiled job that start the node agent: command and environment variables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from azureml_elastic.config.environment import PLAN
 from azureml_elastic.submit.fields import JobFields
 from azureml_elastic.submit.translation import translated_command
 
-__all__ = ["CHECKPOINTS", "RUNTIME", "checkpoint_output", "command_text", "environment_variables"]
+__all__ = ["CHECKPOINTS", "RUNTIME", "command_text", "environment_variables"]
 
 RUNTIME = "azureml_elastic_runtime"
 """Name of the input that holds this library."""
@@ -18,25 +18,12 @@ RUNTIME = "azureml_elastic_runtime"
 CHECKPOINTS = "azureml_elastic_checkpoints"
 """Name of the output for checkpoints, shared by all nodes."""
 
-_DEFAULT_CHECKPOINTS = "azureml://datastores/workspaceblobstore/paths/azureml-elastic/"
-
 
 def environment_variables(job: JobFields) -> dict[str, str]:
     """Return the environment variables of the presets, overridden by the job's own, and the plan."""
     sizes, together = job.network_location
     presets = job.presets.environment_variables(sizes, together=together)
     return {**presets, **job.environment_variables, PLAN: job.plan.to_json()}
-
-
-def checkpoint_output(job: JobFields) -> str | None:
-    """Return the URI of the output for checkpoints; ``None`` if the checkpoint path is local to the nodes.
-
-    All nodes and runs share the URI; the nodes create a folder per run below it.
-    """
-    path = job.checkpoint.path
-    if path is None:
-        return _DEFAULT_CHECKPOINTS
-    return path if path.startswith("azureml:") else None
 
 
 def command_text(job: JobFields, found: FoundProgram, shared: Iterable[str] = ()) -> str:
@@ -51,7 +38,7 @@ def command_text(job: JobFields, found: FoundProgram, shared: Iterable[str] = ()
     found = translated.found
     interpreter = _quoted(parse_program([found.program]).interpreter or "python")
     script = f"${{{{inputs.{RUNTIME}}}}}" if job.delivery == "ship" else "-m azureml_elastic.node"
-    if checkpoint_output(job) is not None:
+    if job.checkpoint.output is not None:
         folder = f"${{{{outputs.{CHECKPOINTS}}}}}"
     else:
         folder = _quoted(str(job.checkpoint.path))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from azureml_elastic.errors import SubmitError
+from azureml_elastic.plurals import counted
 from azureml_elastic.submit.job import ElasticCommandJob
-from azureml_elastic.submit.submitted import TERMINAL, SubmittedRun
+from azureml_elastic.submit.submitted import SubmittedRun
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
@@ -26,22 +27,17 @@ def check_earlier_run(client: MLClient, job: ElasticCommandJob) -> ElasticComman
     Raises:
         SubmitError: the earlier run does not exist, is no elastic job, still runs, or has another checkpoint path.
     """
-    from azure.core.exceptions import ResourceNotFoundError
-
     name = job.resume_from
     if name is None:
         return job
     try:
         earlier = SubmittedRun(client, name)
-    except ResourceNotFoundError as error:
-        raise SubmitError(
-            f"resume_from={name!r}: the workspace {client.workspace_name!r} has no such job. Give the name that the "
-            "submission printed."
-        ) from error
-    active = [node for node in earlier.nodes() if node.status not in TERMINAL]
+    except SubmitError as error:
+        raise SubmitError(f"resume_from={name!r}: {error}") from error
+    active = [node for node in earlier.nodes() if node.active]
     if active:
         raise SubmitError(
-            f"resume_from={name!r}: that run still has {len(active)} active node(s), {active[0].node} is "
+            f"resume_from={name!r}: that run still has {counted(len(active), 'active node')}, {active[0].node} is "
             f"{active[0].status}. Wait for its end, or cancel it first: azureml-elastic cancel {earlier.name}"
         )
     theirs, own = earlier.checkpoint_path, job.checkpoint.path

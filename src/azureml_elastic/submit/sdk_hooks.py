@@ -1,4 +1,4 @@
-"""The private names of azure-ai-ml that this library uses: to submit and validate elastic jobs, and to read logs.
+"""The private names of azure-ai-ml that this library uses: to submit and to validate elastic jobs.
 
 ``create_or_update`` accepts any ``BaseNode`` and, unless it is a ``Command`` or ``Spark``, submits the result of its
 ``_to_job()``. ``BaseNode`` is an abstract base class, so an unrelated class can be *registered* with it. The
@@ -19,9 +19,6 @@ it is quiet for the library that is sent with a job. Without these wrapped funct
 
 It also uploads what a link in a folder leads to, whatever ``.amlignore`` says of the link, and follows links that lead
 back without end. The function that walks through folders is therefore replaced by one that leaves ignored links out.
-
-``jobs.stream`` prints no log of a job that has ended. The addresses of its files are in the run history, which the
-client reads by ``_runs_operations``.
 """
 
 from __future__ import annotations
@@ -36,7 +33,6 @@ import sys
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -45,7 +41,6 @@ from azureml_elastic.errors import CommandError, SubmitError, needs_extra
 from azureml_elastic.submit.client import first_line
 
 if TYPE_CHECKING:
-    from azure.ai.ml import MLClient
     from azure.ai.ml.entities import Command, CommandComponent, CommandJob, Pipeline, PipelineJob, ValidationResult
     from azure.ai.ml.sweep import SweepJob
 
@@ -65,13 +60,12 @@ __all__ = [
     "component_of",
     "fields_of_command",
     "is_binding",
-    "log_files",
     "outside_pipelines",
     "plain_command_job",
     "plain_sweep_job",
     "position_in_pipelines",
+    "quiet_uploads",
     "register",
-    "running_time",
 ]
 
 
@@ -299,6 +293,16 @@ class _WithoutIgnoredLinks(types.ModuleType):
             yield root, folders, files
 
 
+@contextlib.contextmanager
+def quiet_uploads() -> Iterator[None]:
+    """Keep the blank lines and the bare escape codes, with which azure-ai-ml ends an upload, from files and pipes."""
+    if sys.stderr.isatty():
+        yield
+        return
+    with contextlib.redirect_stderr(_WithoutBlankLines(sys.stderr)):
+        yield
+
+
 class _WithoutBlankLines(io.TextIOBase):
     """Text stream without the blank lines with which azure-ai-ml ends an upload; other threads may write to it, too."""
 
@@ -395,26 +399,3 @@ def fields_of_command() -> frozenset[str]:
         from azure.ai.ml import command
     fields = inspect.signature(command).parameters.values()
     return frozenset(field.name for field in fields if field.kind is field.KEYWORD_ONLY)
-
-
-def log_files(client: MLClient, job: str) -> dict[str, str]:
-    """Return the addresses of a job's log files by name, such as ``user_logs/std_log.txt``; they expire.
-
-    Raises:
-        azure.core.exceptions.AzureError: the job cannot be read.
-    """
-    return dict(_details(client, job).log_files or {})
-
-
-def running_time(client: MLClient, job: str) -> tuple[datetime | None, datetime | None]:
-    """Return when a job began and ended to run, ``None`` for what has not happened.
-
-    Raises:
-        azure.core.exceptions.AzureError: the job cannot be read.
-    """
-    details = _details(client, job)
-    return details.start_time_utc, details.end_time_utc
-
-
-def _details(client: MLClient, job: str) -> Any:
-    return client.jobs._runs_operations.get_run_details(job)  # noqa: SLF001 - no public way exists

@@ -107,7 +107,7 @@ def _shared_outputs(job: JobFields) -> tuple[str, ...]:
     names = [name for name, output in job.outputs.items() if field_of(output, "path") is None]
     if not names or job.resources.max_instance_count == 1:
         return ()
-    if node_launch.checkpoint_output(job) is None and "://" in str(job.checkpoint.path):
+    if job.checkpoint.output is None and "://" in str(job.checkpoint.path):
         raise SubmitError(
             f"The output {names[0]!r} is a folder of each node's own, as the nodes of a step with the placement "
             f"'fan_out' are jobs of their own, and checkpoint.path={job.checkpoint.path!r} is no folder that they "

@@ -14,10 +14,13 @@ from azureml_elastic.config.command.program import FoundProgram, find_program, p
 from azureml_elastic.config.command.program_files import program_files
 from azureml_elastic.errors import CommandError, SubmitError
 from azureml_elastic.masking import named_secrets
+from azureml_elastic.plurals import counted
 from azureml_elastic.submit.expressions import check_expressions
 from azureml_elastic.submit.fields import JobFields, field_of
 from azureml_elastic.submit.launchers import refuse_launcher, without_launcher
+from azureml_elastic.submit.sdk_hooks import Ignored
 from azureml_elastic.submit.translation import translated_command
+from azureml_elastic.submit.upload_size import describe_upload
 
 __all__ = ["RESERVED_PREFIX", "check"]
 
@@ -78,6 +81,7 @@ def check(job: JobFields) -> FoundProgram:
     _check_script(job, found)
     _check_launching(job, found)
     _warn_of_fixed_ranks(job, found)
+    _warn_of_large_uploads(job)
     translated_command(job, found)
     _warn_of_secrets(job)
     _warn_of_previews(job)
@@ -253,6 +257,13 @@ def _warn_of_fixed_ranks(job: JobFields, found: FoundProgram) -> None:
         _LOG.warning("%s", describe_fixed_ranks(fixed, folder))
 
 
+def _warn_of_large_uploads(job: JobFields) -> None:
+    if job.code is not None and not _REMOTE.match(str(job.code)) and Path(job.code).is_dir():
+        found = describe_upload(Path(job.code), Ignored(Path(job.code)).has)
+        if found is not None:
+            _LOG.warning("%s", found)
+
+
 def _warn_of_previews(job: JobFields) -> None:
     """Warn of fields that the API version with which azure-ai-ml submits command jobs does not have."""
     resources = job.resources
@@ -344,8 +355,8 @@ def _check_pools(job: JobFields) -> None:
         )
     if most_of_pools < most:
         raise SubmitError(
-            f"The pools give {most_of_pools} nodes at most, below max_instance_count={most} of the resources. Raise "
-            "the pools' max_instance_count or lower that of the resources."
+            f"The pools give {counted(most_of_pools, 'node')} at most, below max_instance_count={most} of the "
+            "resources. Raise the pools' max_instance_count or lower that of the resources."
         )
 
 

@@ -254,6 +254,11 @@ class LocalWorkspace:
             signals.raise_received()
         return report
 
+    @property
+    def active(self) -> tuple[str, ...]:
+        """Names of the submitted jobs that have not ended, in the order of their submission."""
+        return tuple(run.name for run in self._runs.all() if not run.over.is_set())
+
     def wait(self, name: str, timeout_s: float | None = None) -> str:
         """Wait for the end of a job and return its state, seconds before ``jobs.stream`` would.
 

@@ -127,7 +127,7 @@ def test_one_failure_is_tolerated_and_two_raise(one):
         one.folder.write_text("no folder")
         one.save(step)
         assert one.checkpoints.settle().kind == "failed"
-        with pytest.raises(CheckpointError, match=f"step {step}: writing failed on 1 ranks: rank 0: "):
+        with pytest.raises(CheckpointError, match=f"step {step}: writing failed on 1 rank: rank 0: "):
             one.checkpoints.require(at_once=True)
         one.folder.unlink()
         hidden.rename(one.folder)

@@ -1,5 +1,6 @@
 """The command ``azureml-elastic local`` with real nodes, in a process of its own."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -51,6 +52,11 @@ def test_a_run_that_succeeded_without_its_faults_exits_with_125_and_names_them(t
     assert done.returncode == 125
 
 
+def status(folder):
+    """What is shown of a run on this machine."""
+    return subprocess.run([*PROGRAM, "status", "run"], cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
 @pytest.mark.parametrize("exit_code", [0, 3])
 def test_a_running_run_is_watched_from_another_process_until_it_ends(tmp_path, exit_code):
     (tmp_path / "train.py").write_text(
@@ -61,25 +67,31 @@ def test_a_running_run_is_watched_from_another_process_until_it_ends(tmp_path, e
         f"sys.exit({exit_code})\n"
     )
     options = ("--nodes", "1", "--run-dir", "run", "--max-restarts", "0", "--timeout", "120")
-    watched = tmp_path / "watched.txt"
-    with (tmp_path / "out.txt").open("w") as out, watched.open("w") as shown:
-        run = subprocess.Popen([*COMMAND, *options, "train.py"], cwd=tmp_path, stdout=out, stderr=out)
-        watch = None
-        try:
-            until((tmp_path / "run/events").is_dir)
-            watch = subprocess.Popen([*PROGRAM, "watch", "run", "--plain"], cwd=tmp_path, stdout=shown, stderr=shown)
-            until(lambda: "node-0 | [rank0]: trains" in watched.read_text())
-            (tmp_path / "enough").touch()
-            assert watch.wait(300) == (1 if exit_code else 0), watched.read_text()
-            assert run.wait(300) == exit_code
-        finally:
-            for process in (run, watch):
-                if process is not None:
-                    process.kill()
-                    process.wait()
+    watched, followed = tmp_path / "watched.txt", tmp_path / "followed.txt"
+    with contextlib.ExitStack() as stack:
+
+        def start(words, path):
+            out = stack.enter_context(path.open("w"))
+            process = stack.enter_context(subprocess.Popen(words, cwd=tmp_path, stdout=out, stderr=out))
+            stack.callback(process.kill)
+            return process
+
+        run = start([*COMMAND, *options, "train.py"], tmp_path / "out.txt")
+        until((tmp_path / "run/events").is_dir)
+        watch = start([*PROGRAM, "watch", "run", "--plain"], watched)
+        until(lambda: "node-0 | [rank0]: trains" in watched.read_text())
+        follow = start([*PROGRAM, "logs", "run"], followed)
+        until(lambda: "[rank0]: trains" in followed.read_text())
+        assert status(tmp_path).splitlines()[:2] == ["run: running", "Round 1: world size 1 on 1 node"]
+        (tmp_path / "enough").touch()
+        assert watch.wait(300) == (1 if exit_code else 0), watched.read_text()
+        assert run.wait(300) == exit_code
+        assert follow.wait(300) == 0
     text = watched.read_text()
-    assert "round 1: 1 workers on node-0" in text
+    assert "round 1: 1 worker on node-0" in text
     assert ("the run failed" if exit_code else "the run succeeded") in text
+    assert followed.read_text().splitlines()[-1] == (tmp_path / "run/logs/node-0.log").read_text().splitlines()[-1]
+    assert status(tmp_path).splitlines()[0] == ("run: failed" if exit_code else "run: succeeded")
 
 
 def test_a_folder_without_a_run_is_not_watched(tmp_path):

@@ -152,13 +152,16 @@ def test_texts_have_enough_contrast_in_both_colour_schemes(opened, page, scheme)
 def test_the_button_changes_the_colours_and_the_choice_lasts(opened, page):
     opened.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "light"}])
     colour = "getComputedStyle(document.body).backgroundColor"
+    text = "document.getElementById('theme').textContent"
     light = opened.value(colour)
+    assert opened.value(text) == "Dark", "it has the name of the colours that it changes to"
     opened.value("document.getElementById('theme').click()")
     dark = opened.value(colour)
     assert dark != light
-    assert opened.value("document.getElementById('theme').getAttribute('aria-pressed')") == "true"
     opened.open(page)
     assert opened.value(colour) == dark
+    assert opened.value(text) == "Light"
+    assert opened.value("document.getElementById('theme').ariaLabel") == "Light colours"
 
 
 def test_print_has_the_whole_messages_and_no_controls(opened):

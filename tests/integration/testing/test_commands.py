@@ -19,6 +19,7 @@ from azureml_elastic import ElasticCommandJob, ElasticResources, NodePool, Repla
 from azureml_elastic.cli import app
 from azureml_elastic.ledger.summary import load_report
 from azureml_elastic.testing import Eviction, LocalWorkspace, Pool
+from tests.support.command_imports import imported_packages
 from tests.support.node_server import FORKED
 from tests.support.paths import SAMPLES
 from tests.support.waiting import until
@@ -35,6 +36,7 @@ compute: azureml:cluster
 inputs: {epochs: 9}
 elastic: {max_instance_count: 2}
 """
+DEAR = {"azure.ai", "torch", "numpy", "pandas"}
 ANOTHER_PROCESS = """
 import sys, time
 from azure.ai.ml import MLClient, command
@@ -69,6 +71,7 @@ def test_a_file_is_shown_and_submitted_and_its_run_is_followed_read_and_download
         configure(workspace)
         shown = run("submit", "job.yml", "--set", "inputs.epochs=1", "--dry-run")
         assert shown.exit_code == 0, shown.output
+        assert not shown.stderr
         assert "node_1:" in shown.output
         assert "azureml_elastic_runtime.pyz" in shown.output
         wrong = run("submit", "job.yml", "--set", "elastic.max_instance_count=0")
@@ -77,10 +80,15 @@ def test_a_file_is_shown_and_submitted_and_its_run_is_followed_read_and_download
         assert not list(workspace.ml_client.jobs.list())
         # The second node comes while the first one trains.
         slow = "command=python digits.py --epochs ${{inputs.epochs}} --step-delay 0.05"
-        submitted = run("submit", "job.yml", "--set", "inputs.epochs=2", "--set", slow, "--stream")
-        assert submitted.exit_code == 0, submitted.output
+        words = ["submit", "job.yml", "--set", "inputs.epochs=2", "--set", slow, "--stream"]
+        with connected(workspace, *words) as submitting:
+            name = submitting.stdout.readline().strip()
+            # The log of a node is printed to its end while the run is streamed.
+            assert not imported_packages([["logs", name, "--node", "node_0"]], workspace.variables) & DEAR
+            streamed = submitting.stdout.read()
+            assert submitting.wait(300) == 0, streamed
         (job,) = workspace.ml_client.jobs.list()
-        assert job.name in submitted.stdout
+        assert (job.name, job.status) == (name, "Completed")
         shown = run("status", job.name)
         assert shown.exit_code == 0, shown.output
         assert "node_0" in shown.output
@@ -89,6 +97,14 @@ def test_a_file_is_shown_and_submitted_and_its_run_is_followed_read_and_download
         assert re.search(r"step (\d+)( of \d+)?, checkpoint of step \1\b", shown.output), shown.output
         read_logs(run, job.name)
         read_report(run, job.name)
+        # By a process of its own: aiohttp knows the certificates that there were when it was imported.
+        shown, wrong = connected(workspace, "checkpoints", "list", job.name).communicate()
+        assert shown.splitlines()[0].endswith(f"/azureml-elastic/{job.name}"), wrong
+        assert "committed" in shown
+        words = [["status", job.name], ["logs", job.name, "--tail", "1"], ["report", job.name], ["watch", job.name]]
+        imported = imported_packages(words, workspace.variables)
+        assert not imported & DEAR, "each import would take longer than the command"
+        assert "azure" in imported
         shown = run("watch", job.name, "--plain")
         assert shown.exit_code == 0, shown.output
         assert "2 workers on node_0, node_1" in shown.output or "2 workers on node_1, node_0" in shown.output
@@ -100,7 +116,7 @@ def test_a_file_is_shown_and_submitted_and_its_run_is_followed_read_and_download
         assert "has ended already" in shown.output
         shown = run("status", "no-such-run")
         assert shown.exit_code == 2
-        assert "read the run 'no-such-run'" in shown.output
+        assert "has no job 'no-such-run'" in shown.output
         shown = run("logs", job.name, "--node", "node_7")
         assert "has no node 'node_7'. There are: node_0, node_1" in shown.output
 
@@ -155,6 +171,12 @@ def read_logs(run, name):
 COMMAND = [sys.executable, "-c", "from azureml_elastic.cli import main; main()"]
 
 
+def connected(workspace, *words):
+    """A process of a command that is connected to a workspace."""
+    environ = {**os.environ, **workspace.variables}
+    return subprocess.Popen([*COMMAND, *words], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
 @contextlib.contextmanager
 def dashboard(name, *parts):
     """A running dashboard whose page has these parts, as a function that returns its page."""
@@ -184,7 +206,9 @@ def test_a_file_runs_on_this_machine_and_leaves_its_files(run):
     assert report.rounds[0].lost == ("node_1",)
     assert sorted(path.name for path in Path("out/events").iterdir()) == ["node_0.jsonl", "node_1.jsonl"]
     assert "rank 0 of" in Path("out/logs/node_0.log").read_text() + Path("out/logs/node_1.log").read_text()
-    assert list(Path("out/checkpoints").rglob("manifest.json"))
+    listed = run("checkpoints", "list", "out")
+    assert listed.exit_code == 0, listed.output
+    assert "committed" in listed.stdout
     # Nothing of it is left in this process, and no second run takes the folder.
     assert "workspace" not in os.environ.get("HTTPS_PROXY", "")
     again = run("submit", "job.yml", "--local", "--run-dir", "out")
@@ -218,10 +242,16 @@ def test_a_run_on_this_machine_ends_as_its_command(run):
 def test_a_command_of_a_workspace_submits_to_it_also_where_a_file_names_another_one(run):
     assert run("init", "starter").exit_code == 0
     Path("config.json").write_text("{}")
-    options = ["--set", "inputs.epochs=1", "--set", "elastic.max_instance_count=1", "--stream"]
+    options = ["--set", "inputs.epochs=1", "--set", "elastic.max_instance_count=1"]
     words = ["workspace", "start", "--", *COMMAND, "submit", "starter/job.yml", *options]
     done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    # The workspace waits for the job, and nothing that a package says of itself is between the lines.
+    name = done.stdout.strip()
+    address, waiting, ended = done.stderr.splitlines()
+    assert re.fullmatch(rf"https://\S+/runs/{name}\?wsid=/subscriptions/\S+&tid=\S+", address)
+    assert waiting.startswith(f"azureml-elastic: waiting for {name}. Ctrl-C")
+    assert ended == f"azureml-elastic: {name}: Completed"
     assert Path("config.json").read_text() == "{}"
     assert not Path("workspace.sh").exists()
 
@@ -236,7 +266,7 @@ def test_another_shell_sources_a_file(project):
         shell = subprocess.run(
             ["/bin/sh", "-c", f"cd / && {line.strip()} && {listing}"], capture_output=True, text=True, check=False
         )
-        assert "read the run 'no-such-run'" in shell.stderr
+        assert "has no job 'no-such-run'" in shell.stderr
         assert shell.returncode == 2, shell.stderr
     finally:
         serving.terminate()
@@ -316,7 +346,7 @@ def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_
             assert next(total for total in report.activities if total.activity == "training").seconds > 0
             with Path("live.txt").open("w") as out:
                 live = subprocess.Popen([*COMMAND, "watch", submitted.name, "--plain"], stdout=out, stderr=out)
-            until(lambda: "1 workers on dedicated_0" in Path("live.txt").read_text())
+            until(lambda: "1 worker on dedicated_0" in Path("live.txt").read_text())
             page = dashboards.enter_context(
                 dashboard(submitted.name, "The run is running", "dedicated_0", "data-poll=")
             )
@@ -325,8 +355,8 @@ def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_
             wrong = run("replace-nodes", name, "--once", "--budget", "5")
             assert wrong.exit_code == 2
             assert f"and the run '{submitted.name}' was submitted without" in " ".join(wrong.output.split())
-            shown = run("cancel", submitted.name)
-            assert f"cancelling {name}" in shown.output, shown.output
+            assert "active node" in run("checkpoints", "prune", submitted.name, "--yes").output
+            assert f"cancelling {name}" in run("cancel", submitted.name).output
             assert watching.wait(300) == 1, Path("watched.txt").read_text()
             assert live.wait(300) == 1, Path("live.txt").read_text()
             until(lambda: "data-poll=" not in page().partition("<body")[0], interval=0.5)

@@ -63,7 +63,7 @@ def test_a_failed_run_is_continued_and_each_sample_is_seen_once(project, tmp_pat
         runner = CliRunner()
         refused = runner.invoke(app, ["submit", "job.yml", "--resume-from", first.name])
         assert (refused.exit_code, refused.stdout) == (2, "")
-        assert "that run still has 2 active node(s)" in " ".join(refused.stderr.split())
+        assert "that run still has 2 active nodes" in " ".join(refused.stderr.split())
         (tmp_path / "go").touch()
         assert workspace.wait(first.name, 200) == "Failed"
         before = together(folder, tmp_path / "first")
@@ -79,7 +79,7 @@ def test_a_failed_run_is_continued_and_each_sample_is_seen_once(project, tmp_pat
 
         refused = runner.invoke(app, ["submit", "job.yml", "--resume-from", "nobody"])
         assert (refused.exit_code, refused.stdout) == (2, "")
-        assert "has no such job" in " ".join(refused.stderr.split())
+        assert "has no job" in " ".join(refused.stderr.split())
         done = runner.invoke(app, ["submit", "job.yml", "--resume-from", first.name])
         assert done.exit_code == 0, done.output
         second = done.stdout.split()[0]

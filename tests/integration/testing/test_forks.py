@@ -17,6 +17,7 @@ from azureml_elastic.submit.runtime.staging import RUNTIME_FILE, stage_runtime
 from azureml_elastic.testing import Eviction, LocalWorkspace, Pool
 from azureml_elastic.testing.forks.listener import NodeForks
 from tests.support.node_server import FORKED
+from tests.support.tiny_training import tiny_training
 from tests.support.waiting import until
 
 PROBE = """
@@ -44,21 +45,7 @@ OF_ONE_RUN = ("AZUREML_", "AZURE_ML_", "MASTER_", "MLFLOW_", "TORCHELASTIC_")
 OF_ONE_SHELL = ("CURL_CA_BUNDLE", "OLDPWD", "PWD", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "HTTPS_PROXY", "https_proxy")
 OF_ONE_WORKSPACE = ("MSI_ENDPOINT", "OBO_ENDPOINT")
 
-TRAINS = """
-import pathlib, sys, time
-import torch
-from azureml_elastic import train
-
-run = train.start()
-model = run.wrap(torch.nn.Linear(1, 1)); optimizer = torch.optim.SGD(model.parameters(), lr=.1)
-run.track(model=model, optimizer=optimizer)
-loader = run.loader(torch.utils.data.TensorDataset(torch.ones(80000, 1)), global_batch_size=4, seed=0)
-for epoch in run.epochs(1):
-    for (x,) in loader:
-        loss = model(x).square().mean(); run.backward(loss); optimizer.step(); optimizer.zero_grad(); run.commit()
-        pathlib.Path(sys.argv[1]).touch()
-        time.sleep(.05)
-"""
+TRAINS = tiny_training("pathlib.Path(sys.argv[1]).touch(); time.sleep(.05)")
 
 INTERRUPTED = """
 import sys

@@ -22,6 +22,7 @@ from azureml_elastic.errors import ElasticError
 from azureml_elastic.node.table import open_table
 from azureml_elastic.testing import Eviction, LocalWorkspace, Pool
 from azureml_elastic.testing.api.tokens import StaticCredential
+from tests.support.tiny_training import tiny_training
 from tests.support.waiting import until
 
 SUBMITTERS = {
@@ -33,20 +34,7 @@ USERS = "planted-by-the-user"
 SIGNATURE = "planted-signature"
 REPLACED = "Replacement of nodes: submitted"
 KEYS = ("planted-client-secret", "planted-run-token", "planted-account-key", USERS, SIGNATURE)
-FAILS = """
-import os, sys, time
-from azureml_elastic import train
-run = train.start()
-import torch
-model = run.wrap(torch.nn.Linear(1, 1)); optimizer = torch.optim.SGD(model.parameters(), lr=.1)
-run.track(model=model, optimizer=optimizer)
-loader = run.loader(torch.utils.data.TensorDataset(torch.ones(8000, 1)), global_batch_size=4, seed=0)
-for epoch in run.epochs(1):
-    for (x,) in loader:
-        loss = model(x).square().mean(); run.backward(loss); optimizer.step(); optimizer.zero_grad(); run.commit()
-        time.sleep(.1)
-        if os.path.exists(FILE): raise RuntimeError("the training failed")
-"""
+FAILS = "time.sleep(.1)\nif os.path.exists(FILE): raise RuntimeError('the training failed')"
 
 
 def found_in(text):
@@ -104,7 +92,7 @@ def without_the_users_own(body):
 
 def test_a_run_that_loses_a_node_and_fails_reveals_no_secret(project, script, tmp_path, capfd):
     fails = tmp_path / "fails"
-    script(FAILS.replace("FILE", repr(str(fails))))
+    script(tiny_training(FAILS.replace("FILE", repr(str(fails))), samples=8000))
     folder = tmp_path / "workspace"
     evictions = [Eviction(node=1, at_step=10)]
     with LocalWorkspace(pools={"spot": Pool(nodes=2)}, evictions=evictions, folder=folder) as workspace:

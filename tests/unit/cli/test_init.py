@@ -89,6 +89,7 @@ def test_the_script_trains_on_local_nodes_and_survives_a_loss(project, monkeypat
     assert report.audit is not None
     assert report.audit.exactly_once
     assert (project / "outputs" / "model.pt").exists()
+    assert "committed" in RUN.invoke(app, ["checkpoints", "list", "run"]).stdout
 
 
 def test_the_job_compiles_and_keeps_to_the_schema_beside_it(project):

@@ -292,3 +292,14 @@ def test_any_events_have_a_page_with_numbers_as_positions(events):
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(UsageError, match="cannot be written"):
         write_page(report(tmp_path, []), [], tmp_path / "no" / "page.html")
+
+
+def test_what_there_is_one_of_is_named_in_the_singular(tmp_path):
+    events = [event for event in loss_and_newcomer() if event.round <= 1 and event.time < 23]
+    content = page_content(report(tmp_path, events, recoveries=()), events)
+    facts = {fact.name: fact for fact in content.facts}
+    assert facts["World size"].detail == "1 round"
+    assert "The world size was 3 in 1 round." in run_page(content)
+    two = page_content(report(tmp_path, loss_and_newcomer()), loss_and_newcomer())
+    recoveries = next(fact for fact in two.facts if fact.name == "Recoveries")
+    assert (recoveries.value, "median" in recoveries.detail) == ("1", False)

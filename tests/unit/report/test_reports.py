@@ -1,6 +1,7 @@
 """The summary in the terminal."""
 
 import io
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,8 +12,9 @@ from azureml_elastic.ledger.samples import SampleAudit
 from azureml_elastic.ledger.summary import FaultRecord, MissedFault, NodeSummary, Paths, Report
 from azureml_elastic.ledger.timeline import RoundSpan
 from azureml_elastic.node.failures.classification import Failure
-from azureml_elastic.report.picture import lifelines, size_chart, time_axis
-from azureml_elastic.report.terminal import audit_text, summary
+from azureml_elastic.plurals import counted
+from azureml_elastic.report.picture import TimeColumns, lifelines, size_chart, time_axis
+from azureml_elastic.report.terminal import audit_text, summary, timeline_picture
 from tests.support.histories import enter, loss_and_newcomer
 
 
@@ -45,7 +47,7 @@ def test_the_summary_has_rounds_recoveries_and_outcome(tmp_path):
         "node-0 is lost",
         "11 to 20",
         "exactly once: 300 samples of 3 epochs",
-        "20 samples of 2 steps were rolled back",
+        "20 samples of 2 steps rolled back",
         "the run succeeded at step 30",
         str(tmp_path.name),
     ):
@@ -112,14 +114,35 @@ def test_failed_audits_are_reported():
 
 
 def test_the_size_chart_shows_the_loss(tmp_path):
-    three, two = size_chart(report(tmp_path).rounds, 37)  # one column a second, from 10.0 to 47.0
-    assert three == "   3 │" + "█" * 14 + " " * 12 + "█" * 11
-    assert two.count(" ") <= 5
-    assert time_axis(report(tmp_path).rounds, 37)[1].endswith("37.0 s")
+    found = report(tmp_path)
+    columns = TimeColumns(10.0, 47.0, 37)  # one column a second
+    (three, upper), (two, lower) = size_chart([round_ for round_ in found.rounds if round_.ran], columns)
+    assert (three, two) == (3, 2)
+    assert upper == "█" * 14 + " " * 12 + "█" * 11
+    assert lower.count(" ") <= 1
+    assert time_axis(columns)[1] == "0" + "37.0 s".rjust(36)
+
+
+def test_sizes_and_nodes_have_one_time_axis(tmp_path):
+    """A column of text is a time, from the start of the first node to the end of the last."""
+    began, ended = [10.0, 10.0, 10.0, 30.0, 35.0], [24.0, 50.0, 50.0, 50.0, 45.0]
+    found = report(tmp_path)
+    nodes = (*found.nodes, NodeSummary(name="node-4", exit_code=0, ending="exited"))
+    nodes = tuple(
+        node.model_copy(update={"began": first - 6, "ended": last})
+        for node, first, last in zip(nodes, began, ended, strict=True)
+    )
+    found = found.model_copy(update={"nodes": nodes})
+    lines = timeline_picture(found, 46).renderables  # from 4.0 to 50.0
+    texts = {line.plain[:12].strip(): line.plain[14:60] for line in lines if line.plain.startswith("  ")}
+    assert texts["3"] == " " * 6 + "█" * 14 + " " * 12 + "█" * 11 + " " * 3
+    assert texts["node-0"] == "·" * 6 + "█" * 14 + " " * 26
+    assert texts["node-3"] == " " * 20 + "·" * 12 + "━" * 11 + "·" * 3
+    assert texts["node-4"] == " " * 25 + "·" * 16 + " " * 5, "it has been in no round"
 
 
 def test_lifelines_show_rank_0_and_each_node_s_end(tmp_path):
-    lives = lifelines(report(tmp_path), 37)
+    lives = lifelines(report(tmp_path), TimeColumns(10.0, 47.0, 37))
     assert [(life.node, life.end) for life in lives] == [
         ("node-0", "killed"),
         ("node-1", "finished"),
@@ -129,7 +152,7 @@ def test_lifelines_show_rank_0_and_each_node_s_end(tmp_path):
     assert lives[0].bar.rstrip() == "█" * 14
     assert lives[1].bar.startswith("━" * 13)
     assert lives[1].bar.endswith("█" * 11)
-    assert lives[3].bar.strip() == "━" * 11
+    assert lives[3].bar.endswith("━" * 11)
 
 
 @given(
@@ -141,4 +164,20 @@ def test_any_history_has_a_picture_of_the_given_width(history, width):
         RoundSpan(number, ("a",), size, start, start + length, "a", ran=True)
         for number, (start, length, size) in enumerate(history, 1)
     ]
-    assert {len(line) for line in size_chart(rounds, width)} == {width + 6}
+    node = NodeSummary(name="a", began=history[0][0], ended=history[-1][0])
+    found = Report(paths=Paths.of(Path()), outcome="failed", exit_code=1, nodes=(node,), rounds=tuple(rounds))
+    columns = TimeColumns.of(found, width)
+    assert {len(bar) for _, bar in size_chart(rounds, columns)} == {width}
+    assert [len(life.bar) for life in lifelines(found, columns)] == [width]
+
+
+def test_one_of_a_kind_is_named_so(tmp_path):
+    one = report(tmp_path, skipped_events=1, audit=SampleAudit(dataset_size=1, epochs=1, steps=1, seen=1))
+    text = rendered(summary(one))
+    assert "1 sample of 1 epoch, none missed" in text
+    assert "1 line of the event files could not be read" in text
+    assert [counted(number, "process", "processes") for number in (0, 1, 1200)] == [
+        "0 processes",
+        "1 process",
+        "1,200 processes",
+    ]

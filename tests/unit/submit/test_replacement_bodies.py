@@ -52,7 +52,7 @@ def replaced(client, sent, components):
         if kind == "Command":
             outputs = read_job(properties, lambda _: components()[0]).outputs
             run.outputs = {name: (out.type, out.uri or f"azureml://chosen/{name}/") for name, out in outputs.items()}
-        returned = job_properties(run, "Running", host="api.example", version="2025-01-01-preview")
+        returned = job_properties(run, "Running", host="api.example", workspace="/w", version="2025-01-01-preview")
         returned["tags"] = {**returned["tags"], "_aml_system_ComputeTargetStatus": "{}"}
         assert returned["properties"] != properties["properties"]
         assert "Studio" in returned["services"]

@@ -17,6 +17,7 @@ from typing_extensions import override
 from azureml_elastic.checkpoint.save.background_task import BackgroundTask, TaskOutcome
 from azureml_elastic.checkpoint.save.commit import commit, discard
 from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
+from azureml_elastic.plurals import counted
 
 __all__ = ["SaveTask"]
 
@@ -63,7 +64,7 @@ class SaveTask(BackgroundTask):
 
     def _finish(self, failed: list[str]) -> TaskOutcome:
         if failed:
-            reason = f"writing failed on {len(failed)} ranks: {'; '.join(failed)}"
+            reason = f"writing failed on {counted(len(failed), 'rank')}: {'; '.join(failed)}"
             return discard(self.storage, self.manifest.directory, reason)
         return commit(
             self.storage,

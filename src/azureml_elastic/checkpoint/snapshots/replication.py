@@ -18,6 +18,7 @@ from azureml_elastic.checkpoint.save.background_task import BackgroundTask, Task
 from azureml_elastic.errors import ElasticError
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.ipc.shards import ShardDescription
+from azureml_elastic.plurals import counted
 
 __all__ = ["ReplicationTask", "partners"]
 
@@ -59,7 +60,7 @@ class ReplicationTask(BackgroundTask):
         copied = self.collective(lambda: self.control.gather(self._copied()))
         failed = [f"rank {rank}: {each.error}" for rank, each in enumerate(copied) if each.error is not None]
         if failed:
-            return TaskOutcome("failed", f"copying failed on {len(failed)} ranks: {'; '.join(failed)}")
+            return TaskOutcome("failed", f"copying failed on {counted(len(failed), 'rank')}: {'; '.join(failed)}")
         try:
             self._hold(partners([each.node for each in copied])[self.identity.rank])
         except ElasticError as error:

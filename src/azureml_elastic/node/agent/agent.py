@@ -52,6 +52,7 @@ from azureml_elastic.node.rendezvous.state.assignment import Assignment, Status
 from azureml_elastic.node.rendezvous.store_process import RemoteStore, RoundStore, enter, open_round_store
 from azureml_elastic.node.table import Table
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
+from azureml_elastic.plurals import counted
 
 __all__ = ["ExitReason", "NodeAgent"]
 
@@ -243,9 +244,8 @@ class NodeAgent:
         self._peers.begin(round_, leads=leads)
         self._announced = self._done = False
         self._record(RoundEntered, rank=assignment.rank, members=names, world_size=round_.world_size)
-        _LOG.info(
-            "Round %d: rank %d of %d nodes, %d workers.", round_.number, assignment.rank, len(names), round_.world_size
-        )
+        nodes, workers = counted(len(names), "node"), counted(round_.world_size, "worker")
+        _LOG.info("Round %d: rank %d of %s, %s.", round_.number, assignment.rank, nodes, workers)
         engine_key = derive_engine_key(self._rdzv.authenticator.key) if self._runs_engine else b""
         self._group.enter(assignment, pointer, self._run_id, self._plan.distribution.max_restarts, engine_key)
         self._pids = self._workers.pids

@@ -23,6 +23,7 @@ from azureml_elastic.node.failures.classification import FailedWorker
 from azureml_elastic.node.host.extension_locks import remove_stale_locks
 from azureml_elastic.node.preload.client import ForkedWorker, ForkRefused, PreloadServer
 from azureml_elastic.node.preload.stack_imports import for_plain_start
+from azureml_elastic.plurals import counted
 
 __all__ = ["WorkerSet", "Workers"]
 
@@ -242,7 +243,8 @@ class WorkerSet:
                 raise
         milliseconds = (time.monotonic() - start) * 1e3
         if self.forked:
-            _LOG.info("Forked %d workers in %.0f ms from the preload server.", len(self._processes), milliseconds)
+            workers = counted(len(self._processes), "worker")
+            _LOG.info("Forked %s in %.0f ms from the preload server.", workers, milliseconds)
         self._copier = OutputCopier(
             [
                 (self._path(local_rank, name), prefix, console)

@@ -13,6 +13,7 @@ from azureml_elastic.node.rendezvous.state.row_keys import ALL_PREFIX, ROUND_KEY
 from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
 from azureml_elastic.node.table import Row, Table
 from azureml_elastic.node.table.checkpoint_pointer import CHECKPOINT_KEY
+from azureml_elastic.plurals import counted
 
 __all__ = ["NodeOfTable", "RunState", "read_run_state"]
 
@@ -72,8 +73,8 @@ class RunState:
             why = f": {round_.message}" if round_.message else ""
             return f"The run {round_.state} in round {round_.number}{why}"
         if round_.state == "sealed":
-            count = len(round_.members)
-            return f"Round {round_.number}: world size {round_.world_size} on {count} node{'s' if count > 1 else ''}"
+            nodes = counted(len(round_.members), "node")
+            return f"Round {round_.number}: world size {round_.world_size} on {nodes}"
         why = f", after: {round_.reason}" if round_.reason else ""
         return f"Round {round_.number} waits for its nodes{why}"
 

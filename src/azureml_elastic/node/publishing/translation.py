@@ -30,6 +30,7 @@ from azureml_elastic.ledger.events import (
 from azureml_elastic.ledger.metric_names import OWN_PREFIX
 from azureml_elastic.ledger.timeline import headline, reason_and_losses
 from azureml_elastic.node.publishing.protocol import Span, Update, Value
+from azureml_elastic.plurals import counted
 
 __all__ = ["LONGEST_TAG", "NUMBERED_TAGS", "Translation"]
 
@@ -169,7 +170,7 @@ class Translation:
                 text = f"round {event.round}: no step for {event.seconds:.0f} s after step {event.step}"
                 return {f"elastic.failure.{_slot(event.round)}": text}
             case HostQuarantined():
-                return {"elastic.quarantined.host": f"{event.host}: {event.strikes} strikes"}
+                return {"elastic.quarantined.host": f"{event.host}: {counted(event.strikes, 'strike')}"}
             case CheckpointQuarantined():
                 return {"elastic.quarantined.checkpoint": f"{event.directory}: {headline(event.problems)}"}
             case RunEnded():
@@ -189,8 +190,9 @@ def _round_attributes(entered: RoundEntered) -> dict[str, str | int | float]:
 
 def _members_text(entered: RoundEntered) -> str:
     shown = ", ".join(entered.members[:_MOST_NODES])
+    workers, nodes = counted(entered.world_size, "worker"), counted(len(entered.members), "node")
     more = f" and {len(entered.members) - _MOST_NODES} more" if len(entered.members) > _MOST_NODES else ""
-    return f"round {entered.round}: sealed {entered.world_size} workers on {len(entered.members)} nodes: {shown}{more}"
+    return f"round {entered.round}: sealed {workers} on {nodes}: {shown}{more}"
 
 
 def _shorten(text: str) -> str:

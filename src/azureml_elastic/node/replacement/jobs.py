@@ -22,13 +22,14 @@ from azureml_elastic.errors import (
     WorkspaceForbidden,
     WorkspaceUnavailable,
 )
+from azureml_elastic.node.azure.credentials import developer_credential
 from azureml_elastic.node.azure.http import AzureError, HttpRequest, Reply, fetch
-from azureml_elastic.node.azure.workspace import ARM_URL, WORKSPACE_API, workspace_of
+from azureml_elastic.node.azure.workspace import ARM_URL, WORKSPACE_API, cloud_of, workspace_of
 
 if TYPE_CHECKING:
     from azure.core.credentials import TokenCredential
 
-__all__ = ["RunRecord", "WorkspaceJobs", "workspace_id"]
+__all__ = ["RunRecord", "WorkspaceJobs", "developer_jobs", "workspace_id"]
 
 _JOBS_API = "2025-01-01-preview"
 _PIPELINES_API = "2024-01-01-preview"
@@ -60,6 +61,21 @@ def workspace_id(environ: Mapping[str, str]) -> str:
     return quote(workspace_of(environ).id)
 
 
+def developer_jobs(environ: Mapping[str, str]) -> WorkspaceJobs:
+    """Return the client for the jobs of a workspace with the developer's own login, without sending a request.
+
+    Args:
+        environ: environment with the variables that name the workspace, and possibly its cloud.
+
+    Raises:
+        UsageError: the environment names no workspace, or its cloud is unknown.
+        MissingExtra: azure-identity is not installed.
+    """
+    token = developer_credential().token
+    assert token is not None
+    return WorkspaceJobs(workspace_id(environ), token, cloud_of(environ).arm_url)
+
+
 class WorkspaceJobs:
     """Client for the jobs of one workspace.
 
@@ -89,13 +105,17 @@ class WorkspaceJobs:
         return self._document(name, _JOBS_API)
 
     def _document(self, name: str, version: str) -> dict[str, Any] | None:
-        reply = self._arm("GET", f"/jobs/{quote(name, safe='')}", version, f"the job {name!r}")
+        return self._resource("jobs", name, version, f"the job {name!r}")
+
+    def _resource(self, kind: str, name: str, version: str, what: str) -> dict[str, Any] | None:
+        """Return the properties of a resource of the workspace, ``None`` if it does not exist."""
+        reply = self._arm("GET", f"/{kind}/{quote(name, safe='')}", version, what)
         if reply.status == HTTPStatus.NOT_FOUND:
             return None
         match reply.document:
             case {"properties": dict(properties)} if reply.status == HTTPStatus.OK:
                 return properties
-        raise _unexpected(reply, f"the job {name!r}")
+        raise _unexpected(reply, what)
 
     def submit(self, name: str, properties: Mapping[str, Any]) -> bool:
         """Submit a job; return false if a job of this name exists.
@@ -136,6 +156,20 @@ class WorkspaceJobs:
             found += [_record(run) for run in page.get("value") or []]
             address = str(page.get("nextLink") or "")
         return found
+
+    def log_files(self, name: str) -> dict[str, str]:
+        """Return the addresses of a job's log files by name, such as ``user_logs/std_log.txt``; they expire."""
+        details = self._history_of(f"/runs/{quote(name, safe='')}/details", f"the logs of {name!r}")
+        return dict((details or {}).get("logFiles") or {})
+
+    def compute(self, name: str) -> dict[str, Any] | None:
+        """Return the properties of a compute, ``None`` if it does not exist."""
+        found = self._resource("computes", name, WORKSPACE_API, f"the compute {name!r}")
+        return None if found is None else dict(found.get("properties") or {})
+
+    def datastore(self, name: str) -> dict[str, Any] | None:
+        """Return the properties of a datastore, ``None`` if it does not exist."""
+        return self._resource("datastores", name, WORKSPACE_API, f"the datastore {name!r}")
 
     def _history_of(self, address: str, what: str) -> dict[str, Any] | None:
         """Return a document of the run history, given its path or URL, ``None`` if it does not exist."""

@@ -21,6 +21,7 @@ from typing import Literal
 
 from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.config.resources import NodePool
+from azureml_elastic.plurals import counted
 
 __all__ = [
     "EARLY_S",
@@ -161,7 +162,7 @@ def limit_reached(
     """Return the policy limit that prevents replacement, in words, or ``None``."""
     limit = most_replacements(policy, most)
     if sum(job.submitted and not job.first for job in jobs) >= limit:
-        return f"The limit of {limit} replacements is reached; raise max_replacements."
+        return f"The limit of {counted(limit, 'replacement')} is reached; raise max_replacements."
     spent = cost(pools, jobs)
     if policy.budget is not None and spent >= policy.budget:
         return f"The nodes have cost {spent:.2f} USD, the budget is {policy.budget:g} USD; raise the budget."

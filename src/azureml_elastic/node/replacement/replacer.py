@@ -15,11 +15,10 @@ from azureml_elastic.config import environment as variables
 from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.config.resources import NodePool, replacement_name
 from azureml_elastic.errors import JobRefused, RowExists, UsageError, WorkspaceUnavailable
-from azureml_elastic.node.azure.credentials import developer_credential
 from azureml_elastic.node.core.round import Round
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
 from azureml_elastic.node.replacement.job_document import NodeSlot, replacement_job, variable_of
-from azureml_elastic.node.replacement.jobs import WorkspaceJobs, workspace_id
+from azureml_elastic.node.replacement.jobs import WorkspaceJobs, developer_jobs
 from azureml_elastic.node.replacement.observation import (
     CLAIM_PREFIX,
     REFUSED_PREFIX,
@@ -30,6 +29,7 @@ from azureml_elastic.node.replacement.observation import (
 )
 from azureml_elastic.node.replacement.policy import NodeJob, Start, Stop, decide, limit_reached
 from azureml_elastic.node.table import Table, as_developer, open_table
+from azureml_elastic.plurals import counted
 
 __all__ = ["NodeReplacer", "ReplacementStatus", "open_replacer"]
 
@@ -132,7 +132,7 @@ class NodeReplacer:
             succeeded, message = True, "A node has ended successfully, and the table has no rows of the run left."
         else:
             members = len(round_.members) if round_.state == "sealed" else 0
-            over, message = None, f"Round {round_.number}: {members} nodes train."
+            over, message = None, f"Round {round_.number}: {counted(members, 'node')} in training."
         return ReplacementStatus(self._observer.shape.pools, observed.jobs, over, succeeded, message)
 
     def _start(self, action: Start, jobs: tuple[NodeJob, ...]) -> str:
@@ -189,9 +189,7 @@ def open_replacer(
         WorkspaceUnavailable: the workspace does not answer.
         MissingExtra: azure-identity is not installed.
     """
-    token = developer_credential().token
-    assert token is not None
-    jobs = WorkspaceJobs(workspace_id(environ), token)
+    jobs = developer_jobs(environ)
     shape = RunShape.read(jobs, first)
     if (earlier := variable_of(shape.document, variables.FIRST_JOB)) is not None:
         first, shape = earlier, RunShape.read(jobs, earlier)

@@ -7,7 +7,10 @@
   const systemDark = matchMedia("(prefers-color-scheme: dark)");
   const stored = () => { try { return localStorage.getItem("azureml-elastic-theme"); } catch { return null; } };
   const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : systemDark.matches);
-  const showTheme = () => theme.setAttribute("aria-pressed", String(isDark()));
+  const showTheme = () => { // the button has the name of what it changes to
+    theme.textContent = isDark() ? "Light" : "Dark";
+    theme.setAttribute("aria-label", `${theme.textContent} colours`);
+  };
   if (["light", "dark"].includes(stored())) root.dataset.theme = stored();
   theme.hidden = false;
   theme.addEventListener("click", () => {

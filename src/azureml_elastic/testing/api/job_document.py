@@ -38,13 +38,14 @@ _EMPTY_OF_OUTPUT: dict[str, Any] = {
 }
 
 
-def job_properties(run: Run, status: Status, *, host: str, version: str) -> dict[str, Any]:
+def job_properties(run: Run, status: Status, *, host: str, workspace: str, version: str) -> dict[str, Any]:
     """Return the properties of a job's document in a response.
 
     Args:
         run: the job.
         status: its state.
         host: host name of the services of the run.
+        workspace: resource id of the workspace.
         version: API version of the request; fields that are younger are left out.
     """
     single = run.kind == "Command"
@@ -59,7 +60,7 @@ def job_properties(run: Run, status: Status, *, host: str, version: str) -> dict
         "isArchived": bool(run.body.get("isArchived")),
         "properties": {**(run.body.get("properties") or {}), **_OWN_PROPERTIES[run.kind](run)},
         "outputs": _outputs(run),
-        "services": _services(run, host),
+        "services": _services(run, host, workspace),
     }
 
 
@@ -110,13 +111,15 @@ def _outputs(run: Run) -> dict[str, Any]:
     return {"default": default, **named}
 
 
-def _services(run: Run, host: str) -> dict[str, Any]:
+def _services(run: Run, host: str, workspace: str) -> dict[str, Any]:
     """Return the services of the run, with the fields of their state, and those of the service itself."""
     given = {
         name: {**_EMPTY_OF_SERVICE, **service, "endpoint": None, "status": "NotStarted"}
         for name, service in (run.body.get("services") or {}).items()
     }
-    own = {"Tracking": f"azureml://{host}/mlflow/v1.0", "Studio": f"https://{host}/runs/{run.name}"}
+    # With a query, as in Azure ML: azure-ai-ml appends another part to it.
+    studio = f"https://{host}/runs/{run.name}?wsid={workspace}"
+    own = {"Tracking": f"azureml://{host}/mlflow/v1.0", "Studio": studio}
     return {
         **given,
         **{

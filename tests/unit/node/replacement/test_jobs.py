@@ -107,6 +107,25 @@ def test_a_job_is_read_submitted_and_cancelled(server, jobs, credential):
     assert set(credential.scopes) == {f"{server.url}/.default"}
 
 
+def test_computes_datastores_and_logs_are_read(server, jobs):
+    compute = {"computeType": "AmlCompute", "properties": {"vmSize": "Standard_NC6", "vmPriority": "LowPriority"}}
+    server.answers["GET", f"{WORKSPACE}/computes/spot"] = 200, {"properties": compute}
+    server.answers["GET", f"{WORKSPACE}/computes/attached"] = 200, {"properties": {"computeType": "Kubernetes"}}
+    server.answers["GET", f"{WORKSPACE}/datastores/blobs"] = 200, {"properties": {"containerName": "box"}}
+    server.answers["GET", f"{WORKSPACE}/datastores/broken"] = 200, []
+    assert jobs.compute("spot") == {"vmSize": "Standard_NC6", "vmPriority": "LowPriority"}
+    assert jobs.compute("attached") == {}
+    assert jobs.compute("gone") is None
+    assert jobs.datastore("blobs") == {"containerName": "box"}
+    assert jobs.datastore("gone") is None
+    with pytest.raises(WorkspaceUnavailable, match="does not give the datastore 'broken'"):
+        jobs.datastore("broken")
+    history(server, "/runs/a/details", {"logFiles": {"user_logs/std_log.txt": "https://x/log?sig=s"}})
+    assert jobs.log_files("a") == {"user_logs/std_log.txt": "https://x/log?sig=s"}
+    history(server, "/runs/b/details", {"logFiles": None})
+    assert jobs.log_files("b") == jobs.log_files("gone") == {}
+
+
 @pytest.mark.parametrize("status", [409, 400])
 def test_a_job_that_is_there_already_is_not_submitted_again(server, jobs, status):
     server.answers["PUT", f"{WORKSPACE}/jobs/b"] = status, {"error": {"message": "exists"}}

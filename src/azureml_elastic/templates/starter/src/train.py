@@ -62,7 +62,8 @@ def main() -> None:
             time.sleep(options.step_delay)
             run.commit()  # nodes may join or leave here
             if run.is_main and run.steps % 10 == 0:
-                print(f"epoch {epoch} step {run.steps}: loss {loss.item():.3f}, {run.world_size} workers", flush=True)
+                text = f"epoch {epoch} step {run.steps}: loss {loss.item():.3f}, world size {run.world_size}"
+                print(text, flush=True)
 
     if run.is_main:
         points, arms = spiral(900, seed=2).tensors

@@ -1,0 +1,192 @@
+"""A submitted run as the jobs of its nodes describe it, wherever these are read from. Without azure-ai-ml."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from azureml_elastic.config import environment as variables
+from azureml_elastic.config.plan import Plan
+from azureml_elastic.config.resources import first_nodes, replacement_name, step_names
+from azureml_elastic.errors import SubmitError
+
+__all__ = ["TERMINAL", "ElasticRun", "JobReader", "JobRecord", "NodeOfRun"]
+
+_LONGEST_GAP = 3
+
+TERMINAL = frozenset({"Completed", "Failed", "Canceled"})
+"""The final states of a job."""
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """A job of the workspace, or a step of a pipeline.
+
+    Args:
+        name: name of the job.
+        status: status in Azure ML's spelling.
+        display_name: name that the studio shows, for a step that of the step.
+        pipeline: whether the job has steps.
+        variables: environment variables of the job, or of each step of a pipeline that was not read from its history.
+        compute: name of the compute; ``None`` if it is unknown.
+        studio_url: address of the job's page.
+    """
+
+    name: str
+    status: str
+    display_name: str = ""
+    pipeline: bool = False
+    variables: tuple[Mapping[str, str], ...] = ()
+    compute: str | None = None
+    studio_url: str | None = None
+
+    def variable(self, name: str) -> str | None:
+        """Return an environment variable of the job or of the first of its steps that has it."""
+        return next((str(each[name]) for each in self.variables if each.get(name) is not None), None)
+
+
+class JobReader(Protocol):
+    """What reads the jobs of a workspace."""
+
+    def job(self, name: str) -> JobRecord | None:
+        """Return a job, ``None`` if there is none of this name."""
+
+    def steps(self, name: str) -> Sequence[JobRecord]:
+        """Return the steps of a pipeline that exist by now."""
+
+
+@dataclass(frozen=True)
+class NodeOfRun:
+    """The job of a node.
+
+    Args:
+        node: name of the node, such as ``spot_0``.
+        job: name of the job.
+        status: status in Azure ML's spelling.
+        pool: compute of the node's pool; ``None`` for a run without pools.
+    """
+
+    node: str
+    job: str
+    status: str
+    pool: str | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether the job has not ended."""
+        return self.status not in TERMINAL
+
+
+class ElasticRun:
+    """A run that was submitted as an elastic job.
+
+    Args:
+        jobs: reader of the workspace's jobs.
+        name: name of the submitted job, or of the job of a replacement node.
+
+    Raises:
+        SubmitError: there is no such job, or it is not an elastic job.
+    """
+
+    def __init__(self, jobs: JobReader, name: str) -> None:
+        self._jobs = jobs
+        job = self._read(name)
+        earlier = job.variable(variables.FIRST_JOB)
+        self.first = job if earlier is None else self._read(earlier)
+        """The run's first job, as it was when it was read."""
+        self.name = self.first.name
+        text = self.first.variable(variables.PLAN)
+        if text is None:
+            raise SubmitError(
+                f"The job {self.name!r} is no elastic job: none of its steps has a plan. Give the name of a submitted "
+                "ElasticCommandJob."
+            )
+        self.plan = Plan.from_json(text)
+        """The plan of the run."""
+
+    @property
+    def status(self) -> str:
+        """Status of the first job in Azure ML's spelling."""
+        return self.first.status
+
+    @property
+    def run_id(self) -> str:
+        """Run id of the nodes, by which another job continues the run: the job's name, and that of its step."""
+        given = {name: self.first.variable(name) or "" for name in (variables.RUN_ID, variables.STEP)}
+        return self.plan.run_id_of(given, job=self.name, root=self.name) or self.name
+
+    @property
+    def checkpoint_path(self) -> str | None:
+        """Path of the run's checkpoint policy; ``None`` for the default."""
+        return self.plan.checkpoint.path
+
+    @property
+    def jobs(self) -> list[str]:
+        """The names of the first job and of the jobs of replacement nodes."""
+        return [self.name, *(job.name for job in self._replacements())]
+
+    def nodes(self) -> list[NodeOfRun]:
+        """Return the jobs of all nodes in the order of submission."""
+        if not self.first.pipeline:
+            return [NodeOfRun("job", job.name, job.status) for job in (self.first, *self._replacements())]
+        found: list[NodeOfRun] = []
+        for name in self.jobs:
+            for step in self._jobs.steps(name):
+                node = step.display_name or step.name
+                found.append(NodeOfRun(node, step.name, step.status, self._pool_of(node)))
+        return found
+
+    def node(self, name: str | None) -> NodeOfRun:
+        """Return a node's job.
+
+        Args:
+            name: name of the node or of its job. ``None`` selects the first running node, else the last completed one,
+                else the last failed one.
+
+        Raises:
+            SubmitError: there is no such node.
+        """
+        nodes = self.nodes()
+        if name is not None:
+            chosen = [node for node in nodes if name in (node.node, node.job)]
+        else:
+            running, completed, failed = (
+                [node for node in nodes if node.status in states]
+                for states in (("Running", "Finalizing"), ("Completed",), ("Failed",))
+            )
+            chosen = running or completed[-1:] or failed[-1:] or nodes
+        if not chosen:
+            there = ", ".join(node.node for node in nodes) or "none yet"
+            raise SubmitError(f"The run {self.name!r} has no node {name!r}. There are: {there}.")
+        return chosen[0]
+
+    def _read(self, name: str) -> JobRecord:
+        job = self._jobs.job(name)
+        if job is None:
+            raise SubmitError(f"The workspace has no job {name!r}. Give the name that the submission printed.")
+        return job
+
+    def _replacements(self) -> Iterator[JobRecord]:
+        """Yield the jobs of replacement nodes, whose names are predictable and have few gaps."""
+        plan = self.plan
+        most = plan.resources.max_instance_count
+        if self.first.pipeline:
+            stems = dict(zip(step_names(plan.pools), first_nodes(plan.pools, most) or (most,), strict=True))
+        else:
+            stems = {"job": most if plan.resources.effective_placement == "service" else 1}
+        for stem, first in stems.items():
+            missing = 0
+            for number in itertools.count(first):
+                job = self._jobs.job(replacement_name(self.name, stem, number))
+                missing = missing + 1 if job is None else 0
+                if job is not None:
+                    yield job
+                if missing == _LONGEST_GAP:  # a process may have died before it submitted what it had claimed
+                    break
+
+    def _pool_of(self, node: str) -> str | None:
+        stem = node.rpartition("_")[0]
+        stems = step_names(self.plan.pools)
+        return self.plan.pools[stems.index(stem)].compute if self.plan.pools and stem in stems else None
