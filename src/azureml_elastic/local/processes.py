@@ -18,7 +18,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,9 @@ MARKER = "AZUREML_ELASTIC_LOCAL_NODE"
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 _END_TIMEOUT_S = 10.0
+
+_CLEANER = "torch_shm_manag"  # the kernel keeps 15 characters of a name
+_CLEANING_S = 5.0
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where the system has it
 
@@ -88,13 +91,13 @@ class NodeProcess:
                 process.resume()
 
     def kill(self, grace_s: float = 0.0) -> int:
-        """Kill all processes of the tree and return how many there were.
+        """Kill all processes of the tree and return how many there were, without those that clean up after others.
 
         Args:
             grace_s: time that the processes have to end by themselves.
         """
         limit = time.monotonic() + grace_s
-        while time.monotonic() < limit and self.tree():
+        while time.monotonic() < limit and not all(map(_cleans_up, self.tree())):
             time.sleep(0.02)  # to look at all processes takes some milliseconds
         ended = _end_tree(self.tree)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -135,6 +138,12 @@ class NodeProcesses:
         for node in self._nodes.values():
             node.kill()
         _reap(_end_tree(self.remaining))
+        cleaning = _marked(self._nonce + "/")
+        _wait_for_end(cleaning, _CLEANING_S)
+        for process in cleaning:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        _reap(cleaning)
         self._watchdog.communicate()
         set_subreaper(self._was_subreaper)
 
@@ -153,8 +162,8 @@ class NodeProcesses:
         return self._nodes[name]
 
     def remaining(self) -> list[psutil.Process]:
-        """Return the living processes of all nodes."""
-        return [process for process in _marked(self._nonce + "/") if _alive(process)]
+        """Return the living processes of all nodes, without those that clean up after others."""
+        return [process for process in _marked(self._nonce + "/") if _alive(process) and not _cleans_up(process)]
 
 
 def _marked(prefix: str) -> list[psutil.Process]:
@@ -171,23 +180,37 @@ def _marked(prefix: str) -> list[psutil.Process]:
 def _end_tree(tree: Callable[[], Iterable[psutil.Process]]) -> set[psutil.Process]:
     """Kill a process tree, wait for its end and return the killed processes.
 
-    All processes are stopped first, so that none can start another one unseen.
+    All processes are stopped first, so that none can start another one unseen. Those that clean up after others know
+    what processes have shared that ended before, and end by themselves.
     """
-    processes = _freeze(tree)
-    for process in processes:
+    frozen = _freeze(tree)
+    killed = {process for process in frozen if not _cleans_up(process)}
+    for process in frozen:
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    deadline = time.monotonic() + _END_TIMEOUT_S
+            process.kill() if process in killed else process.resume()
+    _wait_for_end(killed, _END_TIMEOUT_S)
+    _remove_shared_memory(killed)
+    return killed
+
+
+def _wait_for_end(processes: Collection[psutil.Process], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
     while any(_alive(process) for process in processes) and time.monotonic() < deadline:
         time.sleep(0.005)
-    _remove_shared_memory(processes)
-    return processes
+
+
+def _cleans_up(process: psutil.Process) -> bool:
+    """Return whether it is torch's process that removes shared tensors once their users have ended, 2 s before it."""
+    try:
+        return bool(process.name().startswith(_CLEANER))
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _remove_shared_memory(processes: Iterable[psutil.Process]) -> None:
     """Remove the tensors that killed processes have shared by torch's ``file_system`` strategy.
 
-    A machine that is lost takes its memory with it. Here it stays, as the process that removes the files is killed too.
+    A machine that is lost takes its memory with it. Here it stays where what removes the files was killed before.
     """
     for process in processes:
         for path in _SHARED_MEMORY.glob(f"torch_{process.pid}_*"):

@@ -76,6 +76,39 @@ def test_what_a_killed_node_has_shared_is_removed_with_it(tmp_path):
                 path.unlink(missing_ok=True)
 
 
+# An agent that holds a tensor which a process shares that has ended since, as a data loader's worker does.
+SHARING = """
+import sys, time
+import torch.multiprocessing as processes
+from torch import zeros
+processes.set_sharing_strategy("file_system")
+def share(queue, go_on):
+    queue.put(zeros(10))
+    go_on.wait()
+if __name__ == "__main__":
+    context = processes.get_context("fork")
+    queue, go_on = context.Queue(), context.Event()
+    child = context.Process(target=share, args=(queue, go_on))
+    child.start()
+    held = queue.get()
+    go_on.set()
+    child.join()
+    open(sys.argv[1], "w").write(str(child.pid))
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="tensors are shared elsewhere")
+def test_what_ended_processes_of_a_killed_node_have_shared_is_removed_with_it(tmp_path):
+    with NodeProcesses(tmp_path / "logs") as processes:
+        node = processes.start("node-0", [sys.executable, "-c", SHARING, str(tmp_path / "pid")], dict(os.environ))
+        until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        pattern = f"torch_{(tmp_path / 'pid').read_text()}_*"
+        assert list(Path("/dev/shm").glob(pattern)), (tmp_path / "logs/node-0.log").read_text()
+        assert node.kill() == 1, "what cleans up is not counted"
+    assert not list(Path("/dev/shm").glob(pattern))
+
+
 def test_a_frozen_tree_stops_resumes_and_can_be_killed(tmp_path):
     folder = tmp_path / "a"
     with NodeProcesses(tmp_path / "logs") as processes:

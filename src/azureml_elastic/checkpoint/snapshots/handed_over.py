@@ -15,7 +15,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 from azureml_elastic.checkpoint.format.manifest import (
     COMMITTED,
@@ -79,7 +79,7 @@ def write_handed_over(descriptor: int, state: HandedOverState, seconds_left: Cal
             files={_FILE: sums},
             state=header["state"],
             data=header["data"],
-            torch=version("torch"),
+            torch=_torch_version(),
             classes=header["classes"],
         )
         storage.publish(folder, MANIFEST, manifest.to_bytes())
@@ -107,6 +107,14 @@ def _written_by_another(storage: Storage, step: int, seconds_left: Callable[[], 
         if not begun or seconds_left() < enough:
             return None
         time.sleep(_POLL_SECONDS)
+
+
+def _torch_version() -> str:
+    """Return torch's version without its import, which is the workers'; a build without metadata tells none."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def _blocks(descriptor: int) -> Iterator[bytes]:
