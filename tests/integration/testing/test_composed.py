@@ -10,7 +10,9 @@ from azure.ai.ml.entities import CronTrigger, Data, JobSchedule, JupyterLabJobSe
 from azure.ai.ml.exceptions import JobException
 from azure.ai.ml.sweep import BanditPolicy, Choice, Uniform
 from azure.core.exceptions import HttpResponseError, ResourceNotFoundError
+from typer.testing import CliRunner
 
+from azureml_elastic.cli.app import app
 from azureml_elastic.testing import LocalWorkspace, Pool
 from tests.support.waiting import until
 
@@ -209,7 +211,9 @@ def test_a_sweep_that_would_end_trials_early_is_refused(client):
         client.jobs.create_or_update(job)
 
 
-def test_each_trigger_of_a_schedule_is_a_job_of_its_own_until_it_is_disabled_and_deleted(client, workspace):
+def test_each_trigger_of_a_schedule_is_a_job_of_its_own_until_it_is_disabled_and_deleted(
+    client, workspace, monkeypatch
+):
     @dsl.pipeline(compute="cluster")
     def pipeline(word: str):
         source = prepare(word=word)
@@ -225,7 +229,12 @@ def test_each_trigger_of_a_schedule_is_a_job_of_its_own_until_it_is_disabled_and
     assert [job.name for job in client.jobs.list(scheduled_job_name="s")] == jobs
     again = JobSchedule(name="again", trigger=trigger, create_job=client.jobs.get(jobs[0]).id)
     schedules.begin_create_or_update(again).result()
-    assert workspace.wait(schedules.trigger("again").job_name, 60) == "Completed"
+    for variable, value in workspace.variables.items():
+        monkeypatch.setenv(variable, value)
+    triggered = CliRunner().invoke(app, ["workspace", "trigger", "again"])
+    assert workspace.wait(triggered.stdout.strip(), 60) == "Completed", triggered.output
+    refused = CliRunner().invoke(app, ["workspace", "trigger", "none"])
+    assert (refused.exit_code, "no schedule 'none'" in " ".join(refused.output.split())) == (2, True)
     with pytest.raises(HttpResponseError, match="Disable it first"):
         schedules.begin_delete("s").result()
     assert not schedules.begin_disable("s").result().is_enabled
