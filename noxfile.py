@@ -30,6 +30,7 @@ GROUPED = ("--dist", "loadgroup", "--no-loadscope-reorder")
 TWO, THREE, FOUR = (("-n", str(number), *GROUPED) for number in (2, 3, 4))
 SDK_USERS = (
     "compilation",
+    "composition",
     "conversion",
     "fields",
     "paths_on_compute",
@@ -40,6 +41,7 @@ SDK_USERS = (
     "request_bodies",
     "sdk_hooks",
     "service_models",
+    "steps",
     "submission",
     "validate_call",
     "yaml_job",

@@ -6,6 +6,7 @@ __all__ = [
     "CHANNEL",
     "ENGINE_KEY",
     "FIRST_JOB",
+    "FIRST_NODE",
     "HISTORY",
     "INTEGRATIONS",
     "LOCAL_ADDRESS",
@@ -30,6 +31,9 @@ STEP = "AZUREML_ELASTIC_STEP"
 
 FIRST_JOB = "AZUREML_ELASTIC_FIRST_JOB"
 """Name of the job with which the run was submitted; set for replacement nodes."""
+
+FIRST_NODE = "AZUREML_ELASTIC_FIRST_NODE"
+"""Set for the node whose outputs are those of its step, where the nodes are jobs of their own."""
 
 NODE_ID = "AZUREML_ELASTIC_NODE_ID"
 """Identifier of this node; derived from the host name and a nonce when unset."""

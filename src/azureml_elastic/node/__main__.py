@@ -17,6 +17,7 @@ from azureml_elastic.config.command.program import parse_program
 from azureml_elastic.errors import ElasticError, UsageError
 from azureml_elastic.node.preload.client import PreloadServer
 from azureml_elastic.node.preload.early_start import start_early
+from azureml_elastic.node.shared_outputs import SharedOutputs
 from azureml_elastic.output_encoding import accept_all_characters
 
 __all__ = ["main"]
@@ -46,6 +47,9 @@ def main(
         description="Run one node of an elastic job. The plan is read from the environment.",
     )
     parser.add_argument("--checkpoint-dir", help="folder or mount for the checkpoints of all runs")
+    parser.add_argument(
+        "--output", action="append", metavar="NAME=PATH", help="output of this node that all nodes write together"
+    )
     parser.add_argument("--placeholders", metavar="NAME", help="name in the arguments' placeholders: %%{NAME:RANK}")
     parser.add_argument("program", nargs="+", metavar="-- python train.py ...", help="the training program")
     arguments = parser.parse_args(argv)
@@ -55,6 +59,8 @@ def main(
             from azureml_elastic.node.diagnostics.doctor import main as examine
 
             return examine(program.arguments)  # in the node's place: it finds out why nodes fail
+        outputs = SharedOutputs(arguments.output) if arguments.output and arguments.checkpoint_dir else None
+        program = outputs.redirected(program) if outputs else program
         preload = start_early(program, os.environ, start_preload) if early else None
         try:
             # These imports take as long as a third of torch's, which the preload server makes meanwhile.
@@ -62,10 +68,18 @@ def main(
             from azureml_elastic.node.host.identity import read_identity
 
             identity = read_identity(os.environ, checkpoint_dir=arguments.checkpoint_dir)
-            return run_node(identity, program, preload, start_preload)
+            if outputs is None:
+                return run_node(identity, program, preload, start_preload)
+            outputs.open(arguments.checkpoint_dir, identity.run_id)
+            exit_code = run_node(identity, program, preload, start_preload)
+            if exit_code == 0:
+                outputs.publish(os.environ)
+            return exit_code
         finally:
             if preload is not None:
                 preload.close()
+            if outputs is not None:
+                outputs.close()
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

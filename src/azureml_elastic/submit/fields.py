@@ -49,7 +49,10 @@ _MOVED = {
 """Fields of azure-ai-ml's command jobs that an elastic job has elsewhere."""
 
 _SUBMISSION_ONLY = ("docker_args", "instance_type", "locations", "properties", "shm_size")
-"""Fields of ``resources`` that the nodes do not use."""
+"""Fields of ``resources`` beside the numbers of nodes."""
+
+_NOT_IN_PLAN = tuple(name for name in _SUBMISSION_ONLY if name != "properties")
+"""Those of which a replacement job has what Azure ML returns; it adds properties, also within the given ones."""
 
 _DIGEST_CHARACTERS = 16
 _PLAIN = (bool, int, float, str, os.PathLike)
@@ -227,7 +230,7 @@ class JobFields(ConfigModel):
         """The configuration that the nodes receive. It has no run id: Azure ML names each submission."""
         return Plan(
             program=self._program,
-            resources=self.resources.model_copy(update=dict.fromkeys(_SUBMISSION_ONLY)),
+            resources=self.resources.model_copy(update=dict.fromkeys(_NOT_IN_PLAN)),
             distribution=self.distribution,
             checkpoint=self.checkpoint,
             batch=self.batch,

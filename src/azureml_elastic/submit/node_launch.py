@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 
 from azureml_elastic.config.command.program import FoundProgram, parse_program
 from azureml_elastic.config.environment import PLAN
@@ -38,8 +39,14 @@ def checkpoint_output(job: JobFields) -> str | None:
     return path if path.startswith("azureml:") else None
 
 
-def command_text(job: JobFields, found: FoundProgram) -> str:
-    """Return the job's command with the node's entry point inserted before the program."""
+def command_text(job: JobFields, found: FoundProgram, shared: Iterable[str] = ()) -> str:
+    """Return the job's command with the node's entry point inserted before the program.
+
+    Args:
+        job: the job.
+        found: position of the program in its command.
+        shared: names of the outputs that all nodes write together although each is a job of its own.
+    """
     translated = translated_command(job, found)
     found = translated.found
     interpreter = _quoted(parse_program([found.program]).interpreter or "python")
@@ -51,6 +58,7 @@ def command_text(job: JobFields, found: FoundProgram) -> str:
     options = f"--checkpoint-dir {folder}"
     if translated.name is not None:
         options += f" --placeholders {translated.name}"
+    options += "".join(f" --output {name}=${{{{outputs.{name}}}}}" for name in shared)
     return f"{found.before}{interpreter} {script} {options} -- {found.program}{found.after}"
 
 

@@ -1,7 +1,9 @@
 """Elastic jobs as steps of the user's own pipelines."""
 
+from pathlib import Path
+
 import pytest
-from azure.ai.ml import dsl
+from azure.ai.ml import Input, Output, dsl
 from azure.ai.ml.entities import PipelineJob
 
 from azureml_elastic import ElasticCommandJob, ElasticResources
@@ -11,6 +13,17 @@ from tests.support.node_server import FORKED
 TELL = """
 import os, sys
 print("this is", sys.argv[1], "of", os.environ["TORCHELASTIC_RUN_ID"])
+"""
+
+HAND_ON = """
+import os, pathlib, sys
+from azureml_elastic import train
+source, target = (pathlib.Path(path) for path in sys.argv[1:])
+run = train.start()
+(target / f"rank_{run.rank}").touch()
+if run.rank == 0:
+    held = (source / "model").read_text()
+    (target / "model").write_text(held + os.environ["TORCHELASTIC_RUN_ID"] + chr(10))
 """
 
 
@@ -80,3 +93,43 @@ def test_steps_of_single_nodes_differ_by_their_names_and_never_succeed_without_h
     name, children, lines = outcome(workspace, train, named)
     assert [child.status for child in children] == ["Completed", "Completed"]
     assert lines == [[f"training of {name}"], [f"evaluation of {name}-evaluate"]]
+
+
+@pytest.mark.parametrize("placement", ["fan_out", "gang"])
+def test_equal_steps_hand_on_what_their_nodes_have_written_each_as_a_run_of_its_own(
+    workspace, script, tmp_path, placement
+):
+    """The output of a fan_out step is that of its first node's job, and rank 0 is on any node."""
+    script(HAND_ON)
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "model").write_text("")
+    train = ElasticCommandJob(
+        code="src",
+        command="python train.py ${{inputs.source}} ${{outputs.model}}",
+        environment="anything@latest",
+        compute="cluster",
+        inputs={"source": Input(type="uri_folder")},
+        outputs={"model": Output(type="uri_folder")},
+        distribution={"process_count_per_instance": 1},
+        resources=ElasticResources(min_instance_count=2, max_instance_count=2, placement=placement),
+    )
+
+    @dsl.pipeline(compute="cluster")
+    def mine(source):
+        one = train(source=source)
+        two = train(source=one.outputs.model)
+        return {"model": two.outputs.model}
+
+    client = workspace.ml_client
+    name = client.jobs.create_or_update(mine(Input(type="uri_folder", path=str(tmp_path / "first")))).name
+    assert workspace.wait(name) == "Completed"
+    client.jobs.download(name, download_path=tmp_path, output_name="model")
+    folder = Path(tmp_path, "named-outputs", "model")
+    assert {path.name for path in folder.iterdir()} == {"model", "rank_0", "rank_1"}
+    runs = (folder / "model").read_text().split()
+    steps = sorted(client.jobs.list(parent_job_name=name), key=lambda child: child.display_name)
+    assert runs == ([f"{name}-step-{at}" for at in (0, 1)] if placement == "fan_out" else [each.name for each in steps])
+    for step in steps:
+        client.jobs.download(step.name, download_path=tmp_path / step.name, output_name="model")
+    first = tmp_path / steps[0].name / "named-outputs" / "model" / "model"
+    assert first.read_text().split() == runs[:1]

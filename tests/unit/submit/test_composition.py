@@ -270,9 +270,8 @@ def test_a_schedule_starts_a_new_run_each_time(workspace, client, components, pl
         counts = step["resources"]
         assert counts["instance_count"] == {"fan_out": 1, "service": 2, "gang": 3}[placement]
         # azure-ai-ml 1.35 writes this field of a step as those of a job
-        assert counts.get("max_instance_count", counts.get("maxInstanceCount")) == (
-            3 if placement == "service" else None
-        )
+        most = counts.get("max_instance_count", counts.get("maxInstanceCount"))
+        assert most == (3 if placement == "service" else None)
     assert "AZUREML_ELASTIC_RUN_ID" not in json.dumps(body)
     variables = [step["environment_variables"] for step in steps]
     triggers = [

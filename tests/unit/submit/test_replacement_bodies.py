@@ -1,5 +1,7 @@
 """Jobs that replace nodes: what was submitted, and nothing that Azure ML has added to it since."""
 
+import copy
+
 import pytest
 from azure.ai.ml import Output
 from azure.ai.ml.entities import JupyterLabJobService
@@ -98,6 +100,26 @@ def test_a_node_of_serverless_compute_names_it_as_the_first_submission_does(clie
         del plan["environment_variables"]
     assert moved == {**step, "display_name": "serverless_standard_nc6s_v3_spot_0"}
     assert name == "serverless_standard_nc6s_v3_spot_0"
+
+
+@pytest.mark.parametrize("placement", ["fan_out", "service", "gang"])
+@pytest.mark.parametrize("given", [None, {"AISuperComputer": {"slaTier": "Basic", "tries": [1, 2], "zone": None}}])
+def test_the_properties_of_the_resources_are_those_that_were_submitted(client, sent, placement, given):
+    """Azure ML returns them with defaults of its own, also within those that were given."""
+    resources = ElasticResources(max_instance_count=2, placement=placement, properties=given)
+    client.jobs.create_or_update(make(resources=resources))
+    (body,) = sent()
+    returned = copy.deepcopy(body["properties"])
+    submitted = []
+    for holder in returned["jobs"].values() if placement == "fan_out" else [returned]:
+        submitted.append(copy.deepcopy(holder["resources"].get("properties") or None))
+        added = {"slaTier": "Basic", "tries": [1, 2], "scalePolicy": {"min": 1}, "imageVersion": None}
+        holder["resources"]["properties"] = {"AISuperComputer": added, "ComputeSpecification": {"Automatic": True}}
+    slot = NodeSlot(0, 2)
+    made = replacement_job(returned, plan_of(returned), slot, first="first", run_id="run", workspace=WORKSPACE)
+    step = made["jobs"]["node_2"] if placement == "fan_out" else made
+    assert step["resources"].get("properties") == submitted[0]
+    assert submitted[0] == (given and {"AISuperComputer": {"slaTier": "Basic", "tries": [1, 2]}})
 
 
 @pytest.mark.parametrize("given", [None, {}])

@@ -165,6 +165,7 @@ def test_each_fan_out_step_has_a_name_of_its_own_that_all_its_nodes_share(folder
     assert len(set.union(*found)) == 6
     assert found == names()
     plan = Plan.from_json(nodes_of(next(iter(outer().jobs.values())))[0].environment_variables["AZUREML_ELASTIC_PLAN"])
+    assert plan.replacement is None
     ids = {
         plan.run_id_of({STEP: name}, job="node", root=root)
         for root in ("this-week", "last-week")
@@ -260,3 +261,23 @@ def test_a_sweep_in_a_pipeline_has_the_outputs_of_other_steps(folder):
     assert list(steps) == ["prepared", "search"]
     assert "${{parent.jobs.prepared.outputs.out}}" in str(mine())
     assert steps["search"].resources.instance_count == 3
+
+
+def test_only_the_nodes_of_a_fan_out_step_write_its_outputs_together(folder):
+    def nodes(job):
+        @dsl.pipeline(compute="gpu")
+        def mine():
+            job(data=Input(type="uri_folder", path=f"{URI}d/"))
+
+        (step,) = mine().jobs.values()
+        return nodes_of(step)
+
+    together = nodes(make())
+    assert all("--output model=${{outputs.model}} -- python" in node.component.command for node in together)
+    assert ["AZUREML_ELASTIC_FIRST_NODE" in node.environment_variables for node in together] == [True, False, False]
+    one = ElasticResources(max_instance_count=1, placement="fan_out")
+    path = {"model": Output(type="uri_folder", path=f"{URI}m/")}
+    for alone in (make("gang"), make("service"), make(resources=one), make(outputs=path)):
+        assert not any("--output" in node.component.command for node in nodes(alone))
+    with pytest.raises(SubmitError, match=r"'model' is a folder of each.*'abfss://c@a/x'.*'gang'"):
+        nodes(make(checkpoint={"path": "abfss://c@a/x"}))

@@ -174,6 +174,8 @@ def _step(document: Mapping[str, Any], plan: Plan, pool: int, workspace: str) ->
         raise PlanError("No step of the job is a node of azureml-elastic, so no replacement can be derived from it.")
     held = _steps(document)[names[-1]]
     step = _copied(held, _COPIED_OF_STEP) | _outputs(held, plan) | _services(held, plan, _BUILT_IN | _TENSOR_BOARD)
+    if resources := _with_properties(step.pop("resources", {}), plan):
+        step["resources"] = resources
     if not of_pool:
         _move(step, plan.pools[pool], workspace)
     return step
@@ -206,7 +208,14 @@ def _filled(value: Any) -> Any:
 def _resources(document: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """Return the submitted resources of a single job; Azure ML adds defaults such as a size of ``/dev/shm``."""
     submitted = (field for name in plan.submitted.resources for field in _OF_RESOURCES.get(name, ()))
-    return _copied(document.get("resources") or {}, (*_COUNTS, *submitted))
+    return _with_properties(_copied(document.get("resources") or {}, (*_COUNTS, *submitted)), plan)
+
+
+def _with_properties(resources: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """Return resources with the submitted properties in place of those that Azure ML returns."""
+    others = {name: value for name, value in resources.items() if name != "properties"}
+    given = plan.resources.properties
+    return {**others, "properties": copy.deepcopy(_filled(given))} if given else others
 
 
 def _properties(document: Mapping[str, Any], plan: Plan) -> dict[str, str]:

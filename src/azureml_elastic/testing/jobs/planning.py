@@ -145,7 +145,8 @@ class _Job:
             if value.reference is None:
                 inputs[name] = value
                 continue
-            reads.add(self._source(value.reference, run, name).name)
+            self._check_source(value.reference, run, name)
+            reads |= self._writers(value.reference)
             inputs[name] = replace(value, uri=self._uri(value.reference), reference=None)
         run.reads = frozenset(reads)
         address = self._planner.address
@@ -157,10 +158,24 @@ class _Job:
             {name: locate(uri, address) for name, (_, uri) in run.outputs.items()},
         )
 
-    def _source(self, reference: Reference, reader: Run, name: str) -> Run:
-        """Return the run whose output an input is."""
-        body, run = self._bodies.get(reference.path), self._runs.get(reference.path)
-        if body is None or run is None:
+    def _writers(self, reference: Reference) -> set[str]:
+        """Return the runs that an output comes from: a pipeline, and the steps in it that write it for the pipeline.
+
+        Whether Azure ML waits for the other steps of such a pipeline is not known, so that what runs here is ready for
+        both.
+        """
+        bound = [
+            Reference(path, name)
+            for path, body in self._bodies.items()
+            for name, output in body.outputs.items()
+            if output.reference == reference
+        ]
+        return {self._runs[reference.path].name}.union(*(self._writers(each) for each in bound))
+
+    def _check_source(self, reference: Reference, reader: Run, name: str) -> None:
+        """Refuse an input that is an output of no step."""
+        body = self._bodies.get(reference.path)
+        if body is None:
             there = [path[-1] for path in self._runs if path[:-1] == reference.path[:-1] and path]
             raise UsageError(
                 f"The input {name!r} of the step {'.'.join(reader.path)!r} is bound to the step "
@@ -171,7 +186,6 @@ class _Job:
                 f"The input {name!r} of the step {'.'.join(reader.path)!r} is bound to the output {reference.name!r} "
                 f"of {'.'.join(reference.path)!r}, which has: {', '.join(sorted(body.outputs)) or 'no outputs'}."
             )
-        return run
 
     def _uri(self, reference: Reference) -> str:
         """Return the address of an output, which may be that of the pipeline around its step."""
