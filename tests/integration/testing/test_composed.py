@@ -183,6 +183,32 @@ def test_trials_of_a_sweep_run_one_after_the_other_and_the_best_one_is_downloade
     assert times == ["began", "ended"] * 3
 
 
+def test_a_sweep_is_a_step_whose_outputs_are_those_of_its_best_trial(client, workspace, script, tmp_path):
+    script(LOG_METRIC)
+    text = "echo ${{inputs.lr}} ${{inputs.word}} > ${{outputs.model}} && python train.py ${{inputs.lr}}"
+    tried = step(text, code="src", inputs={"lr": 0.0, "word": "x"}, outputs={"model": Output(type="uri_file")})
+
+    @dsl.pipeline(compute="cluster")
+    def pipeline(word: str):
+        search = tried(lr=Choice([0.1, 0.15, 0.3]), word=word).sweep(
+            primary_metric="loss", goal="Minimize", sampling_algorithm="grid"
+        )
+        search.set_limits(max_total_trials=3, timeout=600)
+        last = both(first=search.outputs.model, second=search.outputs.model)
+        return {"report": last.outputs.report}
+
+    name = client.jobs.create_or_update(pipeline(word="hello")).name
+    # A failed trial fails neither the sweep nor the pipeline.
+    assert workspace.wait(name, 60) == "Completed"
+    assert states(client, name) == {"search": "Completed", "last": "Completed"}
+    client.jobs.download(name, download_path=tmp_path, output_name="report")
+    (report,) = tmp_path.rglob("r.txt")
+    assert report.read_text() == "0.15 hello\n" * 2
+    (search,) = [child.name for child in client.jobs.list(parent_job_name=name) if child.display_name == "search"]
+    assert client.jobs.get(search).properties["best_child_run_id"] == f"{search}_1"
+    assert list(states(client, search).values()) == ["Completed", "Completed", "Failed"]
+
+
 def test_a_sweep_is_cancelled_with_its_trials_and_begins_no_further_ones(client, workspace):
     job = sweep("echo ${{inputs.lr}}; sleep 1000", {"lr": Uniform(0, 1)}, sampling_algorithm="random")
     job.set_limits(max_total_trials=100, max_concurrent_trials=2)
