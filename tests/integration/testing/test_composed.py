@@ -13,6 +13,7 @@ from azure.core.exceptions import HttpResponseError, ResourceNotFoundError
 from typer.testing import CliRunner
 
 from azureml_elastic.cli.app import app
+from azureml_elastic.errors import UsageError
 from azureml_elastic.testing import LocalWorkspace, Pool
 from tests.support.waiting import until
 
@@ -230,9 +231,11 @@ def test_a_sweep_whose_trials_all_fail_has_failed_and_one_without_metrics_has_no
     assert "best_child_run_id" not in client.jobs.get(second).properties
 
 
-def test_a_sweep_that_would_end_trials_early_is_refused(client):
+def test_a_sweep_that_would_end_trials_early_is_refused_and_so_is_the_report_of_one(client, workspace, tmp_path):
     job = sweep("true ${{inputs.lr}}", {"lr": Choice([1])}, early_termination_policy=BanditPolicy(slack_factor=0.1))
     job.set_limits(max_total_trials=1)
+    with pytest.raises(UsageError, match="several runs"):
+        workspace.run(job, tmp_path / "run")
     with pytest.raises(HttpResponseError, match="ends no trial early"):
         client.jobs.create_or_update(job)
 
