@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from azureml_elastic.config.environment import FIRST_NODE
 from azureml_elastic.config.presets import Presets, mode_of_input
 from azureml_elastic.config.resources import SERVERLESS, NodePool, first_nodes, step_names
 from azureml_elastic.errors import SubmitError, needs_extra
@@ -44,6 +45,7 @@ __all__ = [
     "inputs_of",
     "outputs_of",
     "resolved",
+    "shared_outputs",
     "single",
 ]
 
@@ -54,7 +56,7 @@ _LITERAL_TYPES = frozenset(LITERALS.values())
 def compile_job(job: JobFields) -> Command | PipelineJob:
     """Return the job as a new entity of azure-ai-ml, which is in no pipeline of the user's."""
     job = resolved(job)
-    text = node_launch.command_text(job, check(job))
+    text = node_launch.command_text(job, check(job), shared_outputs(job))
     with outside_pipelines():
         if job.resources.effective_placement == "fan_out":
             return _fan_out(job, text)
@@ -88,10 +90,28 @@ def _fan_out(job: JobFields, text: str) -> PipelineJob:
     return PipelineJob(
         jobs=fan_out_nodes(job, text, inputs),
         inputs=inputs,
+        outputs={name: output or Output() for name, output in outputs_of(job).items() if name in job.outputs},
         compute=job.pools[0].compute if job.pools else str(job.compute or SERVERLESS),
         settings=PipelineJobSettings(continue_on_step_failure=True, force_rerun=True),
         **identification(job),
     )
+
+
+def shared_outputs(job: JobFields) -> tuple[str, ...]:
+    """Return the outputs that several nodes have no common place for, and that they write beside the checkpoints."""
+    if job.resources.effective_placement != "fan_out":
+        return ()
+    names = [name for name, output in job.outputs.items() if field_of(output, "path") is None]
+    if not names or job.resources.max_instance_count == 1:
+        return ()
+    if node_launch.checkpoint_output(job) is None and "://" in str(job.checkpoint.path):
+        raise SubmitError(
+            f"The output {names[0]!r} is a folder of each node's own, as the nodes of a job with the placement "
+            f"'fan_out' are jobs of their own, and checkpoint.path={job.checkpoint.path!r} is no folder that they "
+            "could share. Give the output a path, as in Output(type='uri_folder', path='azureml://datastores/...'), or "
+            "take the placement 'gang' or 'service'."
+        )
+    return tuple(names)
 
 
 def fan_out_nodes(job: JobFields, text: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,7 +128,16 @@ def fan_out_nodes(job: JobFields, text: str, inputs: Mapping[str, Any]) -> dict[
             if pool.job_tier is not None:
                 child.queue_settings = QueueSettings(job_tier=pool.job_tier, priority=job.priority)
         children[name] = child
+    _bind_outputs(job, next(iter(children.values())))
     return children
+
+
+def _bind_outputs(job: JobFields, first: Command) -> None:
+    """Make the outputs of the first node those of the pipeline that it is in."""
+    for name in job.outputs:
+        setattr(first.outputs, name, f"${{{{parent.outputs.{name}}}}}")
+    if shared_outputs(job):
+        first.environment_variables = {**first.environment_variables, FIRST_NODE: "1"}
 
 
 def _first_nodes(job: JobFields) -> Iterator[tuple[str, NodePool | None]]:

@@ -42,8 +42,7 @@ class ElasticCommandJob(JobFields, Submittable):
             ``resources`` has an ``instance_type``; or :class:`NodePool` objects in the order of
             preference, as in ``[NodePool("spot", max_instance_count=6), NodePool("dedicated", max_instance_count=2)]``.
         inputs: literals, ``Input`` objects, or dictionaries of their fields.
-        outputs: ``Output`` objects or dictionaries of their fields. With the placement ``fan_out``, an output without
-            a path is a separate folder for each node.
+        outputs: ``Output`` objects or dictionaries of their fields, which all nodes write together.
         environment_variables: environment variables of every process of the job.
         distribution: configuration of the processes on the nodes.
         checkpoint: checkpoint policy. Without a path, checkpoints are stored in the workspace's default blob store.

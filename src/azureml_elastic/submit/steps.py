@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from azureml_elastic.config import environment as variables
@@ -18,6 +18,7 @@ from azureml_elastic.submit.compilation import (
     inputs_of,
     outputs_of,
     resolved,
+    shared_outputs,
     single,
 )
 from azureml_elastic.submit.fields import JobFields, field_of
@@ -80,10 +81,9 @@ def compile_step(job: JobFields, position: str) -> Command | Pipeline:
         # A replacement job is derived from the submitted pipeline, which is the user's.
         own = {variables.STEP: f"step-{position}", **job.environment_variables}
         job = job.model_copy(update={"environment_variables": own, "replacement": None})
-    shared = _shared_outputs(job) if fan_out else ()
-    text = node_launch.command_text(job, check(job), shared)
+    text = node_launch.command_text(job, check(job), shared_outputs(job))
     with outside_pipelines():
-        called: Any = _component_of_nodes(job, text, shared) if fan_out else single(job, text, unset=job.inputs)
+        called: Any = _component_of_nodes(job, text) if fan_out else single(job, text, unset=job.inputs)
     node = called(**_given(job)) if fan_out else called(**bindings_of(job.inputs))
     node.display_name = job.display_name
     node.properties = dict(job.properties)
@@ -102,32 +102,12 @@ def _given(job: JobFields) -> dict[str, Any]:
     return {**values, **bindings_of(job.inputs)}
 
 
-def _shared_outputs(job: JobFields) -> tuple[str, ...]:
-    """Return the outputs that several nodes have no common place for, and that they write beside the checkpoints."""
-    names = [name for name, output in job.outputs.items() if field_of(output, "path") is None]
-    if not names or job.resources.max_instance_count == 1:
-        return ()
-    if node_launch.checkpoint_output(job) is None and "://" in str(job.checkpoint.path):
-        raise SubmitError(
-            f"The output {names[0]!r} is a folder of each node's own, as the nodes of a step with the placement "
-            f"'fan_out' are jobs of their own, and checkpoint.path={job.checkpoint.path!r} is no folder that they "
-            "could share. Give the output a path, as in Output(type='uri_folder', path='azureml://datastores/...'), or "
-            "take the placement 'gang' or 'service'."
-        )
-    return tuple(names)
-
-
-def _component_of_nodes(job: JobFields, text: str, shared: Collection[str]) -> PipelineComponent:
+def _component_of_nodes(job: JobFields, text: str) -> PipelineComponent:
     """Return the nodes of a job as a component, whose outputs are those of the first node."""
     inputs = inputs_of(job, unset=job.inputs)
     children = fan_out_nodes(job, text, inputs)
     types = {name: field_of(output, "type") for name, output in job.outputs.items()}
     outputs = {name: Output(type=kind or "uri_folder") for name, kind in types.items()}
-    first = next(iter(children.values()))
-    for name in outputs:
-        setattr(first.outputs, name, f"${{{{parent.outputs.{name}}}}}")
-    if shared:
-        first.environment_variables = {**first.environment_variables, variables.FIRST_NODE: "1"}
     for child in children.values():
         if child.compute is None and job.compute is not None:
             child.compute = str(job.compute)

@@ -96,7 +96,7 @@ def test_steps_of_single_nodes_differ_by_their_names_and_never_succeed_without_h
 
 
 @pytest.mark.parametrize("placement", ["fan_out", "gang"])
-def test_equal_steps_hand_on_what_their_nodes_have_written_each_as_a_run_of_its_own(
+def test_what_any_node_has_written_is_the_output_of_its_step_or_job_each_a_run_of_its_own(
     workspace, script, tmp_path, placement
 ):
     """The output of a fan_out step is that of its first node's job, and rank 0 is on any node."""
@@ -133,3 +133,9 @@ def test_equal_steps_hand_on_what_their_nodes_have_written_each_as_a_run_of_its_
         client.jobs.download(step.name, download_path=tmp_path / step.name, output_name="model")
     first = tmp_path / steps[0].name / "named-outputs" / "model" / "model"
     assert first.read_text().split() == runs[:1]
+    alone = client.jobs.create_or_update(train(source=Input(type="uri_folder", path=str(tmp_path / "first"))))
+    assert workspace.wait(alone.name) == "Completed"
+    client.jobs.download(alone.name, download_path=tmp_path / "alone", output_name="model")
+    own = tmp_path / "alone" / "named-outputs" / "model"
+    assert {path.name for path in own.iterdir()} == {"model", "rank_0", "rank_1"}
+    assert (own / "model").read_text().split() == [alone.name]

@@ -46,7 +46,7 @@ ARRIVES = {
     "code": ("src", {"c.code": "<workspace>/codes/<uuid>/versions/1"}),
     "environment": ("azureml:env:2", {"c.environment": "<workspace>/environments/env/versions/2"}),
     "inputs": ({"x": Input(type="uri_file", path=URI, mode="download")}, {"a.inputs.x.uri": URI}),
-    "outputs": ({"o": Output(type="uri_file", path=URI, mode="upload")}, {"n.outputs.o.uri": URI}),
+    "outputs": ({"o": Output(type="uri_file", path=URI, mode="upload")}, {"a.outputs.o.uri": URI}),
     "docker_args": ("--ipc host", {"n.resources.dockerArgs": "--ipc host"}),
     "instance_type": ("Standard_NC6", {"n.resources.instanceType": "Standard_NC6"}),
     "locations": (("westeurope",), {"n.resources.locations": ["westeurope"]}),
@@ -227,10 +227,14 @@ def test_inputs_of_every_type_and_mode(send, placement, kind, mode, wanted):
 )
 def test_outputs_of_every_type_and_mode(send, placement, kind, mode, wanted):
     output = Output(type=kind, path=URI, mode=mode, name="asset")
-    found = send(placement, outputs={"o": output})["n"]["outputs"]["o"]
-    name = found.pop("assetName", None) or found.pop("name", None)
-    assert name == "asset"
-    assert found == {"jobOutputType": kind, "uri": URI} | ({"mode": wanted} if mode else {})
+    found = send(placement, outputs={"o": output})
+    nodes = found.get("nodes", [])
+    assert [node["outputs"]["o"]["value"] for node in nodes[:1]] == ["${{parent.outputs.o}}"] * len(nodes[:1])
+    for held in (found["a"], *nodes[1:]):
+        sent = held["outputs"]["o"]
+        name = sent.pop("assetName", None) or sent.pop("name", None)
+        assert name == "asset"
+        assert sent == {"jobOutputType": kind, "uri": URI} | ({"mode": wanted} if mode else {})
 
 
 @pytest.mark.parametrize("placement", ["service", "gang"])

@@ -52,6 +52,9 @@ def replaced(client, sent, components):
         if kind == "Command":
             outputs = read_job(properties, lambda _: components()[0]).outputs
             run.outputs = {name: (out.type, out.uri or f"azureml://chosen/{name}/") for name, out in outputs.items()}
+        else:
+            chosen = {name: out.get("uri", f"azureml://chosen/{name}/") for name, out in properties["outputs"].items()}
+            run.outputs = {name: (properties["outputs"][name]["jobOutputType"], uri) for name, uri in chosen.items()}
         returned = job_properties(run, "Running", host="api.example", version="2025-01-01-preview")
         returned["tags"] = {**returned["tags"], "_aml_system_ComputeTargetStatus": "{}"}
         assert returned["properties"] != properties["properties"]
@@ -97,7 +100,7 @@ def test_a_node_of_serverless_compute_names_it_as_the_first_submission_does(clie
     moved = made["jobs"]["serverless_standard_nc6s_v3_spot_0"]
     assert step["computeId"] == f"{WORKSPACE}/computes/serverless"
     for plan in (moved, step):
-        del plan["environment_variables"]
+        del plan["environment_variables"], plan["outputs"]
     assert moved == {**step, "display_name": "serverless_standard_nc6s_v3_spot_0"}
     assert name == "serverless_standard_nc6s_v3_spot_0"
 
@@ -131,3 +134,25 @@ def test_empty_fields_of_the_returned_document_are_not_sent(replaced, given):
     assert "services" not in made
     assert "limits" not in made
     assert None not in made.values()
+
+
+def test_the_only_node_is_sent_again_with_outputs_of_its_own(replaced):
+    """Those of the first node are the outputs of the pipeline, which a pipeline of one other node does not have."""
+    outputs = {
+        "model": Output(type="uri_folder", mode="upload"),
+        "kept": Output(type="uri_folder", path="azureml://datastores/d/paths/k/", name="asset"),
+    }
+    resources = ElasticResources(max_instance_count=1, placement="fan_out")
+    body, made = replaced(make(outputs=outputs, resources=resources), NodeSlot(0, 1))
+    assert body["jobs"]["node_0"]["outputs"]["model"]["value"] == "${{parent.outputs.model}}"
+    sent = made["jobs"]["node_1"]["outputs"]
+    assert sent["model"] == {"job_output_type": "uri_folder", "mode": "Upload"}
+    assert sent["kept"].items() >= {"uri": "azureml://datastores/d/paths/k/", "name": "asset"}.items()
+    assert "outputs" not in made
+
+
+def test_a_node_in_place_of_the_first_one_does_not_write_the_outputs_of_the_run(replaced):
+    pools = [NodePool("other", max_instance_count=1), NodePool("gpu", max_instance_count=1)]
+    body, made = replaced(make(compute=pools, resources=None), NodeSlot(0, 1))
+    assert "AZUREML_ELASTIC_FIRST_NODE" in body["jobs"]["other_0"]["environment_variables"]
+    assert "AZUREML_ELASTIC_FIRST_NODE" not in made["jobs"]["other_1"]["environment_variables"]

@@ -112,8 +112,19 @@ def test_fan_out_is_a_pipeline_of_single_nodes(submit, sent, components):
                     "data": {"uri": DATA, "mode": "ReadOnlyMount", "jobInputType": "uri_folder"},
                     "azureml_elastic_runtime": RUNTIME,
                 },
-                "outputs": {},
-                "jobs": {name: {**node, "display_name": name} for name in ("node_0", "node_1")},
+                "outputs": {"model": {"jobOutputType": "uri_folder"}},
+                "jobs": {
+                    "node_0": {
+                        **node,
+                        "display_name": "node_0",
+                        "environment_variables": {**variables(job), "AZUREML_ELASTIC_FIRST_NODE": "1"},
+                        "outputs": {
+                            **node["outputs"],
+                            "model": {"value": "${{parent.outputs.model}}", "type": "literal"},
+                        },
+                    },
+                    "node_1": {**node, "display_name": "node_1"},
+                },
             }
         }
     ]
@@ -124,7 +135,7 @@ def test_fan_out_is_a_pipeline_of_single_nodes(submit, sent, components):
             "type": "command",
             "_source": "BUILDER",
             "is_deterministic": False,
-            "command": COMPILED,
+            "command": COMPILED.replace(" -- ", " --output model=${{outputs.model}} -- "),
             "code": "azureml:<workspace>/codes/<uuid>/versions/1",
             "environment": "azureml:<workspace>/environments/env/versions/1",
             "inputs": {
@@ -244,7 +255,8 @@ def test_an_environment_that_has_the_library_gets_nothing_shipped(client, sent, 
     (body,), (component,) = sent(), components()
     assert component["command"] == (
         "/opt/py/bin/python -m azureml_elastic.node "
-        "--checkpoint-dir ${{outputs.azureml_elastic_checkpoints}} -- /opt/py/bin/python -u -m pkg"
+        "--checkpoint-dir ${{outputs.azureml_elastic_checkpoints}} --output model=${{outputs.model}} "
+        "-- /opt/py/bin/python -u -m pkg"
     )
     assert list(body["properties"]["inputs"]) == ["lr", "data"]
     assert not any("LocalUpload" in path for path in workspace.blobs)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -58,6 +59,16 @@ _OF_RESOURCES = {
     "properties": ("properties",),
     "shm_size": ("shmSize",),
 }
+_PIPELINE_OUTPUT = re.compile(r"\$\{\{\s*parent\.outputs\.(\w+)\s*\}\}", re.ASCII)
+_OF_OUTPUT = {
+    "jobOutputType": "job_output_type",
+    "mode": "mode",
+    "uri": "uri",
+    "assetName": "name",
+    "assetVersion": "version",
+}
+"""Fields of an output of a pipeline, and their names in a step."""
+
 _COUNTS = ("instanceCount", "maxInstanceCount")
 
 _BUILT_IN = frozenset({"studio", "tracking"})
@@ -173,12 +184,28 @@ def _step(document: Mapping[str, Any], plan: Plan, pool: int, workspace: str) ->
     if not names:
         raise PlanError("No step of the job is a node of azureml-elastic, so no replacement can be derived from it.")
     held = _steps(document)[names[-1]]
+    held = {**held, "outputs": _unbound(held.get("outputs") or {}, document.get("outputs") or {})}
     step = _copied(held, _COPIED_OF_STEP) | _outputs(held, plan) | _services(held, plan, _BUILT_IN | _TENSOR_BOARD)
     if resources := _with_properties(step.pop("resources", {}), plan):
         step["resources"] = resources
+    step["environment_variables"] = {
+        name: text for name, text in _variables(step).items() if name != variables.FIRST_NODE
+    }
     if not of_pool:
         _move(step, plan.pools[pool], workspace)
     return step
+
+
+def _unbound(outputs: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the outputs of a step, with those of the pipeline in place of the outputs that are bound to them."""
+    found: dict[str, Any] = {}
+    for name, output in outputs.items():
+        bound = _PIPELINE_OUTPUT.fullmatch(str((output or {}).get("value")))
+        given = _filled(above.get(bound[1]) or {}) if bound else None
+        found[name] = (
+            output if given is None else {ours: given[theirs] for theirs, ours in _OF_OUTPUT.items() if theirs in given}
+        )
+    return found
 
 
 def _move(step: dict[str, Any], pool: NodePool, workspace: str) -> None:

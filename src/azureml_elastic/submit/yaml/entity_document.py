@@ -42,7 +42,7 @@ _LOWER_CASE = frozenset({"job_tier", "priority"})
 """Fields whose values are lower case in YAML."""
 
 _UNWRITTEN = {
-    "pipeline": ("identity", "services", "outputs"),
+    "pipeline": ("identity", "services"),
     "node": ("description", "comment", "tags", "properties"),
     "component": ("display_name", "description", "tags", "properties", "resources", "distribution"),
 }
@@ -119,7 +119,7 @@ def _command(job: Any, paths: PathFormat) -> dict[str, Any]:
 def _pipeline(job: Any, paths: PathFormat, absent: Collection[str]) -> dict[str, Any]:
     """Return a pipeline whose equal parts are the same objects, which are dumped as YAML anchors."""
     parts: dict[str, list[Any]] = {}
-    nodes = {}
+    nodes: dict[str, Any] = {}
     _check_unwritten("pipeline", job)
     for name, node in job.jobs.items():
         _check_unwritten("node", node)
@@ -131,7 +131,8 @@ def _pipeline(job: Any, paths: PathFormat, absent: Collection[str]) -> dict[str,
                 "it, so each node would get a separate environment. Register it with "
                 "ml_client.environments.create_or_update(...), and give its name."
             )
-        outputs = {key: _node_output(key, node) for key in node.component.outputs if key not in absent}
+        bound = {} if nodes else {key: f"${{{{parent.outputs.{key}}}}}" for key in job.outputs}
+        own = {key: _node_output(key, node) for key in node.component.outputs if key not in {*bound, *absent}}
         fields = {
             "type": "command",
             **_unless_empty("display_name", node.display_name),
@@ -139,7 +140,7 @@ def _pipeline(job: Any, paths: PathFormat, absent: Collection[str]) -> dict[str,
             "component": _component(node.component, paths),
             **_unless_empty("environment_variables", dict(node.environment_variables or {})),
             **_unless_empty("inputs", {key: f"${{{{parent.inputs.{key}}}}}" for key in node.component.inputs}),
-            **_unless_empty("outputs", outputs),
+            **_unless_empty("outputs", {**bound, **own}),
             **_node(node),
         }
         nodes[name] = {key: _shared(value, parts.setdefault(key, [])) for key, value in fields.items()}
@@ -150,6 +151,7 @@ def _pipeline(job: Any, paths: PathFormat, absent: Collection[str]) -> dict[str,
         **_computed(job.compute),
         "settings": _fields("settings", "The pipeline's settings", job.settings),
         **_unless_empty("inputs", {name: _input(name, value.result(), paths) for name, value in job.inputs.items()}),
+        **_unless_empty("outputs", {name: _pipeline_output(name, job) for name in job.outputs}),
         "jobs": nodes,
     }
 
@@ -180,6 +182,14 @@ def _node_output(name: str, node: Any) -> dict[str, Any]:
     own, declared = node.outputs[name], node.component.outputs[name]
     fields = {key: getattr(own, key, None) or getattr(declared, key, None) for key in _FIELDS["output"]}
     _fields("output", f"The output {name!r}", declared)
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def _pipeline_output(name: str, job: Any) -> dict[str, Any]:
+    """Return an output of a pipeline, which its first node is bound to."""
+    component = next(iter(job.jobs.values())).component
+    _fields("output", f"The output {name!r}", component.outputs[name])
+    fields = {key: getattr(job.outputs[name], key, None) for key in _FIELDS["output"]}
     return {key: value for key, value in fields.items() if value is not None}
 
 
