@@ -16,7 +16,6 @@ from azureml_elastic import ElasticCommandJob, ElasticResources
 
 CODE = str(Path(__file__).parent / "src")
 ENVIRONMENT = "azureml://registries/azureml/environments/acpt-pytorch-2.8-cuda12.6/labels/latest"
-MODELS = "azureml://datastores/workspaceblobstore/paths/digits-pipeline/"
 
 prepare = command(
     code=CODE,
@@ -30,8 +29,7 @@ train = ElasticCommandJob(
     command="python train.py --data ${{inputs.data}} --model ${{outputs.model}} --epochs ${{inputs.epochs}} "
     "--step-delay ${{inputs.step_delay}}",
     inputs={"data": Input(type="uri_folder"), "epochs": 4, "step_delay": 0.0},
-    # Whichever node is rank 0 at the end writes the model, so that all need the same folder.
-    outputs={"model": Output(type="uri_folder", mode="rw_mount", path=MODELS)},
+    outputs={"model": Output(type="uri_folder")},
     environment=ENVIRONMENT,
     compute="cluster",
     resources=ElasticResources(min_instance_count=1, max_instance_count=3),

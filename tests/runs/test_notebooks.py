@@ -117,15 +117,15 @@ def test_spot_with_fallback(project):
 
 
 def test_pipeline(project):
-    # The step before is node 0.
-    evictions = [Eviction(node=1, at_step=10, notice_s=0)]
+    # The step before is node 0, so that this is the second node.
+    evictions = [Eviction(node=2, at_step=10, notice_s=0)]
     text, _ = execute(project, "pipeline", pools={"cluster": Pool(nodes=3)}, evictions=evictions)
     shown = [line.split() for line in text.splitlines() if line.endswith(("Completed", "Failed"))]
     assert [words for words in shown if len(words) == 2] == [
         ["prepared", "Completed"],
         ["trained", "Completed"],
-        ["node_0", "Failed"],
-        ["node_1", "Completed"],
+        ["node_0", "Completed"],
+        ["node_1", "Failed"],
         ["node_2", "Completed"],
         ["evaluated", "Completed"],
     ]

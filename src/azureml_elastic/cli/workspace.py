@@ -18,6 +18,7 @@ import typer
 
 from azureml_elastic.cli.failures import explained, require
 from azureml_elastic.config.exit_codes import FAILED
+from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption, find_workspace
 from azureml_elastic.errors import UsageError
 
 if TYPE_CHECKING:
@@ -90,6 +91,27 @@ def start(
         if command and not shell:
             code = finish(code, local, kept=folder is not None)
     sys.exit(code)
+
+
+@workspace.command()
+@explained()
+def trigger(
+    schedule: Annotated[str, typer.Argument(help="Name of an enabled schedule.", metavar="SCHEDULE")],
+    subscription: SubscriptionOption = None,
+    resource_group: GroupOption = None,
+    name: WorkspaceOption = None,
+) -> None:
+    """Submit the job of a schedule once, now, and print its name.
+
+    A workspace on this machine submits the jobs of its schedules in no other way.
+    """
+    require(("azure.ai.ml", "azure-ai-ml", "submit"))
+    from azureml_elastic.submit.client import connect, readable_errors
+
+    found = find_workspace(subscription, resource_group, name)
+    with readable_errors(f"trigger the schedule {schedule!r}"):
+        triggered = connect(found.subscription, found.group, found.name).schedules.trigger(schedule)
+    typer.echo(triggered.job_name)
 
 
 @contextlib.contextmanager

@@ -233,10 +233,15 @@ class LocalWorkspace:
             view: view that shows the run; by default none.
 
         Raises:
-            UsageError: the workspace is not open, or the folder is already used.
+            UsageError: the workspace is not open, the folder is already used, or the job is a sweep.
         """
         client = self.ml_client
         assert self._service is not None
+        if getattr(job, "type", None) == "sweep":
+            raise UsageError(
+                "A sweep is several runs, and run() reports one. Submit it by ml_client.jobs.create_or_update(sweep), "
+                "and wait for it by wait(name)."
+            )
         paths = prepare_run_dir(run_dir)
         with StopSignals() as signals:
             submitted = client.jobs.create_or_update(job)

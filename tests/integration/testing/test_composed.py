@@ -10,7 +10,10 @@ from azure.ai.ml.entities import CronTrigger, Data, JobSchedule, JupyterLabJobSe
 from azure.ai.ml.exceptions import JobException
 from azure.ai.ml.sweep import BanditPolicy, Choice, Uniform
 from azure.core.exceptions import HttpResponseError, ResourceNotFoundError
+from typer.testing import CliRunner
 
+from azureml_elastic.cli.app import app
+from azureml_elastic.errors import UsageError
 from azureml_elastic.testing import LocalWorkspace, Pool
 from tests.support.waiting import until
 
@@ -181,6 +184,32 @@ def test_trials_of_a_sweep_run_one_after_the_other_and_the_best_one_is_downloade
     assert times == ["began", "ended"] * 3
 
 
+def test_a_sweep_is_a_step_whose_outputs_are_those_of_its_best_trial(client, workspace, script, tmp_path):
+    script(LOG_METRIC)
+    text = "echo ${{inputs.lr}} ${{inputs.word}} > ${{outputs.model}} && python train.py ${{inputs.lr}}"
+    tried = step(text, code="src", inputs={"lr": 0.0, "word": "x"}, outputs={"model": Output(type="uri_file")})
+
+    @dsl.pipeline(compute="cluster")
+    def pipeline(word: str):
+        search = tried(lr=Choice([0.1, 0.15, 0.3]), word=word).sweep(
+            primary_metric="loss", goal="Minimize", sampling_algorithm="grid"
+        )
+        search.set_limits(max_total_trials=3, timeout=600)
+        last = both(first=search.outputs.model, second=search.outputs.model)
+        return {"report": last.outputs.report}
+
+    name = client.jobs.create_or_update(pipeline(word="hello")).name
+    # A failed trial fails neither the sweep nor the pipeline.
+    assert workspace.wait(name, 60) == "Completed"
+    assert states(client, name) == {"search": "Completed", "last": "Completed"}
+    client.jobs.download(name, download_path=tmp_path, output_name="report")
+    (report,) = tmp_path.rglob("r.txt")
+    assert report.read_text() == "0.15 hello\n" * 2
+    (search,) = [child.name for child in client.jobs.list(parent_job_name=name) if child.display_name == "search"]
+    assert client.jobs.get(search).properties["best_child_run_id"] == f"{search}_1"
+    assert list(states(client, search).values()) == ["Completed", "Completed", "Failed"]
+
+
 def test_a_sweep_is_cancelled_with_its_trials_and_begins_no_further_ones(client, workspace):
     job = sweep("echo ${{inputs.lr}}; sleep 1000", {"lr": Uniform(0, 1)}, sampling_algorithm="random")
     job.set_limits(max_total_trials=100, max_concurrent_trials=2)
@@ -202,14 +231,18 @@ def test_a_sweep_whose_trials_all_fail_has_failed_and_one_without_metrics_has_no
     assert "best_child_run_id" not in client.jobs.get(second).properties
 
 
-def test_a_sweep_that_would_end_trials_early_is_refused(client):
+def test_a_sweep_that_would_end_trials_early_is_refused_and_so_is_the_report_of_one(client, workspace, tmp_path):
     job = sweep("true ${{inputs.lr}}", {"lr": Choice([1])}, early_termination_policy=BanditPolicy(slack_factor=0.1))
     job.set_limits(max_total_trials=1)
+    with pytest.raises(UsageError, match="several runs"):
+        workspace.run(job, tmp_path / "run")
     with pytest.raises(HttpResponseError, match="ends no trial early"):
         client.jobs.create_or_update(job)
 
 
-def test_each_trigger_of_a_schedule_is_a_job_of_its_own_until_it_is_disabled_and_deleted(client, workspace):
+def test_each_trigger_of_a_schedule_is_a_job_of_its_own_until_it_is_disabled_and_deleted(
+    client, workspace, monkeypatch
+):
     @dsl.pipeline(compute="cluster")
     def pipeline(word: str):
         source = prepare(word=word)
@@ -225,7 +258,12 @@ def test_each_trigger_of_a_schedule_is_a_job_of_its_own_until_it_is_disabled_and
     assert [job.name for job in client.jobs.list(scheduled_job_name="s")] == jobs
     again = JobSchedule(name="again", trigger=trigger, create_job=client.jobs.get(jobs[0]).id)
     schedules.begin_create_or_update(again).result()
-    assert workspace.wait(schedules.trigger("again").job_name, 60) == "Completed"
+    for variable, value in workspace.variables.items():
+        monkeypatch.setenv(variable, value)
+    triggered = CliRunner().invoke(app, ["workspace", "trigger", "again"])
+    assert workspace.wait(triggered.stdout.strip(), 60) == "Completed", triggered.output
+    refused = CliRunner().invoke(app, ["workspace", "trigger", "none"])
+    assert (refused.exit_code, "no schedule 'none'" in " ".join(refused.output.split())) == (2, True)
     with pytest.raises(HttpResponseError, match="Disable it first"):
         schedules.begin_delete("s").result()
     assert not schedules.begin_disable("s").result().is_enabled

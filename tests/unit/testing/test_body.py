@@ -114,7 +114,6 @@ def test_unsupported_jobs_are_refused(change, words):
     [
         ({}, "no steps"),
         ({"a": {"type": "parallel"}}, "step 'a' is of type 'parallel'"),
-        ({"a": {"type": "sweep"}}, "Submit the sweep as a job of its own"),
         (
             {"a": {**NODE, "outputs": {"shared": {"value": "${{parent.outputs.none}}"}}}},
             "none of its pipeline's outputs",

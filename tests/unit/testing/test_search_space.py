@@ -17,6 +17,11 @@ def test_a_grid_has_all_combinations_in_order():
     assert list(space.points()) == points
 
 
+def test_a_step_of_a_pipeline_has_its_search_space_by_names():
+    steps = read_search_space({"a": {"type": "quniform", "q": 2, "min_value": 0, "max_value": 9}}, "random")
+    assert steps == read_search_space({"a": ["quniform", [0, 9, 2]]}, {"samplingAlgorithmType": "Random"})
+
+
 def test_random_points_of_a_small_space_are_all_of_it_and_none_twice():
     space = read_search_space({"a": ["choice", [[1, 2]]], "b": ["randint", [3]]}, RANDOM)
     points = [tuple(point.values()) for point in space.points()]

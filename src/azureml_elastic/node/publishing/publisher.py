@@ -22,6 +22,8 @@ _MOST_EVENTS = 10_000
 """Largest number of events, and of updates, that wait to be published."""
 
 _FLUSH_SECONDS = 5.0
+_OPENING_SECONDS = 60.0
+"""Limit for what opens a destination at the end of a node, such as imports on a machine with much to do."""
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
 
@@ -41,6 +43,8 @@ class PublishingThread:
         self._queue: queue.Queue[Event | None] = queue.Queue(_MOST_EVENTS)
         self._closing = threading.Event()
         self._over = threading.Event()
+        self._opening = threading.Event()
+        self._opened = threading.Event()
         self._warned = self._dropped = False
         self._thread = threading.Thread(target=self._run, name=f"publish to {name}", daemon=True)
         self._thread.start()
@@ -67,6 +71,11 @@ class PublishingThread:
             until: monotonic seconds at which the rest is given up.
         """
         self._thread.join(max(0.0, until - time.monotonic()))
+        if self._opening.is_set() and not self._opened.is_set():
+            # A short run ends while packages are imported; the values that it is about are lost unless this is waited
+            # for. It says nothing about the destination, which then has the whole time.
+            self._opened.wait(_OPENING_SECONDS)
+            self._thread.join(_FLUSH_SECONDS)
         if self._thread.is_alive():
             _LOG.warning(
                 "Not everything was published to %s within %g s; the rest is lost.", self._name, _FLUSH_SECONDS
@@ -83,7 +92,7 @@ class PublishingThread:
                 waiting += [update for event in self._take(pause) if (update := translation.add(event))]
                 if waiting:
                     try:
-                        publisher = publisher or self._open()
+                        publisher = publisher or self._open_once()
                         publisher.publish(waiting)
                         waiting, pause = [], 0.0
                     except MissingExtra as error:
@@ -99,6 +108,13 @@ class PublishingThread:
             self._over.set()
             if publisher is not None:
                 self._close(publisher)
+
+    def _open_once(self) -> Publisher:
+        self._opening.set()
+        try:
+            return self._open()
+        finally:
+            self._opened.set()
 
     def _take(self, pause: float) -> Sequence[Event]:
         """Return the events that wait; before, wait for the first one, or for the end of a pause."""
@@ -159,7 +175,7 @@ class Publishing:
             thread.put(event)
 
     def close(self) -> None:
-        """Publish what is waiting, for a short time."""
+        """Publish what is waiting, for a short time once the destinations are open."""
         until = time.monotonic() + _FLUSH_SECONDS
         for thread in self._threads:
             thread.begin_closing()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.testing.jobs.expressions import read_binding, with_values
+from azureml_elastic.testing.jobs.expressions import as_searched, read_binding, with_values
 from azureml_elastic.testing.jobs.search_space import SearchSpace, read_search_space
 
 __all__ = [
@@ -110,17 +110,22 @@ class SweepBody:
     maximize: bool
     timeout_s: float | None = None
 
+    @property
+    def outputs(self) -> Mapping[str, OutputBody]:
+        """The outputs of the best trial."""
+        return self.trial.outputs
+
 
 @dataclass(frozen=True)
 class PipelineBody:
     """A pipeline of steps that run as soon as what they read is there."""
 
-    steps: Mapping[str, CommandBody | PipelineBody]
+    steps: Mapping[str, JobBody]
     continue_on_step_failure: bool = False
     outputs: Mapping[str, OutputBody] = field(default_factory=dict)
 
 
-JobBody = CommandBody | PipelineBody | SweepBody
+JobBody: TypeAlias = "CommandBody | PipelineBody | SweepBody"
 """What a submitted job is."""
 
 Component = Callable[[str], Mapping[str, Any]]
@@ -162,7 +167,8 @@ def _read_job(properties: Mapping[str, Any], component: Component) -> JobBody:
     if kind == "Command":
         return _command(properties, inputs=inputs, outputs=outputs, default_compute=None)
     if kind == "Sweep":
-        return _sweep(properties, inputs, outputs)
+        trial = {key: value for key, value in {**properties, **_mapping(properties, "trial")}.items() if value}
+        return _sweep(properties, trial, inputs, outputs, default_compute=None)
     if kind != "Pipeline":
         raise UsageError(
             f"The local workspace runs command jobs, pipelines and sweeps of them, but this job is of type {kind!r}. "
@@ -184,7 +190,7 @@ def _read_job(properties: Mapping[str, Any], component: Component) -> JobBody:
     return PipelineBody(steps, bool(settings.get("continue_on_step_failure")), outputs)
 
 
-def _steps(spec: Mapping[str, Any], pipeline: _Pipeline) -> dict[str, CommandBody | PipelineBody]:
+def _steps(spec: Mapping[str, Any], pipeline: _Pipeline) -> dict[str, JobBody]:
     steps = {name: _step(name, node, pipeline) for name, node in _named(spec, "jobs").items()}
     if not steps:
         where = f"The pipeline {'.'.join(pipeline.path)!r}" if pipeline.path else "The pipeline"
@@ -192,14 +198,15 @@ def _steps(spec: Mapping[str, Any], pipeline: _Pipeline) -> dict[str, CommandBod
     return steps
 
 
-def _step(name: str, node: Mapping[str, Any], pipeline: _Pipeline) -> CommandBody | PipelineBody:
+def _step(name: str, node: Mapping[str, Any], pipeline: _Pipeline) -> JobBody:
     kind = node.get("type")
-    if kind not in ("command", "pipeline"):
+    if kind not in ("command", "pipeline", "sweep"):
         raise UsageError(
-            f"The step {name!r} is of type {kind!r}; the local workspace runs steps of the types 'command' and "
-            f"'pipeline'.{' Submit the sweep as a job of its own.' if kind == 'sweep' else ''}"
+            f"The step {name!r} is of type {kind!r}; the local workspace runs steps of the types 'command', 'pipeline' "
+            "and 'sweep'."
         )
-    spec = pipeline.component(str(node["componentId"]))
+    called = _mapping(node, "trial") if kind == "sweep" else node
+    spec = pipeline.component(str(called["componentId"]))
     inputs, outputs = _bound_inputs(spec, node, pipeline), _bound_outputs(spec, node, pipeline)
     literals = {name: value.literal for name, value in pipeline.inputs.items() if value.literal is not None}
     node = {key: value if key in _BOUND_FIELDS else _filled(value, literals) for key, value in node.items()}
@@ -212,6 +219,11 @@ def _step(name: str, node: Mapping[str, Any], pipeline: _Pipeline) -> CommandBod
         **_mapping(spec, "environment_variables"),
         **_mapping(node, "environment_variables"),
     }
+    if kind == "sweep":
+        searched = _mapping(node, "search_space")
+        step["command"] = as_searched(str(step["command"]), searched)
+        fixed = {each: value for each, value in inputs.items() if each not in searched}
+        return _sweep(node, step, fixed, outputs, default_compute=pipeline.compute)
     return _command(step, inputs=inputs, outputs=outputs, default_compute=pipeline.compute)
 
 
@@ -276,30 +288,34 @@ def _bound_outputs(spec: Mapping[str, Any], node: Mapping[str, Any], pipeline: _
 
 
 def _sweep(
-    properties: Mapping[str, Any], inputs: Mapping[str, InputBody], outputs: Mapping[str, OutputBody]
+    properties: Mapping[str, Any],
+    trial: Mapping[str, Any],
+    inputs: Mapping[str, InputBody],
+    outputs: Mapping[str, OutputBody],
+    *,
+    default_compute: str | None,
 ) -> SweepBody:
-    trial, limits = _mapping(properties, "trial"), _mapping(properties, "limits")
-    objective = _mapping(properties, "objective")
-    if properties.get("earlyTermination"):
+    """Parse a sweep, given what is its own and what its trials are."""
+    limits, objective = _mapping(properties, "limits"), _mapping(properties, "objective")
+    if _either(properties, "earlyTermination"):
         kind = _either(_mapping(properties, "earlyTermination"), "policyType")
         raise UsageError(
             f"The local workspace ends no trial early, and this sweep has the policy {kind!r}. Submit it without "
             "early_termination."
         )
-    merged = {key: value for key, value in {**properties, **trial}.items() if value is not None}
-    merged["limits"] = {"timeout": limits.get("trialTimeout")}
-    body = _command(merged, inputs=inputs, outputs=outputs, default_compute=None)
-    space = read_search_space(_mapping(properties, "searchSpace"), _mapping(properties, "samplingAlgorithm"))
+    command = {**trial, "limits": {"timeout": _either(limits, "trialTimeout")}}
+    body = _command(command, inputs=inputs, outputs=outputs, default_compute=default_compute)
+    space = read_search_space(_mapping(properties, "searchSpace"), _either(properties, "samplingAlgorithm"))
     with_values(body.command, dict.fromkeys(space.expressions, ""))  # refuses a name that the search space lacks
-    most = int(limits.get("maxTotalTrials") or _MOST_TRIALS)
+    most = int(_either(limits, "maxTotalTrials") or _MOST_TRIALS)
     return SweepBody(
         trial=body,
         space=space,
         most_trials=most,
-        most_at_once=min(most, int(limits.get("maxConcurrentTrials") or most)),
-        metric=str(objective["primaryMetric"]),
+        most_at_once=min(most, int(_either(limits, "maxConcurrentTrials") or most)),
+        metric=str(_either(objective, "primaryMetric")),
         maximize=str(objective["goal"]).lower() == "maximize",
-        timeout_s=_seconds(limits.get("timeout")),
+        timeout_s=_seconds(_either(limits, "timeout")),
     )
 
 
@@ -409,6 +425,8 @@ def _seconds(text: object) -> float | None:
     """Parse an ISO 8601 duration such as ``PT1H30M``, in seconds."""
     if text is None:
         return None
+    if isinstance(text, (int, float)):  # in the steps of pipelines
+        return float(text)
     match = _DURATION.fullmatch(str(text))
     if match is None:
         raise UsageError(f"The timeout {text!r} is not an ISO 8601 duration such as PT1H.")

@@ -28,7 +28,8 @@ class Eviction:
     ``after_s`` or ``at_step``.
 
     Args:
-        node: number of the node within the job, from 0: the step's number in a pipeline, otherwise the node rank.
+        node: number of the node within the job, from 0; in a pipeline the nodes are numbered one after the other over
+            the steps, in a sweep over the trials.
         after_s: seconds after the start of the job's first node.
         at_step: number of training steps that the job has completed, according to its nodes' events.
         notice_s: seconds between the scheduled event and the machine's end; 0 for no announcement.

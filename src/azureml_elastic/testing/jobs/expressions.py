@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from azureml_elastic.errors import UsageError
 
-__all__ = ["Binding", "expand", "read_binding", "with_values"]
+__all__ = ["Binding", "as_searched", "expand", "read_binding", "with_values"]
 
 _EXPRESSION = re.compile(r"\$\{\{\s*([^{}]*?)\s*\}\}")
 _OPTIONAL = re.compile(r"\$\[\[(.*?)\]\]", re.DOTALL)
@@ -78,6 +78,17 @@ def with_values(text: str, values: Mapping[str, str]) -> str:
                 f"The expression {match[0]} refers to no value; the search space has: {', '.join(sorted(values))}."
             )
         return values[searched[1]]
+
+    return _EXPRESSION.sub(value, text)
+
+
+def as_searched(text: str, names: Collection[str]) -> str:
+    """Return the text with ``${{inputs.x}}`` as ``${{search_space.x}}`` for each of these inputs."""
+
+    def value(match: re.Match[str]) -> str:
+        named = _NAMED.fullmatch(match[1])
+        searched = named is not None and named[1] == "inputs" and named[2] in names
+        return f"${{{{search_space.{named[2]}}}}}" if named is not None and searched else match[0]
 
     return _EXPRESSION.sub(value, text)
 

@@ -6,7 +6,7 @@ import json
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from azureml_elastic.errors import UsageError
 from azureml_elastic.testing.api.body import (
@@ -28,15 +28,21 @@ from azureml_elastic.testing.storage.locations import locate
 __all__ = ["Plan", "Planner"]
 
 _OUTPUTS = "azureml://datastores/workspaceblobstore/paths/azureml"
+_KINDS: Mapping[type[JobBody], Literal["Command", "Pipeline", "Sweep"]] = {
+    CommandBody: "Command",
+    PipelineBody: "Pipeline",
+    SweepBody: "Sweep",
+}
 _FOLDERS = ("uri_folder", "mltable")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs of a submitted job, the outer ones first, and the command jobs among them by name."""
+    """The runs of a submitted job, the outer ones first, and the command jobs and sweeps among them by name."""
 
     runs: tuple[Run, ...]
     jobs: Mapping[str, CommandJob]
+    sweeps: Mapping[str, SweepBody]
 
 
 @dataclass(frozen=True)
@@ -57,9 +63,6 @@ class Planner:
         Raises:
             UsageError: the job cannot be run here, such as for want of a compute, or its steps do not fit together.
         """
-        if isinstance(body, SweepBody):
-            self.plan_trial(first, body, 0, dict.fromkeys(body.space.expressions, ""))
-            return Plan((first,), {})
         return _Job(self, first, body).plan()
 
     def plan_trial(self, sweep: Run, body: SweepBody, number: int, values: Mapping[str, str]) -> Plan:
@@ -69,7 +72,7 @@ class Planner:
             **_document(trial, f"{sweep.name}_{number}", sweep.experiment),
             "tags": {"hyperparameters": json.dumps(dict(values))},
             "environmentId": (sweep.body.get("trial") or {}).get("environmentId"),
-            "codeId": trial.code,
+            "codeId": _id(trial.code),
         }
         name = f"{sweep.name}_{number}"
         run = Run(
@@ -81,7 +84,7 @@ class Planner:
             parent=sweep.name,
             number=number,
             root=sweep.root,
-            path=(name,),
+            path=(*sweep.path, name),
             trial=dict(values),
         )
         return _Job(self, run, trial).plan()
@@ -101,13 +104,13 @@ class Planner:
 class _Job:
     """A submitted job while it is planned: its runs and bodies by path."""
 
-    def __init__(self, planner: Planner, first: Run, body: CommandBody | PipelineBody) -> None:
+    def __init__(self, planner: Planner, first: Run, body: JobBody) -> None:
         self._planner = planner
         self._runs: dict[tuple[str, ...], Run] = {}
-        self._bodies: dict[tuple[str, ...], CommandBody | PipelineBody] = {}
+        self._bodies: dict[tuple[str, ...], JobBody] = {}
         self._add((), first, body)
 
-    def _add(self, path: tuple[str, ...], run: Run, body: CommandBody | PipelineBody) -> None:
+    def _add(self, path: tuple[str, ...], run: Run, body: JobBody) -> None:
         self._runs[path], self._bodies[path] = run, body
         if isinstance(body, PipelineBody):
             for number, (name, step) in enumerate(body.steps.items()):
@@ -119,13 +122,18 @@ class _Job:
                 uri = self._uri(Reference(path, name))
                 locate(uri, self._planner.address)  # an address of another workspace is refused here
                 run.outputs[name] = (output.type, uri)
-        jobs = {}
+        jobs, sweeps = {}, {}
         for path, run in self._runs.items():
             body = self._bodies[path]
             if isinstance(body, CommandBody):
                 jobs[run.name] = self._command(run, body)
+            elif isinstance(body, SweepBody):
+                trial = self._command(run, body.trial).body
+                # A trial writes to a place of its own, from which the best one's outputs become the sweep's.
+                own = {name: replace(output, reference=None) for name, output in trial.outputs.items()}
+                sweeps[run.name] = replace(body, trial=replace(trial, outputs=own))
         self._check_order()
-        return Plan(tuple(self._runs.values()), jobs)
+        return Plan(tuple(self._runs.values()), jobs, sweeps)
 
     def _check_order(self) -> None:
         """Refuse steps that wait for each other; a pipeline is over when its steps are."""
@@ -145,7 +153,8 @@ class _Job:
             if value.reference is None:
                 inputs[name] = value
                 continue
-            reads.add(self._source(value.reference, run, name).name)
+            self._check_source(value.reference, run, name)
+            reads |= self._writers(value.reference)
             inputs[name] = replace(value, uri=self._uri(value.reference), reference=None)
         run.reads = frozenset(reads)
         address = self._planner.address
@@ -157,10 +166,24 @@ class _Job:
             {name: locate(uri, address) for name, (_, uri) in run.outputs.items()},
         )
 
-    def _source(self, reference: Reference, reader: Run, name: str) -> Run:
-        """Return the run whose output an input is."""
-        body, run = self._bodies.get(reference.path), self._runs.get(reference.path)
-        if body is None or run is None:
+    def _writers(self, reference: Reference) -> set[str]:
+        """Return the runs that an output comes from: a pipeline, and the steps in it that write it for the pipeline.
+
+        Whether Azure ML waits for the other steps of such a pipeline is not known, so that what runs here is ready for
+        both.
+        """
+        bound = [
+            Reference(path, name)
+            for path, body in self._bodies.items()
+            for name, output in body.outputs.items()
+            if output.reference == reference
+        ]
+        return {self._runs[reference.path].name}.union(*(self._writers(each) for each in bound))
+
+    def _check_source(self, reference: Reference, reader: Run, name: str) -> None:
+        """Refuse an input that is an output of no step."""
+        body = self._bodies.get(reference.path)
+        if body is None:
             there = [path[-1] for path in self._runs if path[:-1] == reference.path[:-1] and path]
             raise UsageError(
                 f"The input {name!r} of the step {'.'.join(reader.path)!r} is bound to the step "
@@ -171,7 +194,6 @@ class _Job:
                 f"The input {name!r} of the step {'.'.join(reader.path)!r} is bound to the output {reference.name!r} "
                 f"of {'.'.join(reference.path)!r}, which has: {', '.join(sorted(body.outputs)) or 'no outputs'}."
             )
-        return run
 
     def _uri(self, reference: Reference) -> str:
         """Return the address of an output, which may be that of the pipeline around its step."""
@@ -184,9 +206,11 @@ class _Job:
         return f"{_OUTPUTS}/{self._runs[reference.path].name}/{reference.name}{end}"
 
 
-def _run_of_step(pipeline: Run, number: int, name: str, body: CommandBody | PipelineBody) -> Run:
+def _run_of_step(pipeline: Run, number: int, name: str, body: JobBody) -> Run:
     if isinstance(body, CommandBody):
         document = _document(body, name, pipeline.experiment)
+    elif isinstance(body, SweepBody):
+        document = _document_of_sweep(body, name, pipeline.experiment)
     else:
         document = {
             "jobType": "Pipeline",
@@ -200,7 +224,7 @@ def _run_of_step(pipeline: Run, number: int, name: str, body: CommandBody | Pipe
         }
     return Run(
         f"{pipeline.root}-{name}-{secrets.token_hex(4)}",
-        "Command" if isinstance(body, CommandBody) else "Pipeline",
+        _KINDS[type(body)],
         name,
         pipeline.experiment,
         document,
@@ -209,6 +233,29 @@ def _run_of_step(pipeline: Run, number: int, name: str, body: CommandBody | Pipe
         root=pipeline.root,
         path=(*pipeline.path, name),
     )
+
+
+def _document_of_sweep(body: SweepBody, name: str, experiment: str) -> dict[str, Any]:
+    """Return the properties of a sweep's document."""
+    trial = _document(body.trial, name, experiment)
+    return {
+        **{
+            field: value
+            for field, value in trial.items()
+            if field not in ("command", "environmentVariables", "resources")
+        },
+        "jobType": "Sweep",
+        "trial": {"command": body.trial.command, "codeId": _id(body.trial.code)},
+        "searchSpace": {name: [each.type, list(each.arguments)] for name, each in body.space.expressions.items()},
+        "samplingAlgorithm": {"samplingAlgorithmType": body.space.sampling.capitalize()},
+        "objective": {"goal": "maximize" if body.maximize else "minimize", "primaryMetric": body.metric},
+        "limits": {"maxTotalTrials": body.most_trials, "maxConcurrentTrials": body.most_at_once},
+    }
+
+
+def _id(resource: str | None) -> str | None:
+    """Return an id as jobs have it; components have a scheme before it."""
+    return None if resource is None else resource.removeprefix("azureml:")
 
 
 def _document(body: CommandBody, name: str, experiment: str) -> dict[str, Any]:

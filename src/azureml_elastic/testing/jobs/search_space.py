@@ -13,19 +13,20 @@ from azureml_elastic.errors import UsageError
 
 __all__ = ["Expression", "SearchSpace", "best_trial", "read_search_space"]
 
+_BOUNDS, _BELL = ("min_value", "max_value"), ("mu", "sigma")
 _ARGUMENTS = {
-    "choice": 1,
-    "randint": 1,
-    "uniform": 2,
-    "loguniform": 2,
-    "normal": 2,
-    "lognormal": 2,
-    "quniform": 3,
-    "qloguniform": 3,
-    "qnormal": 3,
-    "qlognormal": 3,
+    "choice": ("values",),
+    "randint": ("upper",),
+    "uniform": _BOUNDS,
+    "loguniform": _BOUNDS,
+    "normal": _BELL,
+    "lognormal": _BELL,
+    "quniform": (*_BOUNDS, "q"),
+    "qloguniform": (*_BOUNDS, "q"),
+    "qnormal": (*_BELL, "q"),
+    "qlognormal": (*_BELL, "q"),
 }
-"""Number of arguments by the type of an expression, as azure-ai-ml sends them."""
+"""Names of the arguments by the type of an expression; jobs have them in this order, steps of pipelines by name."""
 
 _REPEATED = 100
 """Drawn points in succession that there have been before, after which the space has no further ones."""
@@ -86,7 +87,7 @@ class SearchSpace:
                 yield point
 
 
-def read_search_space(parameters: Mapping[str, Any], algorithm: Mapping[str, Any]) -> SearchSpace:
+def read_search_space(parameters: Mapping[str, Any], algorithm: Mapping[str, Any] | str | None) -> SearchSpace:
     """Parse the search space and the sampling algorithm of a sweep's document.
 
     Raises:
@@ -95,7 +96,9 @@ def read_search_space(parameters: Mapping[str, Any], algorithm: Mapping[str, Any
     if not parameters:
         raise UsageError("The sweep has no search space. Give at least one parameter, such as lr: choice.")
     expressions = {name: _read(name, value) for name, value in parameters.items()}
-    sampling = str(algorithm.get("samplingAlgorithmType")).lower()
+    if not isinstance(algorithm, Mapping):
+        algorithm = {"type": algorithm or "random"}
+    sampling = str(algorithm.get("samplingAlgorithmType") or algorithm.get("type")).lower()
     rule = str(algorithm.get("rule") or "random").lower()
     if sampling not in ("grid", "random") or rule != "random":
         ruled = f" with the rule {rule}" if rule != "random" else ""
@@ -114,8 +117,10 @@ def read_search_space(parameters: Mapping[str, Any], algorithm: Mapping[str, Any
 
 
 def _read(name: str, value: Any) -> Expression:
-    kind, arguments = value
-    if _ARGUMENTS.get(kind) != len(arguments):
+    kind, arguments = (value.get("type"), []) if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping):
+        arguments = [value[each] for each in _ARGUMENTS.get(kind, ()) if each in value]
+    if len(_ARGUMENTS.get(kind, ())) != len(arguments) or not arguments:
         raise UsageError(f"The parameter {name!r} is {value!r:.200}, which is no search expression of azure-ai-ml.")
     if kind == "choice":
         if not arguments[0] or any(isinstance(each, (Mapping, list)) for each in arguments[0]):

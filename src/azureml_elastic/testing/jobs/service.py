@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.testing.api.body import CommandBody, PipelineBody, SweepBody, read_job
+from azureml_elastic.testing.api.body import JobBody, PipelineBody, SweepBody, read_job
 from azureml_elastic.testing.jobs.evictions import Evicted, Eviction, Target, due
 from azureml_elastic.testing.jobs.execution import Execution
 from azureml_elastic.testing.jobs.nodes import CommandJob, Node, Setting
@@ -18,6 +18,7 @@ from azureml_elastic.testing.jobs.ordering import Step, due_steps
 from azureml_elastic.testing.jobs.planning import Plan, Planner
 from azureml_elastic.testing.jobs.runs import Run, Runs
 from azureml_elastic.testing.jobs.search_space import best_trial
+from azureml_elastic.testing.storage.locations import locate
 
 __all__ = ["Service"]
 
@@ -30,6 +31,7 @@ class _Sweep:
 
     body: SweepBody
     points: Iterator[Mapping[str, str]] = field(init=False)
+    begun: bool = False
     trials: int = 0
     exhausted: bool = False
 
@@ -119,20 +121,15 @@ class Service(threading.Thread):
         with self._lock:
             if self._closed.is_set():
                 raise UsageError("The local workspace is closed.")
-            if isinstance(body, SweepBody):
-                first.status = "Queued"
-                self._sweeps[name] = _Sweep(body)
             self._add(plan)
-        if isinstance(body, CommandBody):
-            self._executions[name].start()
-        else:
+        if isinstance(body, PipelineBody):
             first.started = datetime.now(timezone.utc)
+        else:
+            self._start(first)
 
-    def _plan(self, name: str, properties: dict[str, Any]) -> tuple[Plan, CommandBody | PipelineBody | SweepBody]:
+    def _plan(self, name: str, properties: dict[str, Any]) -> tuple[Plan, JobBody]:
         body = read_job(properties, self._component)
-        kind: Any = (
-            "Command" if isinstance(body, CommandBody) else "Sweep" if isinstance(body, SweepBody) else "Pipeline"
-        )
+        kind: Any = properties["jobType"]
         display = str(properties.get("displayName") or name)
         first = Run(name, kind, display, str(properties.get("experimentName") or "Default"), properties)
         return self._planner.plan(first, body), body
@@ -141,7 +138,21 @@ class Service(threading.Thread):
         """Make a plan's runs known, with an execution that is not started for each command."""
         jobs: Mapping[str, CommandJob] = plan.jobs
         self._executions.update({name: Execution(job, self.setting) for name, job in jobs.items()})
+        self._sweeps.update({name: _Sweep(body) for name, body in plan.sweeps.items()})
         self._runs.add(*plan.runs)
+
+    def _start(self, run: Run) -> None:
+        """Start a command job or a sweep."""
+        if run.kind == "Command":
+            self._executions[run.name].start()
+        else:
+            run.status = "Queued"
+            self._sweeps[run.name].begun = True
+
+    def _has_started(self, run: Run) -> bool:
+        if run.kind == "Command":
+            return self._executions[run.name].ident is not None
+        return self._sweeps[run.name].begun
 
     def _component(self, resource: str) -> Mapping[str, Any]:
         found = self._properties(resource)
@@ -174,36 +185,38 @@ class Service(threading.Thread):
 
     def _advance(self) -> None:
         """Start and end what is due in all pipelines and sweeps."""
+        with self._lock:
+            sweeps = dict(self._sweeps)
+        for name, sweep in sweeps.items():
+            run = self._runs.get(name)
+            if run is not None and sweep.begun and not run.over.is_set():
+                self._advance_sweep(run, sweep)
         for run in self._runs.all():
-            if run.over.is_set():
-                continue
-            if run.kind == "Pipeline":
+            if run.kind == "Pipeline" and not run.over.is_set():
                 self._advance_pipeline(run)
-            elif run.kind == "Sweep":
-                self._advance_sweep(run, self._sweeps[run.name])
 
     def _advance_pipeline(self, pipeline: Run) -> None:
-        inside = self._runs.below(pipeline)
+        inside = [run for run in self._runs.below(pipeline) if not run.trial]
         states = {run.name: self._runs.status(run) for run in inside}
-        commands = {run.name: run for run in inside if run.kind == "Command"}
+        runs = {run.name: run for run in inside if run.kind != "Pipeline"}
         steps = {
             name: Step(
                 states[name],
-                self._executions[name].ident is not None,
+                self._has_started(run),
                 run.cancel.is_set(),
                 tuple(states[other] for other in run.reads),
             )
-            for name, run in commands.items()
+            for name, run in runs.items()
         }
         due_now = due_steps(steps, cancelled=pipeline.cancel.is_set(), continues=pipeline.continues_on_failure)
         for name in due_now.skip:
-            commands[name].ended = datetime.now(timezone.utc)
-            commands[name].status = "Canceled"
-            commands[name].over.set()
+            runs[name].ended = datetime.now(timezone.utc)
+            runs[name].status = "Canceled"
+            runs[name].over.set()
         for name in due_now.cancel:
-            commands[name].cancel.set()
+            self._runs.cancel(runs[name])
         for name in due_now.start:
-            self._executions[name].start()
+            self._start(runs[name])
         for run in reversed(inside):  # the inner ones first
             children = self._runs.children(run.name)
             if run.kind != "Pipeline" or run.over.is_set():
@@ -241,9 +254,20 @@ class Service(threading.Thread):
         completed = [trial.name for trial in trials if trial.status == "Completed"]
         values = {name: [value for _, value in self._metrics(name).get(body.metric, ())] for name in completed}
         run.best = best_trial(values, maximize=body.maximize)
+        best = None if run.best is None else self._runs.get(run.best[0])
+        if best is not None:
+            self._hand_on(best, run)
         run.ended = datetime.now(timezone.utc)
         run.status = "Canceled" if run.cancel.is_set() else "Completed" if completed else "Failed"
         run.over.set()
+
+    def _hand_on(self, trial: Run, sweep: Run) -> None:
+        """Copy the outputs of the best trial to where those of its sweep are read."""
+        for name, (_, uri) in sweep.outputs.items():
+            written, target = locate(trial.outputs[name][1], self._address), locate(uri, self._address)
+            if written != target:
+                self.setting.mirror.copy(written, self.setting.mirror.path(target))
+                self.setting.mirror.store(target)
 
     def _evict(self, pending: list[Eviction]) -> None:
         targets, nodes = {}, {}

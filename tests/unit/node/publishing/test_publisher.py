@@ -111,6 +111,22 @@ def test_a_blocked_destination_delays_the_end_for_a_short_time_only(destination,
     assert "Not everything was published to it within 0.2 s" in caplog.text
 
 
+def test_a_destination_that_is_still_being_opened_at_the_end_gets_its_time(destination, caplog, monkeypatch):
+    monkeypatch.setattr(module, "_FLUSH_SECONDS", 0.05)
+
+    def open_slowly():
+        time.sleep(0.5)  # as imports do on a machine with much to do
+        return destination()
+
+    publishing = Publishing([PublishingThread("it", open_slowly)])
+    publishing.put(ENTERED)
+    publishing.put(logged(1))
+    publishing.close()
+    until(lambda: destination.closed == 1)
+    assert destination.steps == [1]
+    assert caplog.text == ""
+
+
 def test_a_missing_package_is_reported_once_and_ends_it(caplog):
     def open_it():
         raise MissingExtra("tensorboard", "tensorboard")
