@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import typer
 
 from azureml_elastic.cli.failures import explained, require
-from azureml_elastic.config.exit_codes import FAILED
 from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption, find_workspace
+from azureml_elastic.config.exit_codes import FAILED
 from azureml_elastic.errors import UsageError
 
 if TYPE_CHECKING:
