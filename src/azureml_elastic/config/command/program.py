@@ -183,12 +183,19 @@ def _refuse_lost_end(shell_command: str, found: FoundProgram) -> None:
     """Check that the command ends after its program, and that no line behind it is meant for the program."""
     end = len(found.before) + len(found.program)
     later = [command for command in simple_commands(shell_command) if command[0].start >= end]
-    waits = "$!" in found.after or any(command[0].text in _WAITS for command in later)
-    if not waits and runs_in_background(shell_command, end):
-        raise CommandError(
-            f"The command starts {found.program!r} in the background (&) and ends without it; Azure ML ends the node "
-            "with its command, and the program with the node. Leave '&' out, and 'nohup': a job needs no terminal."
-        )
+    waiting = [command for command in later if command[0].text in _WAITS]
+    if "$!" not in found.after and runs_in_background(shell_command, end):
+        if not waiting:
+            raise CommandError(
+                f"The command starts {found.program!r} in the background (&) and ends without it; Azure ML ends the "
+                "node with its command, and the program with the node. Leave '&' out, and 'nohup': a job needs no "
+                "terminal."
+            )
+        if all(command[0].text == "wait" and len(command) == 1 for command in waiting):
+            raise CommandError(
+                f"The command starts {found.program!r} in the background (&), and 'wait' alone succeeds however that "
+                "ends: a failed training would be called completed. Leave '&' and 'wait' out, or write 'wait $!'."
+            )
     for command in later:
         names = [word.text.partition("=")[0].rstrip("+") for word in command if is_assignment(word.text)]
         if len(names) == len(command) and not any(name in shell_command[command[-1].end :] for name in names):
