@@ -7,7 +7,7 @@ import pytest
 from azureml_elastic.ledger.events import NodeStarted
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.observation.run_state import read_run_state
-from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
+from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY, member_key
 from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 from azureml_elastic.node.table.sqlite import SqliteTable
@@ -29,7 +29,7 @@ def table(tmp_path):
 
 def write_nodes(table, *members):
     for number, member in enumerate(members):
-        table.insert(member.key, member.to_value())
+        table.insert(member_key(member.node), member.to_value())
         started = NodeStarted(time=0, node=member.node, host="h", pid=1, job=f"job-{member.node}")
         table.insert(f"event.000000.{member.node}.x.{number:06d}", started.model_dump(mode="json"))
 
