@@ -10,6 +10,7 @@ from datetime import timedelta
 from azureml_elastic.config import RendezvousTimings, TableRendezvous
 from azureml_elastic.node.core.round import Limits
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
+from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.table import open_table
 from tests.support.waiting import until
@@ -95,6 +96,7 @@ class Nodes:
         table=None,
         program: str | None = None,
         noticed: threading.Event | None = None,
+        runtime: Runtime | None = None,
     ) -> Rendezvous:
         limits = Limits(minimum, maximum)
         node = Rendezvous(
@@ -106,6 +108,7 @@ class Nodes:
             self.timings,
             cancelled=(noticed or self.over).is_set,
             program=program,
+            runtime=runtime,
         )
         self.made.append(node)
         return node

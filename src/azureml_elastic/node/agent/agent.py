@@ -293,7 +293,7 @@ class NodeAgent:
             return _RoundEnded(self._close_run())  # the program has ended, whatever has happened to other nodes since
         status = self._rdzv.status()
         if status.broken:
-            return _RoundEnded(self._end_round(_why(status), lost=status.lost))
+            return _RoundEnded(self._end_round(_why(status, self._rdzv.node), lost=status.lost))
         self._peers.process_events()
         reason = self._peers.lead(status, done=self._done)
         if self._peers.connecting:
@@ -353,7 +353,7 @@ class NodeAgent:
             self._wait()
         status = self._rdzv.status()
         if status.broken:
-            return self._end_round(_why(status), lost=status.lost)
+            return self._end_round(_why(status, self._rdzv.node), lost=status.lost)
         reason = f"a worker on {self._rdzv.node} could not go on with the round"
         return self._end_round(reason, lost=frozenset(), round_failed=True)
 
@@ -427,7 +427,7 @@ class NodeAgent:
             self._rdzv.wake.clear()
             status = self._rdzv.status()
         if status.broken or self._preemption.noticed:
-            return self._end_round(_why(status), lost=status.lost)
+            return self._end_round(_why(status, self._rdzv.node), lost=status.lost)
         if self._died_after_training(failures):
             return self._end_round("a worker was aborted after its training had ended", lost=frozenset())
         self._strike(self._strikes.host, worker_fault(failure.exit_code, failure.message))
@@ -490,8 +490,16 @@ class NodeAgent:
         self._recorder.record(kind, self._rdzv.membership.assignment.round.number, **fields)
 
 
-def _why(status: Status) -> str:
-    return f"lost {_list(status.lost)}" if status.lost else "the round was reopened"
+def _why(status: Status, node: str) -> str:
+    """Return why a round is broken.
+
+    Args:
+        status: status of the round.
+        node: name of this node.
+    """
+    if status.lost:
+        return f"lost {_list(status.lost)}"
+    return f"{node} did not run for some seconds" if status.was_given_up else "the round was reopened"
 
 
 def _list(nodes: Iterable[str]) -> str:

@@ -302,8 +302,9 @@ class Rendezvous:
         link, round_ = membership.link, membership.assignment.round
         view = self.hub.view() if membership.leads else HubView()
         lost = link.lost | view.lost
-        membership.over = membership.over or view.was_given_up or link.broken or self._has_changed(round_)
-        if link.broken and not link.was_given_up:
+        was_given_up = view.was_given_up or (link.broken and link.was_given_up)
+        membership.over = membership.over or was_given_up or link.broken or self._has_changed(round_)
+        if link.broken and not was_given_up:
             lost |= {round_.members[0].node} - {self.node}
         is_full = len(round_.members) >= self._context.limits.maximum
         debounce = self._context.timings.rescale_debounce.total_seconds()
@@ -312,6 +313,7 @@ class Rendezvous:
             over=membership.over or self.node in lost,
             waiting=frozenset() if is_full else view.spares(self._context.clock(), debounce),
             all_done=link.all_done,
+            was_given_up=was_given_up,
         )
 
     def take_unreachable_pair(self) -> UnreachablePair | None:

@@ -14,6 +14,7 @@ from azureml_elastic.node.core.failures import FailureRecord
 from azureml_elastic.node.core.messages import Watch
 from azureml_elastic.node.core.round import Member, Round, reopened
 from azureml_elastic.node.rendezvous.hub.link import Link
+from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY, RUN_KEY, member_key
 from tests.support.rendezvous.hubs import hub_at, make_context
 from tests.support.rendezvous.nodes import TIMEOUT, TIMINGS, Nodes, Slow
@@ -380,6 +381,29 @@ def test_failures_grow_older_by_the_duration_of_rounds(nodes):
     assert pair[1].round_end.close(succeeded=False, message="x", exit_code=1)
     (last,) = Round.from_value(nodes.table.get(ROUND_KEY).value).failures
     assert last.age_seconds >= first.round.failures[0].age_seconds
+
+
+class PausableRuntime(Runtime):
+    """A runtime whose clock can be moved forward, as after a pause of the process."""
+
+    offset = 0.0
+
+    def clock(self) -> float:
+        return time.monotonic() + self.offset
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 2.95])
+def test_a_leader_that_was_given_up_while_it_did_not_run_blames_nobody(nodes, pause_s):
+    nodes.hasten(heartbeat_timeout=3.0)
+    runtime = PausableRuntime()
+    leader, member = nodes.make("node-0", 2, 2, runtime=runtime), nodes.make("node-1", 2, 2)
+    leader.announce()
+    nodes.join(leader, member)
+    runtime.offset += pause_s
+    nodes.kill(member)
+    until(lambda: leader.status().broken)
+    assert leader.status().was_given_up == bool(pause_s)
+    assert leader.status().lost == (set() if pause_s else {"node-1"})
 
 
 @pytest.fixture

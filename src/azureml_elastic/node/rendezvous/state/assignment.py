@@ -46,12 +46,14 @@ class Status:
         over: whether the round has ended in the table or its hub is gone, so that the node must join the next one.
         waiting: spares to make room for, once no further one has come for the debounce; only on rank 0's node.
         all_done: whether the workers of all members have succeeded.
+        was_given_up: whether the others have gone on without this node, because its process did not run for some time.
     """
 
     lost: frozenset[str] = frozenset()
     over: bool = False
     waiting: frozenset[str] = frozenset()
     all_done: bool = False
+    was_given_up: bool = False
 
     @property
     def broken(self) -> bool:
