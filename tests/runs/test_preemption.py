@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.config import environment as variables
-from azureml_elastic.ledger.events import NodeLeft, Progress, RoundEntered
-from azureml_elastic.ledger.reading import EventReader, read_events
+from azureml_elastic.ledger.events import NodeLeft
+from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.metadata_service import MetadataService
 from tests.support.node_server import StartAt
 from tests.support.paths import PROGRAMS
-from tests.support.whole_runs import GATHERING, after_gathering
+from tests.support.whole_runs import GATHERING, after_gathering, at_step
 
 PROGRAM = str(PROGRAMS / "chaos_train.py")
 TIMEOUT_S = 120.0
@@ -27,34 +25,8 @@ def start_at(service: MetadataService) -> StartAt:
     return StartAt(more=lambda env: {variables.SCHEDULED_EVENTS: service.address(env[variables.NODE_ID])})
 
 
-@contextmanager
-def beside(run_dir: Path, play):
-    """Play a part once all three nodes train, beside the run."""
-
-    def watch() -> None:
-        reader = EventReader(run_dir / "events")
-        world = step = 0
-        while not over.wait(0.05):
-            for event in reader.read():
-                if isinstance(event, RoundEntered):
-                    world = event.world_size
-                if isinstance(event, Progress):
-                    step = event.step
-            if world == 3 and step >= 15:
-                play()
-                return
-
-    over = threading.Event()
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
 def run(tmp_path: Path, service: MetadataService, play):
+    """Play a part once all three nodes train."""
     run_dir = tmp_path / "run"
     cluster = LocalCluster(
         (1, 3),
@@ -64,7 +36,7 @@ def run(tmp_path: Path, service: MetadataService, play):
         checkpoint_steps=10,
         distribution=ElasticDistribution(rendezvous=GATHERING),
     )
-    with beside(run_dir, play):
+    with at_step(run_dir, 15, 3, lambda _: play()):
         report = cluster.run([PROGRAM, "--epochs", "12", "--gather", "3"])
     assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
     assert report.audit is not None
