@@ -45,10 +45,31 @@ RECOVERY = "runs/test_recovery.py"
 MUTATIONS = (
     Mutation(
         "heartbeats-ignored",
-        "node/rendezvous/hub/hub.py",
-        "silent = [name for name, link in self._members.items() if silence(link.last_received) > timeout]",
-        "silent: list[str] = []",
-        ("unit/node/rendezvous",),
+        "node/core/hub_state.py",
+        "silent = {name: link for name, link in self._members.items() if is_silent(link, self._timeout)}",
+        "silent: dict[str, int] = {}",
+        ("unit/node/core/test_hub_state.py",),
+    ),
+    Mutation(
+        "names-for-incarnations",
+        "node/core/hub_state.py",
+        "here = self._members.keys() | self.watchers.waiting_members()",
+        "here = self._members.keys() | self.watchers.nodes.keys()",
+        ("unit/node/core/test_hub_state.py",),
+    ),
+    Mutation(
+        "own-pause-forgotten",
+        "node/core/pauses.py",
+        "return self._paused_since(now - 2 * timeout) >= timeout - 2 * self._interval",
+        "return False",
+        ("unit/node/core/test_pauses.py",),
+    ),
+    Mutation(
+        "connection-for-life",
+        "node/rendezvous/join/waiting.py",
+        "answered = link is not None and link.answered",
+        "answered = link is not None",
+        ("integration/node/test_frozen_node.py",),
     ),
     Mutation(
         "two-seals",
@@ -196,15 +217,15 @@ MUTATIONS = (
     Mutation(
         "notice-ignored",
         "node/agent/agent.py",
-        "            if self._preemption.noticed:\n                self._announce_leaving()\n",
-        "            if False:\n                self._announce_leaving()\n",
+        "        if self._preemption.noticed:\n            self._announce_leaving()\n",
+        "        if False:\n            self._announce_leaving()\n",
         ("runs/test_notices.py",),
     ),
     Mutation(
         "end-of-the-store-ignored",
         "node/agent/agent.py",
-        "            if self._store.ended:\n                return self._store_ended()\n            if (gap",
-        "            if (gap",
+        "        if self._store.ended:\n            return _RoundEnded(self._store_ended())\n        if (gap",
+        "        if (gap",
         (f"{RECOVERY}::test_a_killed_process_of_rank_0s_node_costs_no_step",),
     ),
     Mutation(
