@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.node.io.event_recorder import Recorder
-from azureml_elastic.node.rendezvous.inbox import Inbox
 from azureml_elastic.train.agent_client.channel import ChannelAgent
 from azureml_elastic.train.session.logged_values import LoggedValues
 from tests.support.channels import open_channel
@@ -52,7 +51,7 @@ def main():
     }
     with tempfile.TemporaryDirectory() as folder:
         recorder = Recorder(Path(folder), "node-0", "inc", None)
-        channel = open_channel(recorder, Inbox())
+        channel = open_channel(recorder)
         channel.begin(1, 1, None)
         agent = ChannelAgent(channel.path, WorkerIdentity(0, 0, 1, 1))
         values = LoggedValues(agent.logged)

@@ -12,8 +12,8 @@ from azureml_elastic.node.hangs.detector import HangDetector
 __all__ = ["open_channel"]
 
 
-def open_channel(recorder, inbox):
+def open_channel(recorder):
     """Return a channel that nothing is woken by."""
     memory = AgentMemory()
     sender = ShardSender(memory, Authenticator(Peer("node-0", "inc"), "hub", bytes(KEY_BYTES)))
-    return Channel(recorder, inbox, lambda: None, HangDetector(HangPolicy()), memory, sender)
+    return Channel(recorder, lambda: None, HangDetector(HangPolicy()), memory, sender)

@@ -163,7 +163,7 @@ class _Node:
         recorder.record(NodeStarted, 0, host=identity.host, pid=os.getpid(), job=job, began=began)
         self._watch = HangDetector(HangPolicy.of(distribution))
         sender = ShardSender(memory, rendezvous.authenticator)
-        self._channel = Channel(recorder, rendezvous.inbox, wake.set, self._watch, memory, sender)
+        self._channel = Channel(recorder, wake.set, self._watch, memory, sender)
         stack.callback(self._channel.close)
         saves = SaveWatch(self._channel.folder, excluded=identity.folder.absolute())
         self._newcomers = NewcomerWatch(saves, distribution.newcomer_timeout)

@@ -28,7 +28,6 @@ from azureml_elastic.node.agent.temporary_folder import TemporaryFolder
 from azureml_elastic.node.core.round import Member
 from azureml_elastic.node.hangs.detector import HangDetector
 from azureml_elastic.node.io.event_recorder import Recorder
-from azureml_elastic.node.rendezvous.inbox import Inbox
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
 __all__ = ["Channel"]
@@ -43,7 +42,6 @@ class Channel:
 
     Args:
         recorder: writer of the ledger's events.
-        inbox: queue for the workers' votes on step boundaries.
         wake: callback for changes, called from the channel's thread.
         watch: detector of hanging workers.
         memory: memory of the agent, which the channel closes.
@@ -59,7 +57,6 @@ class Channel:
     def __init__(
         self,
         recorder: Recorder,
-        inbox: Inbox,
         wake: Callable[[], None],
         watch: HangDetector,
         memory: AgentMemory,
@@ -68,7 +65,7 @@ class Channel:
         self._recorder = recorder
         self._watch = watch
         self._wake = wake
-        self.workers = LocalWorkers(inbox, wake)
+        self.workers = LocalWorkers(wake)
         self._temporary = TemporaryFolder(_folder_for_sockets())
         self.folder = self._temporary.path
         self.path = str(self.folder / "agent.sock")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from azureml_elastic.ipc import Connection
+from azureml_elastic.ipc.agent_messages import Vote
 from azureml_elastic.ipc.worker_messages import (
     FROM_AGENT,
     AgentMessage,
@@ -20,7 +21,6 @@ from azureml_elastic.ipc.worker_messages import (
     Prepared,
 )
 from azureml_elastic.node.core.boundary import BoundaryVote
-from azureml_elastic.node.rendezvous.inbox import Inbox, LocalVote
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
 __all__ = ["LocalWorkers", "RoundState", "WorkerState"]
@@ -59,6 +59,7 @@ class RoundState:
         step: furthest step that one has completed.
         began: monotonic seconds and step at which training began.
         vote: answers to the proposal under way.
+        votes: answers of all workers, to be reported.
     """
 
     number: int = 0
@@ -72,21 +73,20 @@ class RoundState:
     step: int = 0
     began: tuple[float, int] | None = None
     vote: BoundaryVote | None = None
+    votes: list[Vote] = field(default_factory=list)
 
 
 class LocalWorkers:
     """Connections and reports of the local workers. Thread-safe.
 
     Args:
-        inbox: queue for the workers' votes on step boundaries.
         wake: callback for changes.
 
     Attributes:
         expected: number of steps of the whole run, ``None`` while it is unknown.
     """
 
-    def __init__(self, inbox: Inbox, wake: Callable[[], None]) -> None:
-        self._inbox = inbox
+    def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
         self._lock = threading.Lock()
         self._round = RoundState()
@@ -173,7 +173,7 @@ class LocalWorkers:
             if vote is None or vote.boundary != answer.boundary:
                 return
             if vote.vote(local_rank, ok=answer.ok, step=answer.step):
-                self._put_vote(state)
+                _conclude(state)
         self._wake()
 
     def assign(self, assignments: Mapping[int, Assign]) -> None:
@@ -287,13 +287,13 @@ class LocalWorkers:
             return bool(self._workers if self._released else self._workers.keys() - self._parked)
 
     def prepare(self, proposal: Prepare) -> None:
-        """Send a proposal to the workers; their common vote is put into the inbox."""
+        """Send a proposal to the workers, whose common vote :meth:`take_votes` returns later."""
         with self._lock:
             state = self._round
             targets = list(self._workers.values()) if len(self._workers) == state.size else []
             state.vote = BoundaryVote(proposal.boundary, frozenset(self._workers) if targets else frozenset())
             if not targets:
-                self._put_vote(state)
+                _conclude(state)
         _send(targets, proposal)
         self._wake()
 
@@ -303,10 +303,18 @@ class LocalWorkers:
             targets = list(self._workers.values())
         _send(targets, decision)
 
-    def _put_vote(self, state: RoundState) -> None:
-        assert state.vote is not None
-        self._inbox.put(LocalVote(state.number, state.vote.report(finished=bool(state.finished))))
-        state.vote = None
+    def take_votes(self) -> list[Vote]:
+        """Return, once each, the votes of this round, for rank 0's agent."""
+        with self._lock:
+            votes, self._round.votes = self._round.votes, []
+            return votes
+
+
+def _conclude(state: RoundState) -> None:
+    """Make the workers' answers one vote."""
+    assert state.vote is not None
+    state.votes.append(state.vote.report(finished=bool(state.finished)))
+    state.vote = None
 
 
 def _send(connections: list[Connection], message: AgentMessage) -> None:

@@ -30,7 +30,7 @@ from azureml_elastic.node.core.hangs import Hang
 from azureml_elastic.node.core.messages import Report
 from azureml_elastic.node.core.round import Round
 from azureml_elastic.node.hangs.response import HangResponse
-from azureml_elastic.node.rendezvous.inbox import FromLeader, FromMember, LocalVote
+from azureml_elastic.node.rendezvous.inbox import FromLeader, FromMember
 from azureml_elastic.node.rendezvous.reachability.reachability import UnreachablePair
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.assignment import Status
@@ -128,10 +128,10 @@ class PeerMessenger:
 
     def process_events(self) -> None:
         """Process what agents and local workers have sent since the last call."""
+        for vote in self._channel.workers.take_votes():
+            self.report(vote)
         for event in self._rdzv.inbox.take(self._number):
             match event:
-                case LocalVote(vote=vote):
-                    self.report(vote)
                 case FromLeader(body=Prepare() as proposal):
                     self._channel.workers.prepare(proposal)
                 case FromLeader(body=Decision() as decision):

@@ -28,7 +28,7 @@ class Context:
         authenticator: this node's part in the handshakes with other nodes; gets the run's key once it is read.
         clock: clock in monotonic seconds.
         wake: event for the agent's thread; other threads set it when a hub has sent something or the state has changed.
-        inbox: messages of agents and local workers for the agent's thread.
+        inbox: messages of other agents for the agent's thread.
         latest: newest version of the round that this node has read, written or received.
         heartbeat_timeout: silence in seconds after which a peer counts as lost.
         tick: seconds between two heartbeats of a connection.

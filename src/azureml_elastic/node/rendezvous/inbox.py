@@ -1,13 +1,13 @@
-"""The queue of what agents and local workers have sent to the agent's thread in a round."""
+"""The queue of what agents have sent to the agent's thread in a round."""
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
 
-from azureml_elastic.ipc.agent_messages import BroadcastBody, ReportBody, Vote
+from azureml_elastic.ipc.agent_messages import BroadcastBody, ReportBody
 
-__all__ = ["Event", "FromLeader", "FromMember", "Inbox", "LocalVote"]
+__all__ = ["Event", "FromLeader", "FromMember", "Inbox"]
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,7 @@ class FromMember:
     body: ReportBody
 
 
-@dataclass(frozen=True)
-class LocalVote:
-    """Answer of this node's workers to a proposed step boundary, for rank 0's agent."""
-
-    round: int
-    vote: Vote
-
-
-Event = FromLeader | FromMember | LocalVote
+Event = FromLeader | FromMember
 
 
 class Inbox:

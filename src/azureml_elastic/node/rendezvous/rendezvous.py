@@ -81,7 +81,7 @@ class Rendezvous:
         node: name of this node.
         incarnation: random identifier of this process.
         wake: event that is set when the agent should look at :meth:`status` and at the inbox.
-        inbox: messages of agents and local workers for the agent's thread.
+        inbox: messages of other agents for the agent's thread.
         authenticator: this node's part in the handshakes with other nodes.
         hub: this node's hub.
         membership: the round joined last, and the connection to its rank 0.

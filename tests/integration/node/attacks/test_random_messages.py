@@ -23,7 +23,6 @@ from azureml_elastic.ipc import MessageClient
 from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.round import Round
 from azureml_elastic.node.io.event_recorder import Recorder
-from azureml_elastic.node.rendezvous.inbox import Inbox
 from azureml_elastic.node.table import open_table
 from tests.support.channels import open_channel
 from tests.support.rendezvous.sealed_run import encoded
@@ -165,7 +164,7 @@ def test_bytes_of_a_process_without_the_key(run):
 def channel(tmp_path):
     table = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", {})
     recorder = Recorder(tmp_path, "node-0", "inc", table)
-    made = open_channel(recorder, Inbox())
+    made = open_channel(recorder)
     made.begin(1, 2, None)
     yield made
     made.close()

@@ -19,7 +19,6 @@ from azureml_elastic.ledger.events import CheckpointCommitted, Progress, Restore
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.io.event_recorder import Recorder
-from azureml_elastic.node.rendezvous.inbox import Inbox
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.checkpoint_pointer import CHECKPOINT_KEY, CheckpointPointer
 from tests.support.channels import open_channel
@@ -59,9 +58,7 @@ def recorder(tmp_path, table):
 
 @pytest.fixture
 def channel(recorder, table):
-    inbox = Inbox()
-    made = open_channel(recorder, inbox)
-    made.votes = lambda number=1: [event.vote for event in inbox.take(number)]
+    made = open_channel(recorder)
     made.begin(1, 2, CheckpointPointer(table, 1, "x"))
     workers: list[Worker] = []
     made.connect = lambda *arguments: workers.append(Worker(made, *arguments)) or workers[-1]
@@ -123,10 +120,10 @@ def test_a_boundary_is_agreed_when_all_local_workers_promise(channel):
     channel.workers.prepare(Prepare(1, 9, "leave"))
     until(lambda: all(worker.received for worker in workers))
     workers[0].client.send({"op": "prepared", "boundary": 1, "ok": True, "step": 7})
-    assert channel.votes() == []
+    assert channel.workers.take_votes() == []
     workers[1].client.send({"op": "prepared", "boundary": 1, "ok": True, "step": 8})
     votes: list[Vote] = []
-    until(lambda: votes.extend(channel.votes()) or votes)
+    until(lambda: votes.extend(channel.workers.take_votes()) or votes)
     assert votes == [Vote(1, ok=True, step=8, capable=True, finished=False)]
     channel.workers.decide(Decide(1, go=True))
     until(lambda: all(worker.received[-1]["op"] == "decide" for worker in workers))
@@ -139,7 +136,7 @@ def test_a_boundary_is_agreed_when_all_local_workers_promise(channel):
 def test_workers_without_sessions_cannot_promise_anything(channel):
     channel.connect(0)
     channel.workers.prepare(Prepare(1, 9, "leave"))
-    (vote,) = channel.votes()
+    (vote,) = channel.workers.take_votes()
     assert not vote.capable
     assert not vote.ok
 
@@ -285,7 +282,7 @@ def test_a_malformed_message_closes_the_connection_of_its_worker_alone(channel, 
     good.client.send({"op": "step", "step": 4})
     until(lambda: channel.workers.step == 4)
     assert not good.closed.is_set()
-    assert channel.votes() == []
+    assert channel.workers.take_votes() == []
     if fields != {"op": "pointer"}:  # well-formed, but without the request's id
         assert "sent a malformed message" in caplog.text
     assert "Traceback" not in caplog.text

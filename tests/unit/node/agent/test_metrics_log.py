@@ -13,7 +13,6 @@ from azureml_elastic.ledger.events import Metrics
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.node.agent.metrics_log import MetricsLog
 from azureml_elastic.node.io.event_recorder import Recorder
-from azureml_elastic.node.rendezvous.inbox import Inbox
 from tests.support.channels import open_channel
 from tests.support.waiting import until
 
@@ -93,7 +92,7 @@ def test_more_names_than_a_thousand_are_dropped_with_a_warning(recorder, recorde
 
 
 def test_the_values_of_rank_0_s_worker_count_even_if_they_arrive_late(recorder, recorded):
-    channel = open_channel(recorder, Inbox())
+    channel = open_channel(recorder)
     channel.begin(1, 2, None)
     workers = [MessageClient(channel.path, lambda _, __: None, lambda _: None) for _ in range(2)]
 

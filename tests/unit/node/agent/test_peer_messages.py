@@ -11,7 +11,7 @@ from azureml_elastic.ipc.agent_messages import Dumped, DumpStacks, HangLesson, L
 from azureml_elastic.ipc.worker_messages import Decide, Prepare
 from azureml_elastic.node.agent.peer_messages import PeerMessenger
 from azureml_elastic.node.core.round import Member, Round
-from azureml_elastic.node.rendezvous.inbox import FromLeader, FromMember, Inbox, LocalVote
+from azureml_elastic.node.rendezvous.inbox import FromLeader, FromMember, Inbox
 
 NODES = ("node-0", "node-1")
 
@@ -19,8 +19,8 @@ NODES = ("node-0", "node-1")
 class Workers:
     """Workers of one node that agree to every proposal."""
 
-    def __init__(self, inbox: Inbox) -> None:
-        self.inbox = inbox
+    def __init__(self) -> None:
+        self.votes: list[Vote] = []
         self.decisions: list[Decide] = []
         self.placed = True
         self.connected = True
@@ -30,7 +30,11 @@ class Workers:
         self.seconds_left = None
 
     def prepare(self, proposal: Prepare) -> None:
-        self.inbox.put(LocalVote(1, Vote(proposal.boundary, ok=True, step=4, capable=True, finished=False)))
+        self.votes.append(Vote(proposal.boundary, ok=True, step=4, capable=True, finished=False))
+
+    def take_votes(self) -> list[Vote]:
+        votes, self.votes = self.votes, []
+        return votes
 
     def decide(self, decision: Decide) -> None:
         self.decisions.append(decision)
@@ -76,7 +80,7 @@ class Agents:
         self._opens_session = opens_session
         self.newcomers = Newcomers()
         self.inboxes = {node: Inbox() for node in NODES}
-        self.workers = {node: Workers(inbox) for node, inbox in self.inboxes.items()}
+        self.workers = {node: Workers() for node in NODES}
         self.hangs = {node: Hangs() for node in NODES}
         self.messengers = {node: self.messenger(node) for node in NODES}
         for node, messenger in self.messengers.items():

@@ -12,7 +12,6 @@ import pytest
 
 from azureml_elastic.node.agent.temporary_folder import TemporaryFolder, remove_abandoned
 from azureml_elastic.node.io.event_recorder import Recorder
-from azureml_elastic.node.rendezvous.inbox import Inbox
 from azureml_elastic.node.table.sqlite import SqliteTable
 from tests.support.channels import open_channel
 
@@ -39,10 +38,10 @@ def test_the_folder_of_a_killed_node_is_removed_by_the_next_one(tmp_path):
     recorder = Recorder(tmp_path, "node-0", "inc", SqliteTable(tmp_path / "t.sqlite", "rows", "run"))
     killed = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    first = open_channel(recorder, Inbox())
+    first = open_channel(recorder)
     assert killed.stdout.startswith(f"{first.folder.parent}/elastic-")
     assert not os.path.lexists(killed.stdout.strip())
-    second = open_channel(recorder, Inbox())
+    second = open_channel(recorder)
     assert (first.folder / LOCK).is_file()
     for channel in (first, second):
         channel.close()
