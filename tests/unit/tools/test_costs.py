@@ -18,6 +18,9 @@ pytest_plugins = ["pytester"]
 
 BUSY = "import time\nwhile time.process_time() < {seconds}: pass\n"
 """A program that uses CPU time."""
+AT_LEAST = 0.98
+"""CPU seconds that are seen of a program that uses one: the kernel counts in ticks of 10 ms, and of sums the last digit
+is rounded."""
 KILLED = f"""
 import subprocess, sys
 PROGRAM = {BUSY.format(seconds=1) + "print('done', flush=True)" + chr(10) + "time.sleep(1000)"!r}
@@ -145,14 +148,14 @@ def test_where_no_group_can_be_made_a_killed_grandchild_counts():
         meter.totals()
         os.killpg(child.pid, 9)
         child.wait()
-    assert 1.0 <= spent(before, meter.totals()) < 10.0
+    assert AT_LEAST <= spent(before, meter.totals()) < 10.0
 
 
 def test_where_no_group_can_be_made_a_child_that_was_never_seen_counts_once_it_was_waited_for():
     meter = Sampler()
     before = meter.totals()
     subprocess.run([sys.executable, "-c", BUSY.format(seconds=1)], check=True)
-    assert 1.0 <= spent(before, meter.totals()) < 10.0
+    assert AT_LEAST <= spent(before, meter.totals()) < 10.0
 
 
 @pytest.mark.parametrize(("runnable", "share"), [(0, 1.0), (1, 1.0), (2, 1.0), (4, 0.5), (8, 0.25)])
