@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc import KEY_BYTES, Peer
 from azureml_elastic.node.core.round import Limits, Member
@@ -9,7 +11,16 @@ from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub.hub import Hub
 from azureml_elastic.node.rendezvous.runtime import Runtime
 
-__all__ = ["hub_at", "make_context", "start_hub"]
+__all__ = ["PausableRuntime", "hub_at", "make_context", "start_hub"]
+
+
+class PausableRuntime(Runtime):
+    """A runtime whose clock can be moved forward, as after a pause of the process."""
+
+    offset = 0.0
+
+    def clock(self) -> float:
+        return time.monotonic() + self.offset
 
 
 def make_context(timings: RendezvousTimings | None = None, runtime: Runtime | None = None, node: str = "h") -> Context:

@@ -6,7 +6,7 @@ argument, and what is to be done is returned.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from azureml_elastic.config import RendezvousTimings
@@ -257,7 +257,7 @@ class HubState:
             incarnation=incarnation,
             unreached=frozenset(watch.unreached),
         )
-        self.watch(watcher, node)
+        self._watch(watcher, node)
         missed = self.newer_than(Round(watch.round, "open" if watch.is_open else "sealed"))
         # Sent even if empty: any answer shows the node that this hub serves it.
         answer = Send(link, messages.SealPosition(unreachable_from=self.watchers.unreached_by(watcher)))
@@ -273,7 +273,7 @@ class HubState:
         peer = self._peers.pop(link, None)
         if peer is None:
             return None
-        actions = self.take_positions() if (was_first := self.leave(peer.node, link)) else []
+        actions = self.take_positions() if (was_first := self._leave(peer.node, link)) else []
         if self._members.get(peer.node) == link:
             del self._members[peer.node]
             if self._round is not None and peer.round == self._round.number:
@@ -359,7 +359,7 @@ class HubState:
             self._queue.add([me])
         return self.take_positions()
 
-    def watch(self, watcher: Watcher, node: str) -> None:
+    def _watch(self, watcher: Watcher, node: str) -> None:
         """Add a waiting node, or its new state."""
         self.watchers.add(node, watcher)
         candidate = watcher.candidacy
@@ -372,7 +372,7 @@ class HubState:
         if self._queue is not None:
             self._queue.add([candidate])
 
-    def leave(self, node: str, link: int) -> bool:
+    def _leave(self, node: str, link: int) -> bool:
         """Remove a waiting node whose connection has ended; return whether the queue has changed."""
         if not self.watchers.remove(node, link) or self._queue is None or not self._queue.remove(node):
             return False
@@ -401,10 +401,10 @@ class HubState:
 
     # -----------------------------------------------------------------------------------------------------------------
 
-    def _lose(self, nodes: Iterable[str], absent: Iterable[str] = ()) -> list[HubAction]:
+    def _lose(self, nodes: Iterable[str], absent: Collection[str] = ()) -> list[HubAction]:
         """Record losses, of members that have never connected in particular; return what sends them to the others."""
         lost = tuple(node for node in nodes if node not in self._lost | self._done)
-        never_connected = tuple(node for node in lost if node in set(absent))
+        never_connected = tuple(node for node in lost if node in absent)
         self._lost.update(lost)
         self._absent.update(never_connected)
         return self.to_members(messages.Lost(lost, never_connected)) if lost else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from datetime import timedelta
 
 import pytest
@@ -14,20 +13,8 @@ from azureml_elastic.ipc.agent_messages import AllPlaced
 from azureml_elastic.node.core.messages import CODEC, Hello
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.hub.link import Link
-from azureml_elastic.node.rendezvous.runtime import Runtime
-from tests.support.rendezvous.hubs import hub_at, make_context, start_hub
+from tests.support.rendezvous.hubs import PausableRuntime, hub_at, make_context, start_hub
 from tests.support.waiting import until
-
-
-class PausableRuntime(Runtime):
-    """A runtime whose clock can be moved forward, as after a pause of the process."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.offset = 0.0
-
-    def clock(self) -> float:
-        return time.monotonic() + self.offset
 
 
 def client_of(hub, node, *callbacks):

@@ -14,9 +14,8 @@ from azureml_elastic.node.core.failures import FailureRecord
 from azureml_elastic.node.core.messages import Watch
 from azureml_elastic.node.core.round import Member, Round, reopened
 from azureml_elastic.node.rendezvous.hub.link import Link
-from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY, RUN_KEY, member_key
-from tests.support.rendezvous.hubs import hub_at, make_context
+from tests.support.rendezvous.hubs import PausableRuntime, hub_at, make_context
 from tests.support.rendezvous.nodes import TIMEOUT, TIMINGS, Nodes, Slow
 from tests.support.waiting import until
 
@@ -381,15 +380,6 @@ def test_failures_grow_older_by_the_duration_of_rounds(nodes):
     assert pair[1].round_end.close(succeeded=False, message="x", exit_code=1)
     (last,) = Round.from_value(nodes.table.get(ROUND_KEY).value).failures
     assert last.age_seconds >= first.round.failures[0].age_seconds
-
-
-class PausableRuntime(Runtime):
-    """A runtime whose clock can be moved forward, as after a pause of the process."""
-
-    offset = 0.0
-
-    def clock(self) -> float:
-        return time.monotonic() + self.offset
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 2.95])
