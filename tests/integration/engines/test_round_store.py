@@ -1,5 +1,6 @@
 """The store of a round, whose server may be frozen or gone."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -56,6 +57,8 @@ def test_nodes_find_what_others_have_stored(store, over, monkeypatch):
 
 def test_a_frozen_server_blocks_nobody_once_the_round_is_over(store, server, over):
     server.send_signal(signal.SIGSTOP)
+    # The signal is delivered behind kill(): until all threads have stopped, the server answers.
+    os.waitid(os.P_PID, server.pid, os.WSTOPPED)
     threading.Timer(0.2, over.set).start()
     with pytest.raises(RuntimeError, match="The round is over"):
         store.add("nodes", 1)
