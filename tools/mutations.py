@@ -66,9 +66,9 @@ MUTATIONS = (
     ),
     Mutation(
         "connection-for-life",
-        "node/rendezvous/join/waiting.py",
-        "answered = link is not None and link.answered",
-        "answered = link is not None",
+        "node/core/joiner.py",
+        "return self._link is not None and self._link.answered",
+        "return self._link is not None",
         ("integration/node/test_frozen_node.py",),
     ),
     Mutation(

@@ -1,17 +1,22 @@
-"""How a node waits for an open round: at which hub it meets the others, and when it reads the rows of the table.
+"""How a node waits for a round: at which hub it meets the others, when it reads the rows, and who still lives.
 
-Which hub is the meeting point needs no agreement: each node takes the first one that it knows and can reach.
+Nodes that wait for an open round meet at one hub, the *meeting point*, and send it their rows. The hub sends the first
+of them that it should seal; that node, and one more in case it dies, read the rows of the table. All others receive the
+sealed round from the hub and read nothing. Which hub is the meeting point needs no agreement: each node takes the first
+one that it knows and can reach, moves when it learns of an earlier one, and forwards what it receives to the nodes at
+its own hub.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from azureml_elastic.node.core.messages import Watch
 from azureml_elastic.node.core.round import Member, Round
 
-__all__ = ["MeetingPoints", "ReadSchedule", "is_landmark"]
+__all__ = ["MeetingPoints", "ReadSchedule", "Staleness", "greeting_of", "is_landmark", "is_leader_unreachable"]
 
 _ONE_IN = 32
 """One node in so many is a landmark, by a hash of its name."""
@@ -35,6 +40,17 @@ _GATHER_SECONDS = 0.02
 def is_landmark(node: str) -> bool:
     """Return whether nodes prefer to meet at this node's hub."""
     return zlib.crc32(node.encode("utf-8", "surrogatepass")) % _ONE_IN == 0
+
+
+def greeting_of(me: Member, round_: Round) -> Watch:
+    """Return what a node sends to a hub when it waits: for the seal of an open round, or beside a sealed one.
+
+    Args:
+        me: row of the node; in an open round, that with which it wants to be a member.
+        round_: newest version of the round that it has seen.
+    """
+    is_open = round_.state == "open"
+    return Watch(round_.number, is_open, me.strikes, me.unreached, me if is_open else None)
 
 
 class MeetingPoints:
@@ -202,3 +218,39 @@ class ReadSchedule:
         if self._active and self._received:
             until = min(until, self._decided_last + _GATHER_SECONDS)
         return max(0.0, until - now)
+
+
+class Staleness:
+    """Whether the version of a row has not changed for too long, by one node's clock.
+
+    Args:
+        seconds: how long is too long.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._version: str | None = None
+        self._since: float | None = None
+
+    def reset(self) -> None:
+        """Begin anew with the next version that is seen."""
+        self._since = None
+
+    def see(self, version: str | None, now: float) -> bool:
+        """Record a version that was read, ``None`` for none; return whether it has been the same for too long."""
+        if self._since is None or version != self._version:
+            self._version, self._since = version, now
+            return False
+        return now - self._since > self._seconds
+
+
+def is_leader_unreachable(answers: Sequence[bool | None]) -> bool | None:
+    """Return whether most nodes cannot reach rank 0's node, ``None`` if the answers do not show it.
+
+    Args:
+        answers: whether other members have reached rank 0's node, ``None`` for no answer. The node that queries them
+            has not reached it.
+    """
+    if 2 * answers.count(False) > len(answers):
+        return True
+    return False if True in answers else None

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
+from typing import TYPE_CHECKING
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc import Authenticator, Peer
+from azureml_elastic.node.core.join_events import HubSent, LinkEnded
 from azureml_elastic.node.core.round import Limits
 from azureml_elastic.node.rendezvous.inbox import Inbox
 from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.latest_round import LatestRound
+
+if TYPE_CHECKING:
+    from azureml_elastic.node.rendezvous.hub.link import Link
 
 __all__ = ["Context"]
 
@@ -29,6 +35,7 @@ class Context:
         clock: clock in monotonic seconds.
         wake: event for the agent's thread; other threads set it when a hub has sent something or the state has changed.
         inbox: messages of other agents for the agent's thread.
+        received: what hubs have sent on connections of this node, and the ends of these, for the agent's thread.
         latest: newest version of the round that this node has read, written or received.
         heartbeat_timeout: silence in seconds after which a peer counts as lost.
         tick: seconds between two heartbeats of a connection.
@@ -49,6 +56,7 @@ class Context:
         self.clock = runtime.clock
         self.wake = wake or runtime.event()
         self.inbox = Inbox()
+        self.received: deque[tuple[Link, HubSent | LinkEnded]] = deque()
         self.latest = LatestRound()
         self.heartbeat_timeout = timings.heartbeat_timeout.total_seconds()
         self.tick = timings.heartbeat_interval.total_seconds() / 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 
 from azureml_elastic.node.core.failures import FailureRecord, aged
+from azureml_elastic.node.core.hub_reports import HubReports
 from azureml_elastic.node.core.messages import Hello, Message
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.context import Context
@@ -27,6 +28,7 @@ class Membership:
     Attributes:
         me: row of this node, with the number of strikes that was read last.
         over: whether the round is known to have ended.
+        reports: what rank 0's hub has sent.
     """
 
     def __init__(self, context: Context, me: Member) -> None:
@@ -37,6 +39,7 @@ class Membership:
         self._failed_number = 0
         self.me = me
         self.over = False
+        self.reports = HubReports()
 
     @property
     def assignment(self) -> Assignment:
@@ -88,8 +91,9 @@ class Membership:
             OSError: rank 0's hub cannot be reached; the assignment is set all the same.
         """
         self._assignment = assignment = Assignment(round_, rank, listener if rank == 0 else None)
-        self.over, self._since = False, self._context.clock()
+        self.over, self._since, self.reports = False, self._context.clock(), HubReports()
         first = round_.members[0]
+        self.disconnect()
         try:
             self._link = Link(self._context, first, Hello(round_.number), timeout)
         except OSError:
@@ -102,7 +106,7 @@ class Membership:
         link = self._link
         if link is None or self.last_round != number or self.over:
             return False
-        return not link.broken and node not in link.lost
+        return not link.broken and node not in self.reports.lost
 
     def reached_leader(self, number: int) -> bool | None:
         """Return whether this node has reached rank 0's hub of a round, ``None`` if it still tries. Thread-safe."""

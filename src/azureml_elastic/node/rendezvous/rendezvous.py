@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,33 +20,37 @@ from azureml_elastic.errors import RunFailed, RunSucceeded, TableUnavailable
 from azureml_elastic.ipc import Connection, Peer
 from azureml_elastic.ipc.shards import ShardDescription
 from azureml_elastic.ledger import events
+from azureml_elastic.node.core import join_events as on
 from azureml_elastic.node.core.hub_state import HubView
-from azureml_elastic.node.core.joining import is_landmark
-from azureml_elastic.node.core.messages import Unreachable
+from azureml_elastic.node.core.join_events import Roster
+from azureml_elastic.node.core.joiner import Joiner, JoinState
+from azureml_elastic.node.core.joining import greeting_of, is_landmark
+from azureml_elastic.node.core.messages import RoundChanged, Unreachable
 from azureml_elastic.node.core.round import Limits, Member, Round, is_same_round, reopened
 from azureml_elastic.node.host.addresses import Ports, format_address, listening_address
 from azureml_elastic.node.host.identity import new_incarnation
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub.hub import Hub
 from azureml_elastic.node.rendezvous.hub.watch import HubWatch
-from azureml_elastic.node.rendezvous.join.entering import LeaderLostError, RoundEntry
-from azureml_elastic.node.rendezvous.join.sleeper import Sleeper
-from azureml_elastic.node.rendezvous.join.waiting import JoinWaiter
 from azureml_elastic.node.rendezvous.membership import Membership
 from azureml_elastic.node.rendezvous.probing import DataPort, PeerProber
+from azureml_elastic.node.rendezvous.reachability.quorum_check import query_members
 from azureml_elastic.node.rendezvous.reachability.reachability import Reachability, UnreachablePair, is_unreachable
 from azureml_elastic.node.rendezvous.round_end import RoundEnd
 from azureml_elastic.node.rendezvous.runtime import Runtime
+from azureml_elastic.node.rendezvous.sleeper import Sleeper
 from azureml_elastic.node.rendezvous.state.assignment import Assignment, Status
-from azureml_elastic.node.rendezvous.state.rows import Roster, Rows
+from azureml_elastic.node.rendezvous.state.rows import Rows
 from azureml_elastic.node.rendezvous.state.run_key import RunKey
 from azureml_elastic.node.rendezvous.table_heartbeat import TableHeartbeat
 from azureml_elastic.node.table import Table
 
 __all__ = ["Rendezvous"]
 
-_MAX_BACKOFF_SECONDS = 2.0
-"""Longest pause before a new attempt of nodes that could not connect to each other."""
+_LOG = logging.getLogger(__name__)
+
+_RETRY_TIMEOUT_SECONDS = 1.2
+"""Time to connect in a further attempt to enter a round: enough for TCP's second one."""
 
 _DECLINE_SECONDS = 1.0
 """Time in which a node that leaves connects to rank 0's hub to send it that it does not enter its round."""
@@ -143,10 +149,11 @@ class Rendezvous:
         self._rows = rows = Rows(table, self._sleeper.sleep, context.latest, key)
         self.hub = hub = Hub(context, hub_listener, membership.reached_leader, receive_shard)
         self._must_look = False
-        self._heartbeat = heartbeat = TableHeartbeat(context, table, hub.request_read, self._look_at_round, progress)
+        self._has_woken = False
+        self._listener: socket.socket | None = None
+        self._events: deque[on.Event] = deque()
+        self._heartbeat = TableHeartbeat(context, table, hub.request_read, self._look_at_round, progress)
         self._watch = HubWatch(context, reach)
-        self._waiter = JoinWaiter(context, rows, hub, self._watch, heartbeat, reach, self._sleeper)
-        self._entry = RoundEntry(context, membership, rows, heartbeat, reach, self._sleeper)
         self.round_end = RoundEnd(context, membership, rows, hub, self._watch, reach)
 
     # --- joining -----------------------------------------------------------------------------------------------------
@@ -183,39 +190,147 @@ class Rendezvous:
             # Before the disconnection, by which the others would take this node for lost and go on without it.
             self.round_end.reopen(f"{self.node} has left the round", lost=self.status().lost)
         self.membership.leave()
-        listener: socket.socket | None = None
         try:
             round_, known = self._first_read()
             self._rows.read_run_key(defer=self._is_one_of_many)
-            pace = _Pace()
-            while True:
-                self._sleeper.sleep(pace.seconds_before(round_))
-                if round_.closed:
-                    raise self._end_of(round_)
-                if round_.state == "sealed":
-                    known = {member.node: member for member in round_.members}
-                    assignment = self._enter(round_, listener)
-                    if assignment is not None:
-                        listener = None if assignment.listener is not None else listener
-                        return assignment
-                    if self.membership.last_round == round_.number:
-                        # This node has left its own round, and the node that should end it may be dead.
-                        self.round_end.reopen(f"{self.node} has left the round")
-                        round_ = self._context.latest.after(round_) or self._rows.read_round()
-                    elif get_ready():
-                        round_ = self._context.latest.after(round_) or self._rows.read_round()
-                    else:
-                        round_ = self._waiter.wait_beside(round_, self.membership.me)
-                    continue
-                if listener is None:
-                    listener = self._context.runtime.listen(self._interface, 2048)
-                if round_.failed_rounds:
-                    self._sleeper.sleep(min(_MAX_BACKOFF_SECONDS, 0.1 * 2**round_.failed_rounds))
-                round_ = self._waiter.wait_for_seal(round_, self._candidacy(round_, listener), known)
+            self._drive(on.Started(round_, known), get_ready)
+            self._rows.persistent = True
+            assignment = self.membership.assignment
+            self._prober.begin(assignment)
+            if assignment.listener is not None:
+                self._listener = None
+            return assignment
         finally:
-            self._watch.close()
-            if listener is not None:
-                listener.close()
+            self._watch.close()  # only now, so that the messages sent there have arrived
+            if self._listener is not None:
+                self._listener.close()
+                self._listener = None
+
+    def _drive(self, event: on.Event, get_ready: Callable[[], bool]) -> None:
+        """Bring events to a :class:`Joiner` and perform its actions, until this node has its place in a round."""
+        me, limits, timings = self.membership.me, self._context.limits, self._context.timings
+        last_round, has_left = self.membership.last_round, self._rows.has_left
+        joiner = Joiner(me, limits, timings, last_round=last_round, has_left=has_left)
+        answer: on.Event | None = event
+        while joiner.state is not JoinState.IN:
+            actions = joiner.handle(answer or self._next_event(joiner), self._context.clock())
+            answer = None
+            for action in actions:
+                if not isinstance(action, on.Call):
+                    self._perform(action)
+                elif self._context.latest.after(joiner.round) is None:
+                    answer = self._call(action, joiner.me, get_ready)
+
+    def _next_event(self, joiner: Joiner) -> on.Event:
+        """Wait for what happens next.
+
+        Raises:
+            InterruptedError: the wait was cancelled.
+        """
+        context = self._context
+        while True:
+            if (newer := context.latest.after(joiner.round)) is not None:
+                return on.NewerRound(newer)
+            self._collect()
+            if self._events:
+                return self._events.popleft()
+            if (marked := self._reachability.marked(joiner.me)) != joiner.me:
+                return on.MarksChanged(marked)
+            if self._has_woken:
+                self._has_woken = False
+                return on.Woken(self.hub.should_seal(), self.hub.take_read_request())
+            left = joiner.deadline - context.clock()
+            if left <= 0:
+                return on.TimerFired()
+            self._has_woken = self._sleeper.wait(left)
+
+    def _call(self, call: on.Call, me: Member, get_ready: Callable[[], bool]) -> on.Event | None:
+        """Perform a call; return its answer, ``None`` where it was abandoned for a newer version of the round."""
+        match call:
+            case on.Prepare():
+                return on.Prepared(self._prepare(call.round))
+            case on.Connect():
+                failure = self._watch.connect(call.to, call.greeting, call.purpose)
+                if failure is None:
+                    return on.Connected()
+                return on.ConnectFailed(isinstance(failure, ConnectionRefusedError), self._reachability.marked(me))
+            case on.TakeCandidates():
+                return on.CandidatesTaken(self.hub.candidates())
+            case on.Enter():
+                return self._enter(call, me)
+            case on.QueryMembers():
+                return on.MembersAnswered(query_members(self._context, call.round, self.node))
+            case on.ReadHeartbeat():
+                return on.HeartbeatRead(*self._heartbeat.look())
+            case on.Reopen():
+                self.round_end.reopen(call.reason, lost=call.lost, round_failed=call.round_failed)
+                return on.Reopened()
+            case on.GetReady():
+                return on.GotReady(get_ready())
+        return self._rows.perform(call)
+
+    def _perform(self, action: on.Action) -> None:
+        match action:
+            case on.Offer():
+                self.hub.add_own_candidacy(action.round, action.me)
+                self._has_woken = True
+            case on.Greet():
+                self._watch.send(action.greeting)
+            case on.Disconnect():
+                self._watch.close()
+            case on.Forward():
+                self.hub.publish(action.round)
+                if action.to_hub:
+                    self._watch.send(RoundChanged(action.round))
+            case on.NudgeHeartbeat():
+                self._heartbeat.nudge()
+            case on.Warn():
+                _LOG.warning("%s", action.text)
+            case on.NoRoom():
+                _LOG.warning(
+                    "Round %d makes no room for %s, which %s cannot reach. %s",
+                    action.round.number,
+                    self.node,
+                    ", ".join(action.unreachable_from),
+                    self._reachability.advice,
+                )
+            case on.Finish():
+                raise self._end_of(action.round)
+
+    def _enter(self, call: on.Enter, me: Member) -> on.Event:
+        round_, first = call.round, call.round.members[0]
+        assert self._listener is not None
+        if call.rank:
+            self._heartbeat.stop()
+        else:
+            self.hub.enter(round_)
+            self._heartbeat.start(round_.number)
+        try:
+            self.membership.enter(round_, call.rank, self._listener, _RETRY_TIMEOUT_SECONDS if call.again else None)
+        except OSError as error:
+            if not is_unreachable(error):
+                _LOG.warning("Rank 0's node %s of round %d cannot be reached: %s", first.node, round_.number, error)
+                where = format_address(first.host, first.hub_port)
+                return on.EntryFailed(f"{self.node} cannot reach {first.node} at {where}: {error}", False, me)
+            if call.again:
+                return on.EntryFailed("", True, me)
+            purpose, seconds = f"rank 0 of round {round_.number}", self._context.heartbeat_timeout
+            reason = str(self._reachability.failed(first, purpose, error, seconds))
+            return on.EntryFailed(reason, True, self._reachability.marked(me))
+        self._reachability.reached(first.incarnation, "hub")
+        return on.Entered(self.membership.link.refused)
+
+    def _collect(self) -> None:
+        """Take what hubs have sent on connections that this node still has."""
+        received = self._context.received
+        while received:
+            link, event = received.popleft()
+            if self.membership.connected and link is self.membership.link:
+                self.membership.reports.take(event)
+            elif link is self._watch.link:
+                self._events.append(event)
+                if isinstance(event, on.LinkEnded):
+                    self._watch.close()
 
     def read_round(self) -> Round:
         """Read the current round, for a node that has not joined yet: no node waits for it after the first seal."""
@@ -256,8 +371,10 @@ class Rendezvous:
             member.node: member for member in before.members
         }
 
-    def _candidacy(self, round_: Round, listener: socket.socket) -> Member:
+    def _prepare(self, round_: Round) -> Member:
         """Return the row with which this node wants to be in an open round."""
+        if self._listener is None:
+            self._listener = self._context.runtime.listen(self._interface, 2048)
         # A former member that is not a survivor was lost to the others, which may have written strikes against it.
         was_member = self.membership.last_round > 0
         strikes = self._strikes(was_member and self.node not in round_.previous)
@@ -268,28 +385,7 @@ class Rendezvous:
         self.membership.me = me = replace(self.membership.me, strikes=strikes)
         failures_before = self.membership.assignment.round.failures if was_member else ()
         self._reachability.suspect_workers = round_.failed_rounds > 0 or len(round_.failures) > len(failures_before)
-        return replace(me, round=round_.number, store_port=listener.getsockname()[1])
-
-    def _enter(self, round_: Round, listener: socket.socket | None) -> Assignment | None:
-        """Enter the sealed round if this incarnation is in it and has not been in it before."""
-        rank = round_.rank_of(self.node, self.incarnation)
-        if rank is None or listener is None or self.membership.last_round >= round_.number:
-            return None
-        if rank == 0:
-            self.hub.enter(round_)
-            self._heartbeat.start(round_.number)
-        else:
-            self._heartbeat.stop()
-        try:
-            assignment = self._entry.enter(round_, rank, listener)
-        except LeaderLostError as error:
-            self.round_end.reopen(str(error), lost=frozenset({round_.members[0].node}), round_failed=True)
-            return None
-        if assignment is not None:
-            self._rows.persistent = True
-            self._watch.close()  # only now, so that the messages sent there have arrived
-            self._prober.begin(assignment)
-        return assignment
+        return self._reachability.marked(replace(me, round=round_.number, store_port=self._listener.getsockname()[1]))
 
     # --- being a member ----------------------------------------------------------------------------------------------
 
@@ -299,12 +395,13 @@ class Rendezvous:
         membership = self.membership
         if not membership.connected:
             return Status()
-        link, round_ = membership.link, membership.assignment.round
+        self._collect()
+        hub, round_ = membership.reports, membership.assignment.round
         view = self.hub.view() if membership.leads else HubView()
-        lost = link.lost | view.lost
-        was_given_up = view.was_given_up or (link.broken and link.was_given_up)
-        membership.over = membership.over or was_given_up or link.broken or self._has_changed(round_)
-        if link.broken and not was_given_up:
+        lost = hub.lost | view.lost
+        was_given_up = view.was_given_up or hub.was_given_up
+        membership.over = membership.over or was_given_up or hub.broken or self._has_changed(round_)
+        if hub.broken and not was_given_up:
             lost |= {round_.members[0].node} - {self.node}
         is_full = len(round_.members) >= self._context.limits.maximum
         debounce = self._context.timings.rescale_debounce.total_seconds()
@@ -312,7 +409,7 @@ class Rendezvous:
             lost=lost - {self.node},
             over=membership.over or self.node in lost,
             waiting=frozenset() if is_full else view.spares(self._context.clock(), debounce),
-            all_done=link.all_done,
+            all_done=hub.all_done,
             was_given_up=was_given_up,
         )
 
@@ -354,8 +451,9 @@ class Rendezvous:
         if self._rows.end_round(round_.number, next_):
             self.hub.publish(next_)
             first, me = round_.members[0], self.membership.me
-            self._watch.connect(first, round_, me, "rank 0 of the round that ends", _DECLINE_SECONDS)
-            self._watch.forward(next_)
+            purpose = "rank 0 of the round that ends"
+            if self._watch.connect(first, greeting_of(me, round_), purpose, _DECLINE_SECONDS) is None:
+                self._watch.send(RoundChanged(next_))
             self._watch.close()
 
     def shutdown(self) -> None:
@@ -370,7 +468,7 @@ class Rendezvous:
         """Return whether a newer version of the round is known; reads the row if rank 0's hub has sent to read it."""
         if self._context.latest.after(round_) is not None:
             return True
-        if not (self.membership.link.take_read_request() or self._must_look):
+        if not (self.membership.reports.take_read_request() or self._must_look):
             return False
         self._must_look = False
         try:
@@ -391,19 +489,3 @@ class Rendezvous:
         self._record(events.Unreachable, self.membership.last_round, **fields, error=pair.error)
         if not self.membership.leads:
             self.membership.send_to_leader(Unreachable(str(pair)))
-
-
-class _Pace:
-    """Pauses between the versions of the round that a joining node goes through, longer where they are not newer."""
-
-    def __init__(self) -> None:
-        self._seen: Round | None = None
-        self._repeats = 0
-
-    def seconds_before(self, round_: Round) -> float:
-        """Return the seconds to wait before this version is acted on."""
-        if round_.is_newer_than(self._seen):
-            self._seen, self._repeats = round_, 0
-            return 0.0
-        self._repeats += 1
-        return min(_MAX_BACKOFF_SECONDS, 0.05 * 2.0**self._repeats)

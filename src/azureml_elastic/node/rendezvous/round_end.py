@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from azureml_elastic.errors import TableError
 from azureml_elastic.node.core.failures import FailureRecord
+from azureml_elastic.node.core.joining import greeting_of
 from azureml_elastic.node.core.messages import RoundChanged
 from azureml_elastic.node.core.round import Member, Round, reopened
 from azureml_elastic.node.rendezvous.context import Context
@@ -128,7 +129,9 @@ class RoundEnd:
         timeout = min(_MAX_TURN_SECONDS, _TURN_SECONDS * turn)
         until = self.context.clock() + timeout
         if alive[0] != round_.members[0] or not self.membership.connected:
-            self.watch.connect(alive[0], round_, me, "the next to end the round", timeout)
+            self.watch.connect(
+                alive[0], greeting_of(self.reachability.marked(me), round_), "the next to end the round", timeout
+            )
         while (left := until - self.context.clock()) > 0 and self.context.latest.after(round_) is None:
             self.context.wake.wait(left)
             self.context.wake.clear()
@@ -150,7 +153,7 @@ class RoundEnd:
 
     def _absent(self) -> frozenset[str]:
         """Return the lost members that have never connected to rank 0's hub."""
-        absent = self.membership.link.absent if self.membership.connected else frozenset()
+        absent = self.membership.reports.absent
         return absent | self.hub.view().absent if self.membership.leads else absent
 
     def _describe_absent(self, round_: Round, absent: frozenset[str]) -> str:

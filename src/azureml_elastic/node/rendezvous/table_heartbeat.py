@@ -21,7 +21,7 @@ from azureml_elastic.errors import ElasticError, RowChanged, RowExists
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.table import Row, Table
 
-__all__ = ["TABLE_HEARTBEAT_KEY", "StaleHeartbeat", "TableHeartbeat"]
+__all__ = ["TABLE_HEARTBEAT_KEY", "TableHeartbeat"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -52,8 +52,7 @@ class TableHeartbeat:
         doubted: Callable[[], None],
         progress: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        self.clock = context.clock
-        self.interval = context.timings.table_heartbeat_interval.total_seconds()
+        self._interval = context.timings.table_heartbeat_interval.total_seconds()
         self._runtime = context.runtime
         self._table = table
         self._superseded = superseded
@@ -64,15 +63,13 @@ class TableHeartbeat:
         self._stopped = self._runtime.event()
         self._thread: threading.Thread | None = None
 
-    def version(self) -> str | None:
-        """Return the row's version, ``None`` when there is no row or the table is unavailable."""
-        row = self._read()
-        return row.etag if row else None
+    def look(self) -> tuple[str | None, int]:
+        """Return the row's version, and the number of the round that has written it last.
 
-    def round(self) -> int:
-        """Return the number of the round that wrote the row last, 0 if there is none or the table is unavailable."""
+        They are ``None`` and 0 when there is no row or the table is unavailable.
+        """
         row = self._read()
-        return int(row.value["round"]) if row else 0
+        return (row.etag, int(row.value["round"])) if row is not None else (None, 0)
 
     def start(self, number: int) -> None:
         """Write the row at each interval for as long as this round runs."""
@@ -124,7 +121,7 @@ class TableHeartbeat:
             if self._authenticator.refusals != refusals:
                 refusals = self._authenticator.refusals
                 self._doubted()
-            stopped.wait(self.interval)
+            stopped.wait(self._interval)
 
     def _beat(self, value: Mapping[str, Any], etag: str | None) -> str:
         if etag is None:
@@ -135,7 +132,7 @@ class TableHeartbeat:
         """Have the members read the round's row, and this node again, as the newer round may not be in it yet."""
         self._superseded()
         for _ in range(_LOOKS):
-            stopped.wait(2 * self.interval)
+            stopped.wait(2 * self._interval)
             if not stopped.is_set():
                 self._doubted()
 
@@ -147,28 +144,3 @@ class TableHeartbeat:
             return None
         is_ours = row is not None and all(isinstance(row.value.get(name), int) for name in ("round", "beats"))
         return row if is_ours else None
-
-
-class StaleHeartbeat:
-    """Detector of a table heartbeat that has stopped: its version has not changed for two intervals.
-
-    Args:
-        heartbeat: the row.
-    """
-
-    def __init__(self, heartbeat: TableHeartbeat) -> None:
-        self._heartbeat = heartbeat
-        self._version: str | None = None
-        self._since: float | None = None
-
-    def reset(self) -> None:
-        """Start again with the next read."""
-        self._since = None
-
-    def check(self) -> bool:
-        """Read the row, and return whether it has not changed for too long."""
-        version = self._heartbeat.version()
-        if self._since is None or version != self._version:
-            self._version, self._since = version, self._heartbeat.clock()
-            return False
-        return self._heartbeat.clock() - self._since > 2 * self._heartbeat.interval

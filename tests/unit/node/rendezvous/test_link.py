@@ -10,7 +10,8 @@ import pytest
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc import MessageClient, MessageServer, listen
 from azureml_elastic.ipc.agent_messages import AllPlaced
-from azureml_elastic.node.core.messages import CODEC, Hello
+from azureml_elastic.node.core.join_events import HubSent, LinkEnded
+from azureml_elastic.node.core.messages import CODEC, Hello, RoundChanged
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.hub.link import Link
 from tests.support.rendezvous.hubs import PausableRuntime, hub_at, make_context, start_hub
@@ -39,7 +40,7 @@ def test_a_link_reports_whether_its_own_process_was_paused_for_too_long(pause_s,
         server.close()
         assert context.wake.wait(60)
         assert link.broken
-        assert link.was_given_up == given_up
+        assert context.received.pop() == (link, LinkEnded(was_given_up=given_up))
     finally:
         link.close()
 
@@ -83,8 +84,9 @@ def test_a_hub_closes_connections_that_send_malformed_messages_and_serves_others
         client.send(fields)
         assert closed.wait(60)
         assert "sent a malformed message" in caplog.text
-        link = Link(make_context(), hub_at(hub.port), Hello(1))
-        until(lambda: link.must_read)
+        context = make_context()
+        link = Link(context, hub_at(hub.port), Hello(1))
+        until(lambda: (link, HubSent(RoundChanged(None))) in context.received)
         link.close()
     finally:
         client.close()

@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 
 from azureml_elastic.config import RendezvousTimings, TableRendezvous
 from azureml_elastic.errors import UsageError
-from azureml_elastic.node.core.messages import Watch
+from azureml_elastic.node.core.join_events import HubSent
+from azureml_elastic.node.core.joining import is_leader_unreachable
+from azureml_elastic.node.core.messages import SealPosition, Watch
 from azureml_elastic.node.core.round import Limits, Member, Round
 from azureml_elastic.node.core.sealing import (
     describe_partitions,
@@ -29,7 +31,7 @@ from azureml_elastic.node.core.sealing import (
 from azureml_elastic.node.host.addresses import Ports
 from azureml_elastic.node.rendezvous.hub.link import Link
 from azureml_elastic.node.rendezvous.probing import peers_to_probe
-from azureml_elastic.node.rendezvous.reachability.quorum_check import is_leader_unreachable, query_members
+from azureml_elastic.node.rendezvous.reachability.quorum_check import query_members
 from azureml_elastic.node.rendezvous.reachability.reachability import (
     Reachability,
     describe_absence,
@@ -257,7 +259,6 @@ def test_an_unreachable_pair_is_reported_once_with_both_names_and_advice(caplog)
         assert len(reports) == count
     assert reach.is_hub_unreachable("y")
     assert reach.unreached() == ("y",)
-    assert reach.unreached(connected_to="y") == ()
     assert reach.reached("y", "hub")
     assert not reach.reached("y", "hub")
     assert reach.unreached() == ()
@@ -274,7 +275,7 @@ def test_a_pair_of_members_counts_only_when_the_round_has_failed():
     assert reach.marked(me).unreached == ("i-y",)
     assert reach.marked(me).reason.startswith("node-x (10.0.0.4) cannot reach y (10.0.0.y:29400), a member")
     reach.failed(member("z"), "the store", TimeoutError(), 3.0, target="store", port=29402)
-    assert reach.unreached(connected_to="i-z") == ("i-y", "i-z"), "its hub says nothing about its store"
+    assert reach.unreached() == ("i-y", "i-z")
 
 
 def test_a_pair_that_workers_have_met_counts_until_it_is_reached_again():
@@ -298,11 +299,12 @@ def test_a_pair_that_workers_have_met_counts_until_it_is_reached_again():
 
 def test_a_node_that_connected_before_the_round_receives_which_members_cannot_reach_it():
     hub = start_hub()
-    link = Link(make_context(node="quick"), hub_at(hub.port), Watch(2))
+    context = make_context(node="quick")
+    link = Link(context, hub_at(hub.port), Watch(2))
     try:
         until(lambda: hub.view().waiting == {"quick"})
         hub.enter(Round(2, "sealed", members=(Member("a", "i-a", unreached=("i-quick",)), Member("b", "i-b"))))
-        until(lambda: link.unreachable_from == ("a",))
+        until(lambda: (link, HubSent(SealPosition(unreachable_from=("a",)))) in context.received)
         assert hub.view().waiting == frozenset()
     finally:
         link.close()

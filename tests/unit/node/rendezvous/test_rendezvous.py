@@ -11,7 +11,8 @@ import pytest
 
 from azureml_elastic.errors import RunFailed, RunSucceeded, UsageError
 from azureml_elastic.node.core.failures import FailureRecord
-from azureml_elastic.node.core.messages import Watch
+from azureml_elastic.node.core.join_events import HubSent
+from azureml_elastic.node.core.messages import RoundChanged, Watch
 from azureml_elastic.node.core.round import Member, Round, reopened
 from azureml_elastic.node.rendezvous.hub.link import Link
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY, RUN_KEY, member_key
@@ -299,7 +300,7 @@ def test_a_newcomer_that_missed_the_seal_is_made_room_for_when_it_sends_that_it_
     first.round_end.reopen("joining")
     (assignment,) = nodes.rejoin(first)
     assert [member.node for member in assignment.round.members] == ["node-0"]
-    until(lambda: slow.received is not None and slow.received.state == "sealed")
+    until(lambda: any(event == HubSent(RoundChanged(assignment.round)) for _, event in context.received))
     assert first.hub.view().waiting == frozenset()  # its connection alone proves nothing
     slow.send(Watch(2))
     until(lambda: first.status().waiting == {"node-1"}, timeout=14)  # the next wait would be 15 s

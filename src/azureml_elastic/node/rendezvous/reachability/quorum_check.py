@@ -6,7 +6,7 @@ cut off, and the round must go on without this one. A node that decided that alo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,25 +15,13 @@ from azureml_elastic.node.core.messages import CODEC, LeaderAnswer, LeaderQuery
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.context import Context
 
-__all__ = ["is_leader_unreachable", "query_members"]
+__all__ = ["query_members"]
 
 _MAX_QUERIES = 8
 """Largest number of members that are queried."""
 
 _TIMEOUT_SECONDS = 1.2
 """Long enough for TCP's second attempt, which follows the first after a second."""
-
-
-def is_leader_unreachable(answers: Sequence[bool | None]) -> bool | None:
-    """Return whether most nodes cannot reach rank 0's node, ``None`` if the answers do not show it.
-
-    Args:
-        answers: whether other members have reached rank 0's node, ``None`` for no answer. The node that queries them
-            has not reached it.
-    """
-    if 2 * answers.count(False) > len(answers):
-        return True
-    return False if True in answers else None
 
 
 def query_members(context: Context, round_: Round, node: str) -> list[bool | None]:

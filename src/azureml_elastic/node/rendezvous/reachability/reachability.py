@@ -213,29 +213,19 @@ class Reachability:
             self._confirmed.update(found)
             return self._pairs[found[0]] if found else None
 
-    def unreached(self, connected_to: str = "") -> tuple[str, ...]:
-        """Return the incarnations of the nodes with which this node cannot be in a round.
-
-        Args:
-            connected_to: incarnation of the node that receives the answer, whose hub is therefore reached.
-        """
+    def unreached(self) -> tuple[str, ...]:
+        """Return the incarnations of the nodes with which this node cannot be in a round."""
         with self._lock:
             counting = {
                 peer
                 for peer, target in self._pairs
-                if (target not in _OF_WORKERS or self.suspect_workers or (peer, target) in self._confirmed)
-                and not (target == "hub" and peer == connected_to)
+                if target not in _OF_WORKERS or self.suspect_workers or (peer, target) in self._confirmed
             }
         return tuple(sorted(counting))
 
-    def marked(self, me: Member, connected_to: str = "") -> Member:
-        """Return this node's row with the nodes that it cannot reach, and a description of the newest ones.
-
-        Args:
-            me: this node's row.
-            connected_to: see :meth:`unreached`.
-        """
-        unreached = self.unreached(connected_to)
+    def marked(self, me: Member) -> Member:
+        """Return this node's row with the nodes that it cannot reach, and a description of the newest ones."""
+        unreached = self.unreached()
         if unreached == me.unreached:
             return me
         with self._lock:

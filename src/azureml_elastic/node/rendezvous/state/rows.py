@@ -9,6 +9,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from azureml_elastic.errors import ElasticError, RowChanged, RowExists, TableError, TableUnavailable, ValueTooLarge
+from azureml_elastic.node.core import join_events as on
+from azureml_elastic.node.core.join_events import Roster
 from azureml_elastic.node.core.round import Member, Round, describe_loss, has_gone_back, require_member, restored
 from azureml_elastic.node.rendezvous.state.latest_round import LatestRound
 from azureml_elastic.node.rendezvous.state.row_keys import (
@@ -22,7 +24,7 @@ from azureml_elastic.node.rendezvous.state.row_keys import (
 from azureml_elastic.node.rendezvous.state.run_key import RunKey
 from azureml_elastic.node.table import Row, Table
 
-__all__ = ["Roster", "Rows"]
+__all__ = ["Rows"]
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -35,9 +37,6 @@ _KEY_SECONDS = 0.05
 
 _NONCE = "written_by"
 """Field with a random value for each write, by which a node recognises its own."""
-
-Roster = Mapping[str, Mapping[str, Any]]
-"""Values of the members' rows by node. They are not parsed, since most nodes need one or two of a thousand."""
 
 
 class Rows:
@@ -65,6 +64,37 @@ class Rows:
         self.has_left = False
         self.persistent = False
         self.key = key
+
+    def perform(self, call: on.TableCall) -> on.Event | None:
+        """Perform a call of a node that joins; return its answer, ``None`` where it was abandoned."""
+        match call:
+            case on.ReadRound():
+                return on.RoundRead(self.read_round())
+            case on.ReadRows():
+                try:
+                    return on.RowsRead(*self.read_all())
+                except TableUnavailable as error:
+                    _LOG.warning("The table is unavailable (%s); reading again later.", error)
+                    return on.RowsUnavailable()
+            case on.Restore():
+                return on.RoundRead(self.restore(call.row, call.known))
+            case on.WriteRow():
+                is_written = self.write_member(call.me, lambda: self._latest.after(call.round) is not None)
+                return on.RowWritten() if is_written else None
+            case on.WriteRound():
+                try:
+                    return on.RoundWritten(self.replace_round(call.to))
+                except ValueTooLarge as error:
+                    _LOG.error("Round %d cannot be sealed: %s", call.to.number, error)
+                    return on.RoundTooLarge(str(error))
+            case on.EndRound():
+                return on.RoundWritten(self.end_round(call.round.number, call.to))
+            case on.ReadKey():
+                try:
+                    return on.KeyRead(self.refresh_key())
+                except TableUnavailable as error:
+                    _LOG.warning("The table is unavailable (%s); reading the run's key again later.", error)
+                    return on.KeyRead(changed=False)
 
     def read_round(self) -> Round:
         """Return the current round; without a row it is round 1, open. An older one than was known is restored."""

@@ -10,8 +10,11 @@ from azureml_elastic.node.rendezvous.probing import PeerProber
 
 __all__ = ["Sleeper"]
 
-_MAX_SECONDS = 5.0
+_PROBING_SECONDS = 5.0
 """Longest sleep while an unreachable node is to be probed again."""
+
+_MAX_SECONDS = 3600.0
+"""Longest sleep."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class Sleeper:
             InterruptedError: the wait was cancelled.
         """
         self.prober.tick()
-        woken = self.context.wake.wait(min(seconds, _MAX_SECONDS) if self.prober.reachability.pairs() else seconds)
+        longest = _PROBING_SECONDS if self.prober.reachability.pairs() else _MAX_SECONDS
+        woken = self.context.wake.wait(min(seconds, longest))
         self.context.wake.clear()
         if self.cancelled():
             raise InterruptedError("the node is leaving the run")

@@ -1,1 +1,0 @@
-"""How a node joins a round: waiting for its seal, waiting as a spare, and entering it."""
