@@ -12,6 +12,7 @@ from azure.data.tables import TableServiceClient
 from azureml_elastic.ipc import KEY_BYTES
 from azureml_elastic.node.core.round import Round
 from azureml_elastic.node.rendezvous.state.row_keys import ALL_PREFIX, ROUND_KEY, RUN_KEY
+from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 from tests.support.rendezvous.nodes import TIMEOUT, Nodes
 from tests.support.waiting import until
@@ -94,6 +95,32 @@ def test_rank_0_notices_a_lost_table_and_a_new_node_joins(lost):
         group[0].round_end.reopen("joining")
     lost.nodes.rejoin(*group)
     assert len(pending.result(TIMEOUT).round.members) == 3
+
+
+class LosesRowsBeforeTheHeartbeat:
+    """A table that loses all its rows just before the heartbeat is inserted for the first time."""
+
+    def __init__(self, table):
+        self._table = table
+        self._has_lost = False
+
+    def insert(self, key, value):
+        if key == TABLE_HEARTBEAT_KEY and not self._has_lost:
+            self._has_lost = True
+            for row in self._table.query(ALL_PREFIX):
+                self._table.delete(row.key)
+        return self._table.insert(key, value)
+
+    def __getattr__(self, name):
+        return getattr(self._table, name)
+
+
+def test_rows_that_are_lost_before_the_first_heartbeat_are_noticed_by_it(nodes):
+    (node,) = [nodes.make("node-0", table=LosesRowsBeforeTheHeartbeat(nodes.table))]
+    nodes.join(node)
+    (assignment,) = nodes.rejoin(node)
+    assert assignment.round.number == 2
+    assert round_of(nodes).number == 2
 
 
 def test_a_node_whose_handshake_is_refused_reads_the_key_again(nodes):

@@ -19,6 +19,7 @@ from typing import Any
 
 from azureml_elastic.errors import ElasticError, RowChanged, RowExists
 from azureml_elastic.node.rendezvous.context import Context
+from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
 from azureml_elastic.node.table import Row, Table
 
 __all__ = ["TABLE_HEARTBEAT_KEY", "TableHeartbeat"]
@@ -103,6 +104,8 @@ class TableHeartbeat:
             beats += 1
             try:
                 etag = self._beat({**self._progress(), "round": number, "beats": beats, "by": self._me}, etag)
+                if not confirmed and not self._holds(number):
+                    self._doubted()  # what was lost before the first beat does not show in this row
                 confirmed = beats
             except (RowExists, RowChanged):
                 row = self._read()
@@ -127,6 +130,11 @@ class TableHeartbeat:
         if etag is None:
             return self._table.insert(TABLE_HEARTBEAT_KEY, value)
         return self._table.replace(TABLE_HEARTBEAT_KEY, value, etag)
+
+    def _holds(self, number: int) -> bool:
+        """Return whether the round's row holds this round, sealed."""
+        row = self._table.get(ROUND_KEY)
+        return row is not None and (row.value.get("number"), row.value.get("state")) == (number, "sealed")
 
     def _give_way(self, stopped: threading.Event) -> None:
         """Have the members read the round's row, and this node again, as the newer round may not be in it yet."""

@@ -1,0 +1,484 @@
+"""A node on its way into a round: events in, actions out."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from azureml_elastic.config import RendezvousTimings
+from azureml_elastic.node.core import join_events as on
+from azureml_elastic.node.core.joiner import Joiner, JoinState
+from azureml_elastic.node.core.joining import greeting_of
+from azureml_elastic.node.core.messages import RoundChanged, SealPosition
+from azureml_elastic.node.core.round import Limits, Member, Round
+
+TIMINGS = RendezvousTimings()
+STALE_SECONDS = 2 * TIMINGS.table_heartbeat_interval.total_seconds()
+SETTLE_SECONDS = TIMINGS.settle_timeout.total_seconds()
+
+
+def member(node: str, number: int = 1, **fields) -> Member:
+    return Member(node, f"i-{node}", round=number, host=node, hub_port=1, **fields)
+
+
+def sealed(*nodes: str, number: int = 1) -> Round:
+    return Round(number, "sealed", members=tuple(member(node, number) for node in nodes))
+
+
+class Node:
+    """A joiner with its clock, which keeps what it has returned."""
+
+    def __init__(self, name: str = "me", *, minimum: int = 1, maximum: int = 4, **fields) -> None:
+        self.row = member(name)
+        self.now = 100.0
+        self.joiner = Joiner(replace(self.row, round=0), Limits(minimum, maximum), TIMINGS, **fields)
+        self.actions: list[on.Action] = []
+
+    def feed(self, *events: on.Event) -> on.Action | None:
+        """Bring events; return the last action of the last one."""
+        for event in events:
+            self.actions = self.joiner.handle(event, self.now)
+            calls = [action for action in self.actions if isinstance(action, on.Call)]
+            assert len(calls) <= 1, "more than one call"
+            assert not calls or calls[-1] is self.actions[-1], "something is to be done after a call"
+        return self.actions[-1] if self.actions else None
+
+    def until_deadline(self) -> on.Action | None:
+        self.now = self.joiner.deadline
+        return self.feed(on.TimerFired())
+
+    def candidate(self, round_: Round | None = None, **known: Member) -> on.Action | None:
+        """Become a candidate of an open round."""
+        round_ = round_ or Round()
+        assert self.feed(on.Started(round_, known)) == on.Prepare(round_)
+        self.row = replace(self.row, round=round_.number)
+        action = self.feed(on.Prepared(self.row))
+        if round_.number == 1:
+            assert action == on.WriteRow(self.row, round_)
+            action = self.feed(on.RowWritten())
+        assert on.Offer(round_, self.row) in self.actions
+        return action
+
+    def decide(self, action: on.Action | None, *others: Member, row: Round | None = None) -> on.Action | None:
+        """Answer what a candidate wants to know before it seals; the others have sent their rows to its hub."""
+        everyone = {each.node: each.to_value() for each in (*others, self.row)}
+        while isinstance(action, on.TakeCandidates | on.ReadRows):
+            read = on.RowsRead(row or self.joiner.round, everyone)
+            action = self.feed(read if isinstance(action, on.ReadRows) else on.CandidatesTaken(others))
+        return action
+
+    def enter(self, round_: Round) -> on.Action | None:
+        """Learn that a round is sealed with this node, as rank 1 at most."""
+        action = self.feed(on.NewerRound(round_))
+        assert action == on.Enter(round_, round_.rank_of("me", "i-me"))
+        assert self.joiner.state is JoinState.ENTERING
+        return action
+
+    def outside(self, round_: Round, reason: str = "cut off") -> on.Action | None:
+        """Stay outside of a round whose rank 0 the others have reached."""
+        self.candidate(other=member("other"))
+        self.enter(round_)
+        self.feed(on.EntryFailed(reason, unreachable=True, me=self.row))
+        return self.feed(on.MembersAnswered([True]))
+
+    def spare(self, round_: Round) -> on.Action | None:
+        assert self.feed(on.Started(round_, {})) == on.GetReady()
+        action = self.feed(on.GotReady(took_time=False))
+        assert self.joiner.state is JoinState.SPARE
+        return action
+
+
+# --- a candidate -----------------------------------------------------------------------------------------------------
+
+
+def test_a_single_node_seals_and_enters():
+    node = Node()
+    round_ = sealed("me")
+    assert node.decide(node.candidate()) == on.ReadHeartbeat()
+    assert node.feed(on.HeartbeatRead(None, 0)) == on.WriteRound(round_)
+    assert node.feed(on.RoundWritten(True)) == on.Enter(round_, 0)
+    assert node.actions[0] == on.Forward(round_, to_hub=False)
+    assert node.feed(on.Entered()) == on.Take()
+    assert node.joiner.state is JoinState.IN
+
+
+def test_a_candidate_enters_the_round_that_another_has_sealed():
+    node = Node()
+    node.candidate(a=member("a"))
+    node.enter(sealed("a", "me"))
+    assert node.actions[0] == on.Forward(sealed("a", "me"), to_hub=False)
+
+
+def test_a_seal_that_came_from_the_hub_is_not_sent_back():
+    node = Node()
+    assert isinstance(node.candidate(a=member("a")), on.Connect)
+    node.feed(on.Connected(), on.HubSent(RoundChanged(sealed("a", "me"))))
+    node.enter(sealed("a", "me"))
+    assert node.actions[0] == on.Forward(sealed("a", "me"), to_hub=False)
+    other = Node()
+    other.candidate(a=member("a"))
+    other.feed(on.Connected())
+    other.enter(sealed("a", "me"))
+    assert other.actions[0] == on.Forward(sealed("a", "me"), to_hub=True)
+
+
+def test_who_was_not_first_reads_what_the_first_has_written():
+    node = Node()
+    node.decide(node.candidate())
+    node.feed(on.HeartbeatRead(None, 0))
+    assert node.feed(on.RoundWritten(False)) == on.ReadRound()
+    assert node.feed(on.RoundRead(sealed("other"))) == on.GetReady()
+    assert node.actions[0] == on.Forward(sealed("other"), to_hub=False)
+
+
+def test_a_round_that_does_not_fit_a_row_fails_the_run_with_the_number_of_nodes():
+    node = Node()
+    node.decide(node.candidate())
+    node.feed(on.HeartbeatRead(None, 0))
+    write = node.feed(on.RoundTooLarge("960 KiB."))
+    assert write.to.state == "failed"
+    assert "A round of 1 nodes does not fit the table: 960 KiB. Lower max_instance_count" in write.to.message
+    assert node.feed(on.RoundWritten(True)) == on.Finish(write.to)
+    assert node.joiner.state is JoinState.OVER
+
+
+def test_nodes_meet_at_the_first_hub_and_write_their_rows_later_if_ever():
+    node = Node(minimum=2)
+    round_ = Round(2, previous=("a", "me"), expected=("a", "me"))
+    connect = node.candidate(round_, a=member("a", 2), me=member("me", 2))
+    assert connect == on.Connect(member("a", 2), greeting_of(node.row, round_), "where the nodes of round 2 meet")
+    assert node.feed(on.Connected()) is None, "the hub sends the seal"
+    assert node.joiner.deadline == node.now + 1.0
+    assert node.until_deadline() == on.WriteRow(node.row, round_)
+    assert node.feed(on.RowWritten()) is None
+    assert node.feed(on.HubSent(SealPosition(0))) == on.TakeCandidates(), "it shall seal"
+
+
+def test_a_candidate_whose_hub_ends_goes_to_the_next_one_and_is_the_first_in_the_end():
+    node = Node(minimum=2)
+    round_ = Round(2, previous=("a", "b", "me"), expected=("a", "b", "me"))
+    node.candidate(round_, a=member("a", 2), b=member("b", 2))
+    node.feed(on.Connected())
+    assert node.feed(on.LinkEnded()).to.node == "b", "it had sent nothing: the port may be that of another process"
+    assert node.feed(on.ConnectFailed(refused=True, me=node.row)) == on.TakeCandidates(), "it is the first one now"
+
+
+def test_a_node_that_reaches_no_hub_writes_that_it_cannot_before_it_tries_the_next():
+    node = Node(minimum=2)
+    node.candidate(a=member("a"), b=member("b"))
+    marked = replace(node.row, unreached=("i-a",), reason="me cannot reach a")
+    assert node.feed(on.ConnectFailed(refused=False, me=marked)) == on.WriteRow(marked, Round())
+    assert node.actions[0] == on.Offer(Round(), marked)
+    assert node.feed(on.RowWritten()).to.node == "b"
+
+
+def test_what_the_row_says_of_other_nodes_follows_at_the_hub_and_in_the_table():
+    node = Node(minimum=2)
+    node.candidate(a=member("a"))
+    node.feed(on.Connected())
+    marked = replace(node.row, unreached=("i-b",), reason="me cannot reach b")
+    assert node.feed(on.MarksChanged(marked)) == on.WriteRow(marked, Round())
+    assert node.actions[:2] == [on.Offer(Round(), marked), on.Greet(greeting_of(marked, Round()))]
+
+
+@pytest.mark.parametrize(("changed", "reads"), [(True, "a"), (False, "b")])
+def test_a_hub_that_refuses_the_key_is_tried_again_with_another_key_only(changed, reads):
+    node = Node(minimum=2)
+    node.candidate(a=member("a"), b=member("b"))
+    node.feed(on.Connected())
+    assert node.feed(on.LinkEnded(refused=True)) == on.ReadKey()
+    assert node.feed(on.KeyRead(changed)).to.node == reads
+
+
+def test_a_row_that_is_gone_is_written_again():
+    node = Node(minimum=2)
+    action = node.candidate()
+    assert action == on.TakeCandidates()
+    assert node.feed(on.CandidatesTaken(())) == on.ReadRows()
+    assert node.feed(on.RowsRead(Round(), {})) == on.TakeCandidates()
+    assert node.feed(on.CandidatesTaken(())) == on.WriteRow(node.row, Round())
+
+
+# --- rows that went back in time -------------------------------------------------------------------------------------
+
+
+def test_an_older_row_is_written_again():
+    node = Node()
+    round_ = Round(4, previous=("me",), expected=("me",))
+    assert node.decide(node.candidate(round_), row=Round(2)) == on.Restore(Round(2), round_)
+    assert node.feed(on.RoundRead(Round(5))) == on.Prepare(Round(5))
+
+
+def test_a_round_whose_number_has_run_before_waits_for_a_node_of_that_time_and_then_restores():
+    node = Node()
+    node.decide(node.candidate())
+    assert node.feed(on.HeartbeatRead("v1", 7)) == on.ReadHeartbeat()
+    assert on.NudgeHeartbeat() in node.actions
+    assert node.joiner.state is JoinState.RESTORING
+    node.feed(on.HeartbeatRead("v2", 7))
+    began = node.now
+    while (action := node.until_deadline()) == on.ReadRound():
+        assert node.feed(on.RoundRead(Round())) == on.ReadHeartbeat()
+        action = node.feed(on.HeartbeatRead("v2", 0 if node.now < began + 3 else 7))
+        if action is not None:
+            break
+    assert action == on.Restore(Round(), Round(7, "sealed"))
+    assert STALE_SECONDS < node.now - began < STALE_SECONDS + 5
+    assert node.feed(on.RoundRead(Round(8))) == on.Prepare(Round(8))
+
+
+def test_a_node_of_the_later_round_comes_first():
+    node = Node()
+    node.decide(node.candidate())
+    node.feed(on.HeartbeatRead("v1", 7))
+    node.feed(on.HeartbeatRead("v1", 7))
+    assert node.feed(on.NewerRound(Round(8))) == on.Prepare(Round(8))
+
+
+# --- a spare ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_spare_beside_a_frozen_round_gives_it_up_although_connections_are_accepted():
+    """The kernel accepts for a process that is stopped; only what it sends is a sign of life."""
+    node = Node()
+    round_ = sealed("a", "b")
+    action, began = node.spare(round_), node.now
+    beat = on.HeartbeatRead("v", 1)
+    answers = {on.Connect: on.Connected(), on.ReadRound: on.RoundRead(round_), on.ReadHeartbeat: beat}
+    for turn in range(500):
+        if isinstance(action, on.EndRound):
+            break
+        if action is not None:
+            action = node.feed(answers[type(action)])
+        elif turn % 5 == 0:
+            action = node.feed(on.LinkEnded())
+        else:
+            action = node.until_deadline()
+    assert isinstance(action, on.EndRound)
+    assert (action.to.number, action.to.state, action.to.previous, action.to.expected) == (2, "open", (), ("me",))
+    assert node.now - began < 20 + STALE_SECONDS + 5
+    assert node.feed(on.RoundWritten(True)) == on.Prepare(action.to)
+    assert node.actions[0] == on.Forward(action.to, to_hub=True)
+
+
+def test_a_spare_whose_hub_has_sent_something_reads_once_in_a_while():
+    node = Node()
+    node.spare(sealed("a"))
+    node.feed(on.Connected(), on.HubSent(SealPosition()))
+    for _ in range(10):
+        assert node.until_deadline() == on.ReadRound()
+        node.feed(on.RoundRead(sealed("a")))
+        assert node.joiner.deadline == node.now + 20.0
+
+
+def test_a_spare_that_loses_its_hub_reads_and_connects_again():
+    node = Node()
+    node.spare(sealed("a"))
+    node.feed(on.Connected(), on.HubSent(SealPosition()))
+    assert node.feed(on.LinkEnded()) == on.ReadRound()
+    assert node.feed(on.RoundRead(sealed("a"))) == on.ReadHeartbeat()
+    node.feed(on.HeartbeatRead("v", 1))
+    assert isinstance(node.until_deadline(), on.Connect)
+
+
+def test_a_spare_that_members_cannot_reach_says_so_once():
+    node = Node()
+    node.spare(sealed("a"))
+    node.feed(on.Connected())
+    position = on.HubSent(SealPosition(unreachable_from=("a",)))
+    node.feed(position)
+    assert node.actions == [on.NoRoom(sealed("a"), ("a",))]
+    node.feed(position, on.HubSent(SealPosition()))
+    assert node.actions == []
+
+
+def test_a_node_that_had_to_get_ready_reads_the_round_again():
+    node = Node()
+    assert node.feed(on.Started(sealed("a"), {})) == on.GetReady()
+    assert node.feed(on.GotReady(took_time=True)) == on.ReadRound()
+    assert node.feed(on.RoundRead(Round(2))) == on.Prepare(Round(2))
+
+
+# --- entering --------------------------------------------------------------------------------------------------------
+
+
+def test_a_hub_with_another_key_is_entered_again_after_the_key_was_read():
+    node = Node()
+    node.candidate(a=member("a"))
+    node.enter(sealed("a", "me"))
+    for _ in range(4):
+        assert node.feed(on.Entered(refused=True)) is None
+        assert node.until_deadline() == on.ReadKey()
+        assert node.feed(on.KeyRead(True)) == on.Enter(sealed("a", "me"), 1)
+    assert node.feed(on.Entered(refused=True)) == on.Take(), "the agent finds the connection broken"
+
+
+def test_a_machine_that_refuses_has_lost_its_agent():
+    node = Node()
+    node.candidate(a=member("a"))
+    node.enter(sealed("a", "me"))
+    failed = on.EntryFailed("refused", unreachable=False, me=node.row)
+    assert node.feed(failed) == on.Reopen("refused", frozenset({"a"}), round_failed=True)
+    assert node.feed(on.Reopened()) == on.ReadRound()
+    assert node.feed(on.RoundRead(Round(2))) == on.Prepare(Round(2))
+
+
+@pytest.mark.parametrize(
+    ("answers", "heartbeat", "ends"),
+    [([False, False, True], None, True), ([True, None], None, False), ([None], 1, False), ([None], 0, True)],
+)
+def test_the_majority_decides_who_is_cut_off_and_the_heartbeat_where_nobody_answers(answers, heartbeat, ends):
+    node = Node()
+    node.candidate(a=member("a"))
+    round_ = sealed("a", "b", "me")
+    node.enter(round_)
+    marked = replace(node.row, unreached=("i-a",))
+    assert node.feed(on.EntryFailed("timed out", unreachable=True, me=marked)) == on.QueryMembers(round_)
+    action = node.feed(on.MembersAnswered(answers))
+    if heartbeat is not None:
+        assert action == on.ReadHeartbeat()
+        action = node.feed(on.HeartbeatRead("v", heartbeat))
+    outside = on.WriteRow(replace(marked, state="left", reason="timed out"), round_)
+    assert action == (on.Reopen("timed out", frozenset({"a"}), round_failed=True) if ends else outside)
+
+
+def test_a_node_outside_enters_when_it_can_and_takes_back_that_it_has_left():
+    node, round_ = Node(), sealed("a", "b", "me")
+    node.outside(round_)
+    assert node.feed(on.RowWritten()) == on.ReadHeartbeat()
+    node.feed(on.HeartbeatRead("v", 1))
+    assert node.until_deadline() == on.ReadRound()
+    assert node.feed(on.RoundRead(round_)) == on.Enter(round_, 2, again=True)
+    assert node.feed(on.Entered()) == on.WriteRow(node.row, round_)
+    assert node.feed(on.RowWritten()) == on.Take()
+
+
+def test_a_node_outside_of_a_round_that_stops_ends_it():
+    node, round_ = Node(), sealed("a", "b", "me")
+    node.outside(round_)
+    action, began = node.feed(on.RowWritten()), node.now
+    while not isinstance(action, on.Reopen) and node.now < began + 100:
+        failed = on.EntryFailed("", unreachable=True, me=node.row)
+        answers = {on.ReadRound: on.RoundRead(round_), on.ReadHeartbeat: on.HeartbeatRead("v", 1), on.Enter: failed}
+        action = node.feed(answers[type(action)]) if action is not None else node.until_deadline()
+    assert action == on.Reopen("cut off", frozenset({"a"}), round_failed=True)
+    assert STALE_SECONDS < node.now - began < STALE_SECONDS + 5
+
+
+def test_a_node_outside_goes_on_to_the_next_round_and_writes_that_it_is_back():
+    node = Node()
+    node.outside(sealed("a", "b", "me"))
+    node.feed(on.RowWritten())
+    node.feed(on.HeartbeatRead("v", 1))
+    assert node.feed(on.NewerRound(Round(2))) == on.Prepare(Round(2))
+    back = replace(node.row, round=2)
+    assert node.feed(on.Prepared(back)) == on.WriteRow(back, Round(2))
+
+
+def test_a_node_ends_the_round_that_it_has_left_if_nobody_else_has():
+    node = Node(last_round=3)
+    assert node.feed(on.Started(sealed("me", "a", number=3), {})) == on.Reopen("me has left the round")
+    assert node.feed(on.Reopened()) == on.ReadRound()
+
+
+# --- from version to version -----------------------------------------------------------------------------------------
+
+
+def test_a_version_that_was_acted_on_before_is_acted_on_later_each_time():
+    node = Node(last_round=3)
+    round_ = sealed("me", number=3)
+    node.feed(on.Started(round_, {}))
+    pauses = []
+    for _ in range(8):
+        node.feed(on.Reopened())
+        node.feed(on.RoundRead(round_))
+        pauses.append(node.joiner.deadline - node.now)
+        assert node.until_deadline() == on.Reopen("me has left the round")
+    assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0])
+
+
+def test_nodes_that_could_not_connect_wait_longer_before_they_try_again_but_not_for_another_round():
+    node = Node()
+    assert node.feed(on.Started(Round(3, failed_rounds=2), {})) is None
+    assert node.joiner.deadline - node.now == pytest.approx(0.4)
+    assert node.feed(on.NewerRound(sealed("a", number=3))) == on.GetReady()
+
+
+@pytest.mark.parametrize("state", ["succeeded", "failed"])
+def test_the_end_of_the_run_ends_every_wait(state):
+    end = Round(9, state)
+    for wait in (
+        lambda node: node.candidate(),
+        lambda node: node.spare(sealed("a")),
+        lambda node: node.outside(sealed("a", "me")),
+    ):
+        node = Node()
+        wait(node)
+        assert node.feed(on.NewerRound(end)) == on.Finish(end)
+        assert node.joiner.state is JoinState.OVER
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_whatever_happens_a_node_never_waits_for_ever(block):
+    """Any answer to any call, and any news in between: there is always a next look, and at most one call."""
+    for seed in range(30 * block, 30 * block + 30):
+        live(random.Random(seed))
+
+
+def live(rng: random.Random) -> None:
+    node = Node(minimum=rng.choice((1, 2)))
+    number = [1]
+
+    def version() -> Round:
+        number[0] += rng.choice((0, 0, 1))
+        members = rng.sample(["a", "b", "me"], rng.randint(1, 3))
+        return rng.choice(
+            (Round(number[0], previous=("a", "me"), expected=("a", "me")), sealed(*members, number=number[0]))
+        )
+
+    def rows() -> dict:
+        return {name: member(name, number[0]).to_value() for name in ("a", "b", "me") if rng.random() < 0.7}
+
+    def answer(call: on.Action) -> on.Event:
+        marked = rng.choice((node.joiner.me, replace(node.joiner.me, unreached=("i-a",))))
+        chance = rng.random() < 0.5
+        return rng.choice(
+            {
+                on.ReadRound: [on.RoundRead(version())],
+                on.ReadRows: [on.RowsRead(version(), rows()), on.RowsUnavailable()],
+                on.Restore: [on.RoundRead(version())],
+                on.Prepare: [on.Prepared(replace(node.joiner.me, round=node.joiner.round.number))],
+                on.WriteRow: [on.RowWritten()],
+                on.WriteRound: [on.RoundWritten(chance), on.RoundTooLarge("x")],
+                on.EndRound: [on.RoundWritten(chance)],
+                on.ReadHeartbeat: [on.HeartbeatRead(rng.choice((None, "v")), rng.randint(0, number[0]))],
+                on.ReadKey: [on.KeyRead(chance)],
+                on.Connect: [on.Connected(), on.ConnectFailed(chance, marked)],
+                on.TakeCandidates: [on.CandidatesTaken([member("a", number[0])] if chance else [])],
+                on.Enter: [on.Entered(chance), on.EntryFailed("x", chance, marked)],
+                on.QueryMembers: [on.MembersAnswered([rng.choice((True, False, None))])],
+                on.Reopen: [on.Reopened()],
+                on.GetReady: [on.GotReady(chance)],
+            }[type(call)]
+        )
+
+    action = node.feed(on.Started(version(), rows()))
+    for _ in range(200):
+        if node.joiner.state in (JoinState.IN, JoinState.OVER):
+            break
+        if isinstance(action, on.Call):
+            newer = version()
+            heard = rng.random() < 0.1 and newer.is_newer_than(node.joiner.round)
+            action = node.feed(on.NewerRound(newer) if heard else answer(action))
+            continue
+        assert node.joiner.deadline < node.now + 100, f"{node.joiner.state} waits for ever"
+        news = [on.Woken(rng.random() < 0.5, rng.random() < 0.2), on.LinkEnded(rng.random() < 0.3)]
+        news += [on.HubSent(SealPosition(rng.choice((None, 0)))), on.HubSent(RoundChanged(None)), None, None]
+        event = rng.choice(news)
+        if event is None:
+            action = node.until_deadline()
+        else:
+            node.now += rng.random()
+            action = node.feed(event)
