@@ -100,6 +100,7 @@ class _Candidacy:
         rows: rows of the nodes, as they were read last.
         present: the nodes from which it seals.
         should_seal: whether it is among the first candidates at its own hub.
+        ended: the connection that has ended last.
         has_read: whether the rows have been read for the next decision.
         sealed: the version that it writes.
     """
@@ -113,6 +114,7 @@ class _Candidacy:
     rows: Mapping[str, Member] = field(default_factory=dict)
     present: list[Member] = field(default_factory=list)
     should_seal: bool = False
+    ended: _Link | None = None
     has_read: bool = False
     sealed: Round = field(default_factory=Round)
 
@@ -306,13 +308,15 @@ class Joiner:
                 mine.written, self._has_left = True, False
             case on.ConnectFailed():
                 return self._connect_failed(mine, event, now)
-            case on.LinkEnded(refused=True):
-                return [on.ReadKey()]
-            case on.LinkEnded() | on.KeyRead():
-                link, self._link = self._link, None
-                accepted = isinstance(event, on.KeyRead) and event.changed  # the same hub accepts this node now
-                if accepted or (link and mine.points.connection_broke(link.to, answered=link.answered)):
-                    mine.schedule.read_now(now)
+            case on.LinkEnded():
+                mine.ended, self._link = self._link, None
+                if event.refused:
+                    return [on.ReadKey()]
+                self._choose_another(mine, now)
+            case on.KeyRead(changed=True):
+                mine.schedule.read_now(now)  # the same hub accepts this node now
+            case on.KeyRead():
+                self._choose_another(mine, now)
             case on.RowsUnavailable():
                 mine.schedule.has_read(now, mine.timer.next_change)
             case on.RowsRead():
@@ -326,6 +330,11 @@ class Joiner:
     def _offer_again(self, mine: _Candidacy, now: float) -> None:
         mine.written = mine.offered = False
         mine.write_at = now
+
+    def _choose_another(self, mine: _Candidacy, now: float) -> None:
+        """Record that the connection to a hub has ended: after some times another one is chosen."""
+        if mine.ended is not None and mine.points.connection_broke(mine.ended.to, answered=mine.ended.answered):
+            mine.schedule.read_now(now)
 
     def _connect_failed(self, mine: _Candidacy, failed: on.ConnectFailed, now: float) -> list[on.Action]:
         assert self._dialled is not None

@@ -229,11 +229,11 @@ class Rendezvous:
         """
         context = self._context
         while True:
-            if (newer := context.latest.after(joiner.round)) is not None:
-                return on.NewerRound(newer)
             self._collect()
             if self._events:
                 return self._events.popleft()
+            if (newer := context.latest.after(joiner.round)) is not None:
+                return on.NewerRound(newer)
             if (marked := self._reachability.marked(joiner.me)) != joiner.me:
                 return on.MarksChanged(marked)
             if self._has_woken:
