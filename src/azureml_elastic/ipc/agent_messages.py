@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from azureml_elastic.ipc.message import Count, MessageCodec, Name, Seconds
-from azureml_elastic.ipc.worker_messages import Prepare
+from azureml_elastic.ipc.worker_messages import Prepare, Vote
 
 __all__ = [
     "BROADCASTS",
@@ -24,25 +24,6 @@ __all__ = [
     "ReportBody",
     "Vote",
 ]
-
-
-@dataclass(frozen=True)
-class Vote:
-    """A node's answer to a proposed step boundary.
-
-    Args:
-        boundary: number of the proposal.
-        ok: whether the step is still ahead of all workers of the node.
-        step: furthest step that one of them has completed.
-        capable: whether every worker has a session.
-        finished: whether the training loop of a worker has ended.
-    """
-
-    boundary: Count
-    ok: bool
-    step: Count
-    capable: bool
-    finished: bool
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from azureml_elastic.ipc.agent_interface import Action
 from azureml_elastic.ipc.agent_messages import Decision, Prepare, Vote
 
-__all__ = ["BoundaryCoordinator", "BoundaryVote"]
+__all__ = ["Ballot", "BoundaryCoordinator"]
 
 _FIRST_MARGIN = 1
 _LARGEST_MARGIN = 64
@@ -23,34 +23,35 @@ _RETRY_SECONDS = 0.05
 
 
 @dataclass
-class BoundaryVote:
-    """One node's answers to a proposal.
+class Ballot:
+    """The votes of one node's workers on a proposal, which become the node's.
 
     Args:
         boundary: the proposal's number.
-        voters: the local ranks that must answer; none where the workers have no session.
+        voters: the local ranks that must answer.
     """
 
     boundary: int
     voters: frozenset[int]
-    votes: dict[int, tuple[bool, int]] = field(default_factory=dict)
+    votes: dict[int, Vote] = field(default_factory=dict)
 
-    def vote(self, local_rank: int, *, ok: bool, step: int) -> bool:
-        """Take one worker's answer; return whether all have answered."""
-        self.votes[local_rank] = (ok, step)
-        return self.voters <= self.votes.keys()
-
-    def report(self, *, finished: bool) -> Vote:
-        """Return the node's vote.
+    def take(self, local_rank: int, vote: Vote, *, finished: bool) -> Vote | None:
+        """Take a worker's vote; return the node's after the last one.
 
         Args:
+            local_rank: the worker's local rank.
+            vote: its vote.
             finished: whether a local worker's training loop has ended.
         """
+        if vote.boundary != self.boundary:
+            return None
+        self.votes[local_rank] = vote
+        if not self.voters <= self.votes.keys():
+            return None
         return Vote(
             self.boundary,
-            ok=bool(self.votes) and all(ok for ok, _ in self.votes.values()) and not finished,
-            step=max((step for _, step in self.votes.values()), default=0),
-            capable=bool(self.voters),
+            ok=all(each.ok for each in self.votes.values()) and not finished,
+            step=max(each.step for each in self.votes.values()),
             finished=finished,
         )
 
@@ -67,7 +68,7 @@ class BoundaryCoordinator:
         self._number = 0
         self._margin = _FIRST_MARGIN
         self._pending = False
-        self._not_before = 0.0
+        self.not_before = 0.0
         self._answers: dict[str, Vote] = {}
         self._step = 0
         self._seen = 0
@@ -80,7 +81,7 @@ class BoundaryCoordinator:
 
     def is_busy(self, now: float) -> bool:
         """Return whether a proposal is under way, or the next one has to wait; ``now`` is in monotonic seconds."""
-        return self._pending or now < self._not_before
+        return self._pending or now < self.not_before
 
     def propose(self, step: int, action: Action = "leave") -> Prepare:
         """Return the proposal, for the agents of all members, that workers do something soon after a step.
@@ -116,7 +117,7 @@ class BoundaryCoordinator:
         self._seen = max(self._seen, *(reply.step for reply in replies))
         self.leaving = all(reply.ok for reply in replies)
         if not self.leaving:
-            self._not_before = now + _RETRY_SECONDS
+            self.not_before = now + _RETRY_SECONDS
             if self._seen >= self._step:
                 self._margin = min(_LARGEST_MARGIN, self._margin * 2)
         return Decision(self._number, self.leaving, tuple(leavers))

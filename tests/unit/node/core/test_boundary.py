@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from azureml_elastic.ipc.agent_messages import Decision, Prepare, Vote
-from azureml_elastic.node.core.boundary import BoundaryCoordinator, BoundaryVote
+from azureml_elastic.node.core.boundary import Ballot, BoundaryCoordinator
 
 
 class Worker:
@@ -112,10 +113,15 @@ def test_the_leaving_nodes_are_sent_to_everyone():
 
 
 def test_a_ballot_waits_for_every_worker():
-    ballot = BoundaryVote(3, frozenset({0, 1}))
-    assert not ballot.vote(0, ok=True, step=7)
-    assert ballot.vote(1, ok=True, step=8)
-    assert ballot.report(finished=False) == vote(3, step=8)
-    ballot.vote(0, ok=False, step=9)
-    assert not ballot.report(finished=False).ok
-    assert not BoundaryVote(1, frozenset()).report(finished=False).capable
+    ballot = Ballot(3, frozenset({0, 1}))
+    assert ballot.take(0, Vote(3, ok=True, step=7), finished=False) is None
+    assert ballot.take(1, Vote(2, ok=True, step=9), finished=False) is None, "an answer to an older proposal"
+    assert ballot.take(1, Vote(3, ok=True, step=8), finished=False) == vote(3, step=8)
+
+
+@pytest.mark.parametrize(("ok", "finished"), [(False, False), (True, True)])
+def test_one_worker_that_has_passed_the_step_or_finished_speaks_for_its_node(ok, finished):
+    ballot = Ballot(3, frozenset({0, 1}))
+    ballot.take(0, Vote(3, ok=ok, step=9), finished=finished)
+    whole = ballot.take(1, Vote(3, ok=True, step=8), finished=finished)
+    assert whole == vote(3, ok=False, step=9, finished=finished)

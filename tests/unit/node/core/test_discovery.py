@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from azureml_elastic.ipc.agent_messages import AllPlaced
-from azureml_elastic.node.agent.peer_discovery import PeerDiscovery
+from azureml_elastic.node.core.discovery import PeerDiscovery
 
 NODES = ("node-0", "node-1", "node-2")
 
@@ -15,24 +15,16 @@ class Agents:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.all = {node: PeerDiscovery(self.broadcast, lambda: self.now) for node in NODES}
-        self.begin()
-
-    def begin(self) -> None:
-        for agent in self.all.values():
-            agent.begin(NODES)
-
-    def broadcast(self, message) -> None:
-        assert message == AllPlaced()
-        for agent in self.all.values():
-            agent.all_placed()
+        self.all = {node: PeerDiscovery(NODES) for node in NODES}
 
     def place(self, node: str) -> None:
         assert self.all[node].must_report(placed=True)
-        self.all[NODES[0]].reported(node)
+        if self.all[NODES[0]].reported(node) == AllPlaced():
+            for agent in self.all.values():
+                agent.all_placed(self.now)
 
     def late(self, *connected: str) -> set[str]:
-        return {node for node, agent in self.all.items() if agent.takes_long(connected=node in connected)}
+        return {node for node, agent in self.all.items() if agent.takes_long(self.now, connected=node in connected)}
 
 
 @pytest.fixture
@@ -59,20 +51,7 @@ def test_it_is_reported_once_and_only_when_it_is_so(agents):
     agents.place("node-1")
     assert not agent.must_report(placed=True)
     agents.all["node-0"].reported("node-1")
-    agents.all["node-0"].reported("a node of another round")
+    assert agents.all["node-0"].reported("a node of another round") is None
     agents.place("node-0")
     agents.now += 60.0
     assert agents.late() == set()
-
-
-def test_the_next_round_counts_anew(agents):
-    for node in NODES:
-        agents.place(node)
-    agents.now += 60.0
-    agents.begin()
-    assert agents.late() == set()
-    for node in NODES:
-        agents.place(node)
-    assert agents.late() == set()
-    agents.now += 10.0
-    assert agents.late() == set(NODES)

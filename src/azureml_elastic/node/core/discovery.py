@@ -7,8 +7,7 @@ collects that from the nodes and broadcasts it.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from azureml_elastic.ipc.agent_messages import AllPlaced
 
@@ -18,23 +17,19 @@ _CONNECT_SECONDS = 10.0
 
 
 class PeerDiscovery:
-    """One agent's part. For the agent's thread.
+    """One agent's part in one round.
 
     Args:
-        broadcast: function that sends to all agents of the round; used by rank 0's agent.
-        clock: returns monotonic seconds.
+        nodes: names of the round's nodes.
+
+    Attributes:
+        until: monotonic seconds at which the workers should have connected, ``None`` before all can.
     """
 
-    def __init__(self, broadcast: Callable[[AllPlaced], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._broadcast = broadcast
-        self._clock = clock
-        self.begin(())
-
-    def begin(self, nodes: Iterable[str]) -> None:
-        """A round of these nodes begins."""
+    def __init__(self, nodes: Iterable[str]) -> None:
         self._missing = set(nodes)
         self._reported = False
-        self._since: float | None = None
+        self.until: float | None = None
 
     def must_report(self, *, placed: bool) -> bool:
         """Return, once in a round, whether to report to rank 0's agent that the local workers connect to the others.
@@ -47,21 +42,22 @@ class PeerDiscovery:
         self._reported = True
         return True
 
-    def reported(self, node: str) -> None:
-        """Record a node's report; after the last one, broadcast to all agents."""
-        if node in self._missing:
-            self._missing.remove(node)
-            if not self._missing:
-                self._broadcast(AllPlaced())
+    def reported(self, node: str) -> AllPlaced | None:
+        """Take a node's report, on rank 0's node; return what all agents get after the last one."""
+        if node not in self._missing:
+            return None
+        self._missing.remove(node)
+        return None if self._missing else AllPlaced()
 
-    def all_placed(self) -> None:
+    def all_placed(self, now: float) -> None:
         """Start the time limit: the workers of all nodes connect to each other from now on."""
-        self._since = self._clock()
+        self.until = now + _CONNECT_SECONDS
 
-    def takes_long(self, *, connected: bool) -> bool:
+    def takes_long(self, now: float, *, connected: bool) -> bool:
         """Return whether the workers should have connected to each other by now.
 
         Args:
+            now: monotonic seconds.
             connected: whether a local worker has reported that they have.
         """
-        return self._since is not None and not connected and self._clock() - self._since >= _CONNECT_SECONDS
+        return self.until is not None and not connected and now >= self.until
