@@ -231,9 +231,30 @@ MUTATIONS = (
     Mutation(
         "a-lost-node-explains-nothing",
         "node/core/training.py",
-        "        if self._seen.broken or self._notice is not None:\n            self._end_round(",
-        "        if self._notice is not None:\n            self._end_round(",
+        "        if self._broken or self._leaves:\n",
+        "        if self._leaves:\n",
         ("unit/node/core/test_training.py",),
+    ),
+    Mutation(
+        "the-first-to-stop-ends-the-boundary",
+        "node/core/boundary.py",
+        "return self._members <= self._stopped.keys() and not all(",
+        "return bool(self._stopped) and not all(",
+        ("unit/node/core/test_step_boundary.py",),
+    ),
+    Mutation(
+        "a-stopped-leaver-is-a-loss",
+        "node/core/training.py",
+        "return leavers if self._leader is None else leavers & self._leader.coordinator.stopped",
+        "return frozenset()",
+        ("unit/node/core/test_step_boundary.py",),
+    ),
+    Mutation(
+        "who-has-finished-is-waited-for",
+        "node/core/training.py",
+        "if self._boundary.agreed and self.state in (State.STOPPED, State.DONE):",
+        "if self._boundary.agreed and self.state is State.STOPPED:",
+        ("unit/node/core/test_step_boundary.py",),
     ),
     Mutation(
         "a-client-without-the-key",

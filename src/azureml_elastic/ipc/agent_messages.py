@@ -22,6 +22,7 @@ __all__ = [
     "Prepare",
     "RanksConnecting",
     "ReportBody",
+    "Stopped",
     "Vote",
 ]
 
@@ -39,6 +40,13 @@ class Placed:
 @dataclass(frozen=True)
 class Dumped:
     """The node has written the stacks of its workers."""
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """All workers of the node have stopped at the agreed step, and saved; ``finished``: or their training has ended."""
+
+    finished: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,7 @@ class HangLesson:
     longest_pause: Seconds
 
 
-ReportBody = Vote | Leaving | Placed | Dumped
+ReportBody = Vote | Stopped | Leaving | Placed | Dumped
 BroadcastBody = Prepare | Decision | AllPlaced | RanksConnecting | DumpStacks | HangLesson
 
 REPORTS: MessageCodec[ReportBody] = MessageCodec(*get_args(ReportBody))

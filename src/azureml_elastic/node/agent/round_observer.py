@@ -12,7 +12,7 @@ from azureml_elastic.node.agent.worker_processes import Workers
 from azureml_elastic.node.core import training_events as ev
 from azureml_elastic.node.core.training import Training
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
-from azureml_elastic.node.rendezvous.inbox import FromMember
+from azureml_elastic.node.rendezvous.inbox import FromLeader, FromMember
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.store_process import RoundStore
 
@@ -62,19 +62,23 @@ class RoundObserver:
     def look(self, training: Training, store: RoundStore) -> Iterator[ev.TrainingEvent]:
         """Yield what has happened since the last call, and at the end that time has passed.
 
-        What is known of the round comes before what its workers have done: a worker's end may be a lost node's fault.
+        What members have sent comes before what is known of the round: who has stopped may be gone. That comes before
+        what this node's workers have done: their end may be a lost node's fault.
 
         Args:
             training: this node's part in the round.
             store: the round's store.
         """
         seen = self._look_at_round()
-        messages = self._rdzv.inbox.take(self._rdzv.membership.last_round)
+        messages = self._rdzv.inbox.take(self._rdzv.membership.last_round)  # with all that a lost member has sent
         votes = self._channel.workers.take_votes()
         codes = self._workers.exit_codes
         report = self._channel.workers.report(codes)  # after the votes and codes, and just before a step is proposed
         if training.runs_engine and training.are_all(report.finished) and self._is_new("ended"):
             yield ev.ProgramEnded()  # whatever has happened to other nodes since
+        for message in messages:
+            if isinstance(message, FromMember):
+                yield ev.FromMember(message.node, message.body)
         if seen != self._round:
             self._round = seen
             yield seen
@@ -82,9 +86,7 @@ class RoundObserver:
             self._report = report
             yield report
         for message in messages:
-            if isinstance(message, FromMember):
-                yield ev.FromMember(message.node, message.body)
-            else:
+            if isinstance(message, FromLeader):
                 yield ev.FromLeader(message.body)
         for local_rank, vote in votes:
             yield ev.WorkerVoted(local_rank, vote)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from typing import Any
 
 from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.node.agent.round_observer import RoundObserver
@@ -42,7 +43,10 @@ class RoundRunner:
         self._performer = performer
         self._distribution = distribution
         self._opens_session = opens_session
-        self.record = performer.record
+
+    def record(self, kind: type[Any], **fields: Any) -> None:
+        """Record an event of the present round in the ledger."""
+        self._performer.record(kind, **fields)
 
     def enter(self, assignment: Assignment) -> None:
         """Prepare for a round, before its workers start."""

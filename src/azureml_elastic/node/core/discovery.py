@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from azureml_elastic.ipc.agent_messages import AllPlaced
+from azureml_elastic.ipc.agent_messages import AllPlaced, Placed
+from azureml_elastic.node.core.training_actions import FindPair, ToLeader, ToMembers, TrainingAction
 
 __all__ = ["PeerDiscovery"]
 
@@ -31,33 +32,29 @@ class PeerDiscovery:
         self._reported = False
         self.until: float | None = None
 
-    def must_report(self, *, placed: bool) -> bool:
-        """Return, once in a round, whether to report to rank 0's agent that the local workers connect to the others.
+    def look(self, now: float, *, placed: bool, connected: bool) -> list[TrainingAction]:
+        """Report once that the local workers connect to the others, and look why they have not connected for long.
 
         Args:
+            now: monotonic seconds.
             placed: whether each local worker has a session and an assignment.
+            connected: whether a local worker has reported that the ranks have connected.
         """
-        if self._reported or not placed:
-            return False
-        self._reported = True
-        return True
+        actions: list[TrainingAction] = []
+        if placed and not self._reported:
+            self._reported = True
+            actions.append(ToLeader(Placed()))
+        if self.until is not None and not connected and now >= self.until:
+            actions.append(FindPair())
+        return actions
 
-    def reported(self, node: str) -> AllPlaced | None:
-        """Take a node's report, on rank 0's node; return what all agents get after the last one."""
+    def reported(self, node: str) -> list[TrainingAction]:
+        """Take a node's report, on rank 0's node; all agents get to know the last one."""
         if node not in self._missing:
-            return None
+            return []
         self._missing.remove(node)
-        return None if self._missing else AllPlaced()
+        return [] if self._missing else [ToMembers(AllPlaced())]
 
     def all_placed(self, now: float) -> None:
         """Start the time limit: the workers of all nodes connect to each other from now on."""
         self.until = now + _CONNECT_SECONDS
-
-    def takes_long(self, now: float, *, connected: bool) -> bool:
-        """Return whether the workers should have connected to each other by now.
-
-        Args:
-            now: monotonic seconds.
-            connected: whether a local worker has reported that they have.
-        """
-        return self.until is not None and not connected and now >= self.until

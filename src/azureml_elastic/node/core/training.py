@@ -10,18 +10,18 @@ from collections.abc import Iterable
 from enum import Enum
 
 from azureml_elastic.config import ElasticDistribution
-from azureml_elastic.config.exit_codes import of_failed_run
 from azureml_elastic.ipc import agent_messages as messages
 from azureml_elastic.ipc.worker_messages import Decide
 from azureml_elastic.node.core import training_actions as do
 from azureml_elastic.node.core import training_events as ev
-from azureml_elastic.node.core.boundary import Ballot
-from azureml_elastic.node.core.closing_message import closing_message
+from azureml_elastic.node.core.boundary import BoundaryParticipant
 from azureml_elastic.node.core.discovery import PeerDiscovery
-from azureml_elastic.node.core.failures import Failure, aged, decide_restart
+from azureml_elastic.node.core.failures import Failure
 from azureml_elastic.node.core.faults import KILLED, died_after_training, faulty_members
 from azureml_elastic.node.core.hang_response import HangResponse
 from azureml_elastic.node.core.leading import Leader
+from azureml_elastic.node.core.leaving import Departure
+from azureml_elastic.node.core.restarts import charge
 from azureml_elastic.node.core.round import Round
 
 __all__ = ["State", "Training"]
@@ -35,6 +35,8 @@ _FINAL_MESSAGE_SECONDS = 5.0
 _ALONE_SECONDS = 60.0
 """Time after which a single worker that has not used the round's store counts as one that trains."""
 
+_AT_BOUNDARY = "rescale at a step boundary"
+
 _CLOSING_SECONDS = 2.0
 """How long rank 0's node has to mark the end of the run before another one does."""
 
@@ -45,6 +47,9 @@ class State(Enum):
     TRAINING = "training"
     AT_BOUNDARY = "at boundary"
     """All workers of the round stop after the same step."""
+
+    STOPPED = "stopped"
+    """All local workers have stopped at the boundary and saved, those of other nodes perhaps not."""
 
     COLLECTING = "collecting"
     """A local worker has ended; what it has sent arrives, and those beside a failed one hand their state over."""
@@ -69,7 +74,7 @@ class State(Enum):
     LEFT = "left"
 
 
-_IN_ROUND = (State.TRAINING, State.AT_BOUNDARY, State.DONE)
+_IN_ROUND = (State.TRAINING, State.AT_BOUNDARY, State.STOPPED, State.DONE)
 _OVER = (State.RECOVERING, State.SUCCEEDED, State.FAILED, State.LEFT)
 
 
@@ -117,10 +122,8 @@ class Training:
         self._hangs = HangResponse(round_, node)
         self._seen = ev.RoundSeen()
         self._workers = ev.WorkersSeen()
-        self._ballot: Ballot | None = None
-        self._leavers: frozenset[str] = frozenset()
-        self._notice: ev.Noticed | None = None
-        self._warned = self._reported_leaving = False
+        self._boundary = BoundaryParticipant(self._slots)
+        self._departure = Departure(runs_engine=distribution.runs_engine)
         self._program_ended = self._store_ended = False
         self._until = 0.0
         self._failures: ev.Failures | None = None
@@ -158,8 +161,8 @@ class Training:
         moments = [self._discovery.until, self._hangs.until]
         if self.state in (State.COLLECTING, State.SETTLING, State.CLOSING):
             moments.append(self._until)
-        if self._notice is not None:
-            moments.append(self._notice.until)
+        if self._departure.notice is not None:
+            moments.append(self._departure.notice.until)
         if self._leader is not None:
             moments += self._leader.moments
         return min((moment for moment in moments if moment is not None and moment > self._now), default=float("inf"))
@@ -187,7 +190,7 @@ class Training:
             case ev.WorkersSeen():
                 self._workers = event
             case ev.Noticed():
-                self._notice = event
+                self._departure.notice = event
             case ev.ProgramEnded():
                 self._program_ended = True
             case ev.StoreEnded():
@@ -230,8 +233,12 @@ class Training:
     def _look(self, event: ev.TrainingEvent) -> None:
         """Go on to the next state, where what is known calls for it."""
         match self.state:
-            case State.TRAINING | State.AT_BOUNDARY | State.DONE:
+            case State.TRAINING | State.AT_BOUNDARY | State.STOPPED | State.DONE:
                 self._look_at_round(event)
+                if isinstance(event, ev.TimePassed) and self.state in _IN_ROUND:
+                    workers = self._workers
+                    placed, connected = workers.placed, workers.connected
+                    self._do(*self._discovery.look(self._now, placed=placed, connected=connected))
                 if self.state in (State.TRAINING, State.AT_BOUNDARY):
                     self._look_at_workers()
             case State.COLLECTING:
@@ -247,13 +254,16 @@ class Training:
         """End the round for what has happened to other nodes, to this one, or between them."""
         if self._program_ended:
             self._begin_closing()  # the program has ended, whatever has happened to other nodes since
-        elif self._seen.broken:
+        elif self._broken:
             self._end_round(self._why_broken(), lost=self._seen.lost)
+        elif isinstance(event, ev.TimePassed) and self._leader is not None and self._leader.coordinator.reached:
+            # Only now that all else of this turn is known: a node that was lost meanwhile must not be waited for.
+            self._end_round(_AT_BOUNDARY, lost=self._boundary.leavers)
         elif isinstance(event, ev.WorkersHeld):
-            self._end_round(f"joining: {_list(self._seen.waiting)}", lost=self._leavers)
+            self._end_round(f"joining: {_list(self._seen.waiting)}", lost=self._boundary.leavers)
         elif isinstance(event, ev.TimePassed) and (reason := self._lead()) is not None:
-            self._end_round(reason, lost=self._leavers)
-        elif self._notice is not None and self._is_overdue(self._notice):
+            self._end_round(reason, lost=self._boundary.leavers)
+        elif self._is_overdue():
             self._end_round(f"{self._node} was preempted", lost=frozenset({self._node}))
         elif self._store_ended:
             self._end_round(self._why_store_ended(), round_failed=True)
@@ -261,11 +271,9 @@ class Training:
             self._end_round(f"the workers cannot connect: {event.pair}", round_failed=True)
         elif (hung := self._hangs.due(self._now)) is not None:
             # Starting anew costs as much as a failure: a program may hang at the same place each time.
-            self._charge(hung.failure, hung.hang.reason, lost=self._leavers)
+            self._charge(hung.failure, hung.hang.reason, lost=self._boundary.leavers)
         elif self.state is State.DONE and self._seen.all_done:
             self._begin_closing()
-        else:
-            self._look_for_ranks(event)
 
     def _look_at_workers(self) -> None:
         """Go on for what this node's workers have done."""
@@ -273,9 +281,9 @@ class Training:
         if self.are_all(self._workers.stopped):
             # All have saved; exit codes after that are irrelevant.
             if self.runs_engine:
-                self._report_leaving()
+                self._do(*self._departure.announce())
             else:
-                self._end_round("rescale at a step boundary", lost=self._leavers)
+                self._stop()
         elif any(codes.values()):
             self.state = State.COLLECTING
             self._until = self._now + self._distribution.handover_timeout.total_seconds() + _FINAL_MESSAGE_SECONDS
@@ -286,40 +294,21 @@ class Training:
             self._until = self._now + _FINAL_MESSAGE_SECONDS
             self._collect()
 
+    def _is_overdue(self) -> bool:
+        """Announce that this node leaves, if it has to; return whether its time is over."""
+        self._do(*self._departure.begin())
+        return self._departure.is_overdue(self._now)
+
     def _lead(self) -> str | None:
         """Do what rank 0's agent does of its own accord; return why the round must end at once, if it must."""
         if self._leader is None:
             return None
         actions, reason = self._leader.lead(
-            self._seen.waiting, self._leavers, self._workers, self._now,
+            self._seen.waiting, self._boundary.leavers, self._workers, self._now,
             connected=self.connecting, done=self.state is State.DONE,
         )  # fmt: skip
         self._do(*actions)
         return reason
-
-    def _look_for_ranks(self, event: ev.TrainingEvent) -> None:
-        """Report once that the local workers connect to the others, and look why they have not connected for long."""
-        if self._discovery.must_report(placed=self._workers.placed):
-            self._do(do.ToLeader(messages.Placed()))
-        takes_long = self._discovery.takes_long(self._now, connected=self._workers.connected)
-        if takes_long and isinstance(event, ev.TimePassed):
-            self._do(do.FindPair())
-
-    def _is_overdue(self, notice: ev.Noticed) -> bool:
-        """Announce once that this node leaves; return whether its time is over."""
-        if not self._warned:
-            self._warned = True
-            self._do(do.Log(f"This node is being preempted ({notice.reason}); leaving at the next step.", warning=True))
-            if self.runs_engine:
-                self._do(do.MoveEngine())  # announced to the others when it has stopped
-            else:
-                self._report_leaving()
-        return self._now >= notice.until
-
-    def _report_leaving(self) -> None:
-        if not self._reported_leaving:
-            self._reported_leaving = True
-            self._do(do.ToLeader(messages.Leaving()))
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
@@ -327,14 +316,8 @@ class Training:
         match body:
             case messages.Prepare():
                 self._ask(body)
-            case messages.Decision(boundary, go, leavers):
-                self._leavers |= {*leavers}
-                if go and self._leavers:
-                    left = _list(self._leavers)
-                    self._do(do.Log(f"All workers stop after the same step; not in the next round: {left}."))
-                if go and self.state is State.TRAINING:
-                    self.state = State.AT_BOUNDARY
-                self._do(do.TellWorkers(Decide(boundary, go, stay=self._node not in self._leavers)))
+            case messages.Decision():
+                self._decided(body)
             case messages.AllPlaced():
                 self._discovery.all_placed(self._now)
             case messages.RanksConnecting() if not self.connecting:
@@ -347,13 +330,15 @@ class Training:
     def _from_member(self, node: str, body: messages.ReportBody) -> None:
         match body:
             case messages.Leaving():
-                self._leavers |= {node}
-            case messages.Placed() if (all_placed := self._discovery.reported(node)) is not None:
-                self._do(do.ToMembers(all_placed))
+                self._boundary.leavers |= {node}
+            case messages.Placed():
+                self._do(*self._discovery.reported(node))
             case messages.Dumped():
                 self._hangs.dumped(node)
+            case messages.Stopped() if self._leader is not None:
+                self._leader.coordinator.stop(node, body)
             case messages.Vote() if self._leader is not None:
-                decision = self._leader.coordinator.take(node, body, self._now, sorted(self._leavers))
+                decision = self._leader.coordinator.take(node, body, self._now, sorted(self._boundary.leavers))
                 if decision is not None:
                     self._do(do.ToMembers(decision))
 
@@ -363,22 +348,58 @@ class Training:
 
     def _ask(self, proposal: messages.Prepare) -> None:
         """Have the workers vote, or vote for those that cannot."""
-        if self.state is State.TRAINING and self.are_all(self._workers.present):
-            self._ballot = Ballot(proposal.boundary, self._workers.present)
-            self._do(do.AskWorkers(proposal))
-        else:
-            self._ballot = None
-            finished = bool(self._workers.finished)
-            vote = messages.Vote(proposal.boundary, ok=False, step=0, capable=False, finished=finished)
-            self._do(do.ToLeader(vote))
+        workers = self._workers
+        present = workers.present if self.state is State.TRAINING else frozenset[int]()
+        vote = self._boundary.ask(proposal, present, finished=bool(workers.finished))
+        self._do(do.AskWorkers(proposal) if vote is None else do.ToLeader(vote))
 
     def _take_vote(self, local_rank: int, vote: messages.Vote) -> None:
-        if self._ballot is None:
-            return
-        whole = self._ballot.take(local_rank, vote, finished=bool(self._workers.finished))
+        whole = self._boundary.take(local_rank, vote, finished=bool(self._workers.finished))
         if whole is not None:
-            self._ballot = None
             self._do(do.ToLeader(whole))
+
+    # --- the agreed step ---------------------------------------------------------------------------------------------
+
+    def _decided(self, decision: messages.Decision) -> None:
+        self._boundary.decided(decision)
+        leavers = self._boundary.leavers
+        if decision.go and leavers:
+            self._do(do.Log(f"All workers stop after the same step; not in the next round: {_list(leavers)}."))
+        self._do(do.TellWorkers(Decide(decision.boundary, decision.go, stay=self._node not in leavers)))
+        if decision.go:
+            self.state = State.AT_BOUNDARY if self.state is State.TRAINING else self.state
+            self._report_stopped()
+
+    @property
+    def _leaves(self) -> bool:
+        return self._departure.notice is not None
+
+    @property
+    def _broken(self) -> bool:
+        """Whether the workers of the round cannot go on, or need not be waited for."""
+        return self._seen.over or bool(self._seen.lost - self._free_to_go)
+
+    @property
+    def _free_to_go(self) -> frozenset[str]:
+        """Nodes whose loss means nothing: they leave at the agreed step, and have stopped there.
+
+        Only rank 0's agent knows who has. It ends the round where another one is lost, so the others wait for that.
+        """
+        leavers = self._boundary.leavers if self._boundary.agreed else frozenset[str]()
+        return leavers if self._leader is None else leavers & self._leader.coordinator.stopped
+
+    def _stop(self) -> None:
+        """All local workers have stopped: wait for the others, or go."""
+        self.state = State.STOPPED
+        self._report_stopped()
+        if self._node in self._boundary.leavers and not self.leads and self._leaves:
+            self._do(do.FlushProgress(), do.StopWorkers(self._departure.seconds_left(self._now)), do.Disconnect())
+            self.state = State.LEFT  # rank 0's agent ends the round when all have stopped
+
+    def _report_stopped(self) -> None:
+        """Report that at the agreed step nobody has to wait for this node any more, once that is so."""
+        if self._boundary.agreed and self.state in (State.STOPPED, State.DONE):
+            self._do(do.ToLeader(messages.Stopped(finished=self.state is State.DONE)))
 
     # --- workers that have ended -------------------------------------------------------------------------------------
 
@@ -386,7 +407,7 @@ class Training:
         """Wait until the connections of sessions that end have ended: all their messages arrive before that."""
         workers = self._workers
         failed = any(workers.exit_codes.values())
-        if self._seen.broken or (failed and self._notice is not None):
+        if self._broken or (failed and self._leaves):
             self._end_round(self._why_broken(), lost=self._seen.lost)
         elif workers.leaving and self._now < self._until:
             return
@@ -399,6 +420,7 @@ class Training:
         else:
             self.state = State.DONE
             self._do(do.ReportDone())
+            self._report_stopped()
 
     def _take_failures(self, failures: ev.Failures) -> None:
         self._failures = failures
@@ -412,10 +434,13 @@ class Training:
     def _settle(self) -> None:
         """Find out whose fault a failure is: a lost node's, this node's preemption, or the worker's own."""
         failures = self._failures
-        if self._seen.broken or self._notice is not None:
+        if self._broken or self._leaves:
             self._end_round(self._why_broken(), lost=self._seen.lost)
         elif failures is None:
             return
+        elif self._boundary.agreed and self._boundary.leavers:
+            # One that has stopped is free to go. Its loss ends no round, but breaks the connections of those that save.
+            self._end_round(f"a worker on {self._node} failed while others left", round_failed=True)
         elif self._store_ended and failures.failure is not None and failures.failure.kind == "peer":
             self._end_round(self._why_store_ended(), round_failed=True)
         elif self._now < self._until:
@@ -443,23 +468,12 @@ class Training:
         # One that trains alone need not connect.
         connected = self.connecting or (round_.world_size == 1 and seconds >= _ALONE_SECONDS)
         record = failure.record(self._node, step, connected=connected)
-        decision = decide_restart(
-            aged(round_.failures, seconds),
-            record,
-            self._distribution,
-            conclusive=failure.conclusive,
-            seconds=seconds,
-            failed_rounds=round_.failed_rounds,
-        )
         self._do(do.FlushProgress(), do.StopWorkers(), do.RecordFailure(failure, step))
-        if decision.restart:
-            self._do(do.Log(f"{reason} ({failure.signature}); {decision.why}.", warning=True))
-            failed = decision.round_failed
-            self._change_row(do.Reopen(reason, lost=lost, failures=decision.failures, round_failed=failed))
-        else:
-            message = closing_message(failure.message, record, round_.number, decision.why)
-            code = of_failed_run(failure.exit_code)
-            self._close(do.Close(succeeded=False, message=message, exit_code=code, failures=decision.failures))
+        *log, change = charge(
+            failure, record, reason, lost=lost, round_=round_, seconds=seconds, distribution=self._distribution
+        )
+        self._do(*log)
+        self._change_row(change)
 
     # --- the end of the round ----------------------------------------------------------------------------------------
 
@@ -471,16 +485,17 @@ class Training:
             lost: members that will not be back.
             round_failed: whether nobody is to blame but the network.
         """
-        me, workers, leaves = frozenset({self._node}), self._workers, self._notice is not None
-        lost |= me if leaves else frozenset()
+        me, workers, leaves = frozenset({self._node}), self._workers, self._leaves
+        # At an agreed step it is agreed, too, who will not be back, whatever ends the round now.
+        lost |= (self._boundary.leavers if self._boundary.agreed else frozenset()) | (me if leaves else frozenset())
         # Programs without a session save when they get SIGTERM, if at all: those that continue wait for what they save.
         saving = not (workers.in_session or self.runs_engine)
-        finishing = lost & (self._leavers | me) if saving else frozenset[str]()
+        finishing = lost & (self._boundary.leavers | me) if saving else frozenset[str]()
         self._do(do.FlushProgress())
         if leaves or not self._stays:
             if self._stays and not self.are_all(workers.stopped):
                 self._do(do.ReleaseWorkers())
-            self._do(do.StopWorkers(max(0.0, self._notice.until - self._now) if self._notice is not None else None))
+            self._do(do.StopWorkers(self._departure.seconds_left(self._now)))
         else:
             self._do(do.InterruptWorkers())
         if leaves:
@@ -496,14 +511,11 @@ class Training:
 
     def _look_at_closing(self) -> None:
         if self._seen.over or self._now >= self._until:
-            self._close(do.Close(succeeded=True))
-
-    def _close(self, close: do.Close) -> None:
-        self.closed = close
-        self._change_row(close)
+            self._change_row(do.Close(succeeded=True))
 
     def _change_row(self, action: do.Reopen | do.Close) -> None:
         self.state = State.ENDING
+        self.closed = action if isinstance(action, do.Close) else None
         self._do(action)
 
     def _row_written(self, event: ev.RowWritten) -> None:
@@ -513,17 +525,16 @@ class Training:
             if event.mine:
                 self._then = State.SUCCEEDED if self.closed.succeeded else State.FAILED
         elif event.mine and self._lost is not None:
-            in_order = self._leavers | event.left_in_order
+            in_order = self._boundary.leavers | event.left_in_order
             in_order |= {self._node} if self._then is State.LEFT else set()
-            for member in faulty_members(self._round, self._lost, in_order):
-                if member.host_id:
-                    self._do(do.Strike(member.host_id, "lost its connection"))
+            faulty = faulty_members(self._round, self._lost, in_order)
+            self._do(*(do.Strike(member.host_id, "lost its connection") for member in faulty if member.host_id))
         self.state = self._then
 
     def _why_broken(self) -> str:
         """Return why the round is broken, or must be left."""
-        if self._seen.lost:
-            return f"lost {_list(self._seen.lost)}"
+        if lost := self._seen.lost - self._free_to_go:
+            return f"lost {_list(lost)}"
         if self._seen.was_given_up:
             return f"{self._node} did not run for some seconds"
         return "the round was reopened" if self._seen.over else f"{self._node} was preempted"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from azureml_elastic.ipc.agent_messages import AllPlaced
+from azureml_elastic.ipc.agent_messages import AllPlaced, Placed
 from azureml_elastic.node.core.discovery import PeerDiscovery
+from azureml_elastic.node.core.training_actions import FindPair, ToLeader, ToMembers
 
 NODES = ("node-0", "node-1", "node-2")
 
@@ -18,13 +19,17 @@ class Agents:
         self.all = {node: PeerDiscovery(NODES) for node in NODES}
 
     def place(self, node: str) -> None:
-        assert self.all[node].must_report(placed=True)
-        if self.all[NODES[0]].reported(node) == AllPlaced():
+        assert self.all[node].look(self.now, placed=True, connected=False) == [ToLeader(Placed())]
+        for action in self.all[NODES[0]].reported(node):
+            assert action == ToMembers(AllPlaced())
             for agent in self.all.values():
                 agent.all_placed(self.now)
 
     def late(self, *connected: str) -> set[str]:
-        return {node for node, agent in self.all.items() if agent.takes_long(self.now, connected=node in connected)}
+        looks = {
+            node: agent.look(self.now, placed=False, connected=node in connected) for node, agent in self.all.items()
+        }
+        return {node for node, actions in looks.items() if actions == [FindPair()]}
 
 
 @pytest.fixture
@@ -47,11 +52,11 @@ def test_time_counts_from_when_the_workers_of_all_nodes_are_there(agents):
 
 def test_it_is_reported_once_and_only_when_it_is_so(agents):
     agent = agents.all["node-1"]
-    assert not agent.must_report(placed=False)
+    assert agent.look(agents.now, placed=False, connected=False) == []
     agents.place("node-1")
-    assert not agent.must_report(placed=True)
-    agents.all["node-0"].reported("node-1")
-    assert agents.all["node-0"].reported("a node of another round") is None
+    assert agent.look(agents.now, placed=True, connected=False) == []
+    assert agents.all["node-0"].reported("node-1") == []
+    assert agents.all["node-0"].reported("a node of another round") == []
     agents.place("node-0")
     agents.now += 60.0
     assert agents.late() == set()

@@ -409,6 +409,7 @@ def test_an_unreachable_pair_ends_the_round_when_the_workers_have_not_connected_
     for node in ("a", "b"):
         round_.workers(node, placed=True)
     round_.workers("a", connected=True)
+    round_.wait(0.0)
     assert round_.machines["b"].deadline == round_.now + 10.0
     assert round_.wait(9.9) == {"a": [], "b": []}
     assert round_.wait(0.1) == {"a": [], "b": [do.FindPair()]}
@@ -481,5 +482,7 @@ def test_a_deadline_is_a_moment_to_come():
     assert machine.deadline == float("inf")
     for node in ("a", "b"):
         round_.workers(node, placed=True)
-    round_.wait(60.0)
+    round_.wait(0.0)
+    assert machine.deadline == round_.now + 10.0
+    round_.wait(10.0)
     assert machine.deadline == float("inf")
