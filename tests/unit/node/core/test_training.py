@@ -13,6 +13,7 @@ from azureml_elastic.node.core import training_events as ev
 from azureml_elastic.node.core.failures import FailureRecord
 from azureml_elastic.node.core.hangs import Hang
 from azureml_elastic.node.core.training import State
+from tests.support.paths import ROOT
 from tests.support.training_rounds import TrainingRound, failure
 
 ABC = ("a", "b", "c")
@@ -486,3 +487,8 @@ def test_a_deadline_is_a_moment_to_come():
     assert machine.deadline == round_.now + 10.0
     round_.wait(10.0)
     assert machine.deadline == float("inf")
+
+
+def test_the_page_about_the_inside_of_a_node_has_every_state():
+    page = (ROOT / "docs" / "explanation" / "internals.md").read_text()
+    assert [each.name for each in State if f"`{each.name}`" not in page] == []
