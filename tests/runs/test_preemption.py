@@ -7,7 +7,7 @@ from pathlib import Path
 
 from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.config import environment as variables
-from azureml_elastic.ledger.events import NodeLeft
+from azureml_elastic.ledger.events import NodeLeft, RoundEntered, RoundReopened
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.metadata_service import MetadataService
@@ -51,7 +51,11 @@ def test_the_announced_machine_leaves_and_its_neighbours_train_on(tmp_path):
         assert service.approved == ()
     assert after_gathering(report, 3) == (3, 2)
     assert {node.name: node.exit_code for node in report.nodes} == {"node-0": 0, "node-1": SIGTERM_EXIT, "node-2": 0}
-    (left,) = [event for event in read_events(report.paths.events) if isinstance(event, NodeLeft) and event.exit_code]
+    events = read_events(report.paths.events)
+    (reopened,) = [each for each in events if isinstance(each, RoundReopened) and each.lost]
+    leaders = {each.round: each.node for each in events if isinstance(each, RoundEntered) and each.rank == 0}
+    assert (reopened.node, reopened.lost) == (leaders[reopened.round], ("node-1",)), "when all have stopped"
+    (left,) = [event for event in events if isinstance(event, NodeLeft) and event.exit_code]
     assert left.reason.startswith("preempted (scheduled event Preempt ")
 
 

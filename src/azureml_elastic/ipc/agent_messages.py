@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from azureml_elastic.ipc.message import Count, MessageCodec, Name, Seconds
-from azureml_elastic.ipc.worker_messages import Prepare
+from azureml_elastic.ipc.worker_messages import Prepare, Vote
 
 __all__ = [
     "BROADCASTS",
@@ -22,27 +22,9 @@ __all__ = [
     "Prepare",
     "RanksConnecting",
     "ReportBody",
+    "Stopped",
     "Vote",
 ]
-
-
-@dataclass(frozen=True)
-class Vote:
-    """A node's answer to a proposed step boundary.
-
-    Args:
-        boundary: number of the proposal.
-        ok: whether the step is still ahead of all workers of the node.
-        step: furthest step that one of them has completed.
-        capable: whether every worker has a session.
-        finished: whether the training loop of a worker has ended.
-    """
-
-    boundary: Count
-    ok: bool
-    step: Count
-    capable: bool
-    finished: bool
 
 
 @dataclass(frozen=True)
@@ -58,6 +40,13 @@ class Placed:
 @dataclass(frozen=True)
 class Dumped:
     """The node has written the stacks of its workers."""
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """All workers of the node have stopped at the agreed step, and saved; ``finished``: or their training has ended."""
+
+    finished: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,7 +87,7 @@ class HangLesson:
     longest_pause: Seconds
 
 
-ReportBody = Vote | Leaving | Placed | Dumped
+ReportBody = Vote | Stopped | Leaving | Placed | Dumped
 BroadcastBody = Prepare | Decision | AllPlaced | RanksConnecting | DumpStacks | HangLesson
 
 REPORTS: MessageCodec[ReportBody] = MessageCodec(*get_args(ReportBody))

@@ -48,7 +48,6 @@ __all__ = [
     "Pointer",
     "PointerReply",
     "Prepare",
-    "Prepared",
     "Refused",
     "ReplicateShard",
     "Reply",
@@ -58,6 +57,7 @@ __all__ = [
     "ShardsReply",
     "Step",
     "Stopped",
+    "Vote",
     "WorkerMessage",
 ]
 
@@ -119,12 +119,22 @@ class Expects:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """Answer to :class:`Prepare`: whether the step is still ahead, and the last completed step."""
+class Vote:
+    """Answer to :class:`Prepare`: of a worker to its agent, and of all workers of a node to rank 0's agent.
+
+    Args:
+        boundary: number of the proposal.
+        ok: whether the step is still ahead.
+        step: last completed step; of several workers the furthest.
+        capable: whether every worker has a session; a worker that answers has one.
+        finished: whether the training loop of a worker has ended.
+    """
 
     boundary: Count
     ok: bool
     step: Count
+    capable: bool = True
+    finished: bool = False
 
 
 @dataclass(frozen=True)
@@ -315,7 +325,7 @@ Report = (
     | Busy
     | Free
     | Expects
-    | Prepared
+    | Vote
     | Parked
     | Restored
     | Damaged

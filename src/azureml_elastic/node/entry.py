@@ -23,24 +23,32 @@ from azureml_elastic.config.command.program_files import program_files
 from azureml_elastic.config.exit_codes import UNHEALTHY
 from azureml_elastic.errors import MissingExtra, RunFailed, RunSucceeded
 from azureml_elastic.ledger.events import HealthChecked, NodeLeft, NodeStarted
-from azureml_elastic.node.agent.agent import ExitReason, NodeAgent
+from azureml_elastic.node.agent.agent import NodeAgent
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.earlier_run import with_earlier_checkpoint
 from azureml_elastic.node.agent.engine_program import engine_program
+from azureml_elastic.node.agent.hang_watch import HangWatch
 from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch, SaveWatch
+from azureml_elastic.node.agent.observation_log import ObservationLog
+from azureml_elastic.node.agent.round_observer import RoundObserver
+from azureml_elastic.node.agent.round_performer import RoundPerformer
+from azureml_elastic.node.agent.round_runner import RoundRunner
 from azureml_elastic.node.agent.session_detection import opens_session
 from azureml_elastic.node.agent.shard_receiver import ShardReceiver
 from azureml_elastic.node.agent.shard_sender import ShardSender
 from azureml_elastic.node.agent.worker_environment import set_inherited_variables, withheld_variables
+from azureml_elastic.node.agent.worker_group import PlaceWait, WorkerGroup
 from azureml_elastic.node.agent.worker_processes import Workers
 from azureml_elastic.node.core.hangs import HangPolicy
 from azureml_elastic.node.core.round import Limits
+from azureml_elastic.node.core.training import State
 from azureml_elastic.node.diagnostics.admission import Admission
 from azureml_elastic.node.diagnostics.checks.accelerator import count_visible_devices
 from azureml_elastic.node.diagnostics.findings import CheckRunner, DiagnosticReport
 from azureml_elastic.node.diagnostics.node_checks import check_folders, node_checks
 from azureml_elastic.node.failures.host_strikes import HostStrikes
 from azureml_elastic.node.hangs.detector import HangDetector
+from azureml_elastic.node.hangs.stack_report import StackReporter
 from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.io.event_recorder import Recorder
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
@@ -165,8 +173,10 @@ class _Node:
         sender = ShardSender(memory, rendezvous.authenticator)
         self._channel = Channel(recorder, wake.set, self._watch, memory, sender)
         stack.callback(self._channel.close)
-        saves = SaveWatch(self._channel.folder, excluded=identity.folder.absolute())
-        self._newcomers = NewcomerWatch(saves, distribution.newcomer_timeout)
+        self._newcomers = NewcomerWatch(
+            SaveWatch(self._channel.folder, excluded=identity.folder.absolute()), distribution.newcomer_timeout
+        )
+        stack.callback(self._newcomers.close)
         set_inherited_variables(identity, self._channel.path, os.environ)
         secret = connection_string_variable(table, distribution.rendezvous)
         for name in withheld_variables(secret, plan.checkpoint.path):
@@ -234,15 +244,15 @@ class _Node:
             _tell(str(end))
             return end.exit_code, str(end)
         except InterruptedError:
-            ending = ExitReason.LEFT
-        if ending is not ExitReason.LEFT and self._replacement is not None:
+            ending = State.LEFT
+        if ending is not State.LEFT and self._replacement is not None:
             self._replacement.finish()
-        if ending is ExitReason.SUCCEEDED:
+        if ending is State.SUCCEEDED:
             return 0, "the run ended well"
-        if ending is ExitReason.FAILED:
-            assert agent.failure is not None
-            _tell(agent.failure.message)
-            return agent.failure.exit_code, agent.failure.message
+        if ending is State.FAILED:
+            assert agent.closed is not None
+            _tell(agent.closed.message)
+            return agent.closed.exit_code, agent.closed.message
         reason = f"preempted ({self._preemption.reason})"
         # While the table is away the call takes longer than a notice, and the others notice the loss by themselves.
         leaving = threading.Thread(target=self._rendezvous.leave, args=(reason,), name="leave", daemon=True)
@@ -263,28 +273,42 @@ class _Node:
     def _agent(self) -> NodeAgent:
         _require_torch()
         distribution = self._plan.distribution
+        identity, rendezvous, channel, preemption = self._identity, self._rendezvous, self._channel, self._preemption
+        opens = not distribution.runs_engine and opens_session(self._program)
         workers = Workers(
             self._program,
-            self._identity.folder / "workers" / self._identity.node,
-            self._channel,
+            identity.folder / "workers" / identity.node,
+            channel,
             self._preload_server,
             handover_seconds=distribution.handover_timeout.total_seconds(),
             stop_seconds=distribution.stop_timeout.total_seconds(),
         )
-        return NodeAgent(
+        interval = distribution.monitor_interval.total_seconds()
+        group = WorkerGroup(
             workers,
+            channel,
             self._slots,
-            self._identity,
-            rendezvous=self._rendezvous,
-            channel=self._channel,
-            recorder=self._recorder,
-            table=self._table,
-            preemption=self._preemption,
-            strikes=self._strikes,
-            watch=self._watch,
-            opens_session=not distribution.runs_engine and opens_session(self._program),
-            newcomers=self._newcomers,
+            identity.node,
+            stays=distribution.keeps_processes(opens_session=opens),
+            handover_seconds=distribution.handover_timeout.total_seconds(),
+            place=PlaceWait(rendezvous.wake, interval, preemption),
         )
+        hangs = HangWatch(
+            self._watch, StackReporter(channel.folder, identity.folder / "stacks", identity.node, rendezvous.wake)
+        )
+        observer = RoundObserver(rendezvous, workers, channel, preemption, hangs, self._newcomers)
+        performer = RoundPerformer(
+            rendezvous,
+            workers,
+            channel,
+            self._recorder,
+            self._strikes,
+            hangs,
+            self._newcomers,
+            ObservationLog(self._recorder, excluded=identity.folder.absolute()),
+        )
+        runner = RoundRunner(rendezvous, observer, performer, distribution, opens_session=opens)
+        return NodeAgent(identity, rendezvous, group, channel, self._table, preemption, runner)
 
     def _record_health(self, report: DiagnosticReport) -> None:
         problems = report.lines("warn", "fail")

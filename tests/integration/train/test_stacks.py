@@ -288,9 +288,9 @@ def test_the_dumper_writes_a_file_and_the_log(asleep, tmp_path, caplog):
     standing, folder = asleep
     woken = threading.Event()
     reports = tmp_path / "run" / "stacks"
-    dumper = StackReporter(folder, reports, "node-1", lambda: [standing.worker], woken.set, seconds=30)
+    dumper = StackReporter(folder, reports, "node-1", woken, seconds=30)
     with caplog.at_level(logging.ERROR):
-        dumper.start("hang: no step", 7, {0: 20})
+        dumper.start("hang: no step", 7, [standing.worker], {0: 20})
         assert woken.wait(300)
     until(lambda: dumper.done)
     text = (reports / "round-7.node-1.txt").read_text()
@@ -306,9 +306,9 @@ def test_a_dump_that_cannot_be_written_is_still_in_the_log(asleep, tmp_path, cap
     (tmp_path / "run").write_text("a file where the folder should be")
     woken = threading.Event()
     reports = tmp_path / "run" / "stacks"
-    dumper = StackReporter(folder, reports, "node-1", lambda: [standing.worker], woken.set, seconds=30)
+    dumper = StackReporter(folder, reports, "node-1", woken, seconds=30)
     with caplog.at_level(logging.WARNING):
-        dumper.start("hang", 1, {})
+        dumper.start("hang", 1, [standing.worker], {})
         assert woken.wait(300)
     assert "cannot be written" in caplog.text
     assert "in forever" in caplog.text

@@ -11,7 +11,8 @@ from azureml_elastic.ledger.events import NodeLeft, RoundReopened, RunEnded
 from azureml_elastic.ledger.samples import SampleAudit
 from azureml_elastic.ledger.summary import FaultRecord, MissedFault, NodeSummary, Paths, Report
 from azureml_elastic.ledger.timeline import RoundSpan
-from azureml_elastic.node.failures.classification import Failure
+from azureml_elastic.node.core.failures import Failure
+from azureml_elastic.node.failures.classification import describe_ending
 from azureml_elastic.plurals import counted
 from azureml_elastic.report.picture import TimeColumns, lifelines, size_chart, time_axis
 from azureml_elastic.report.terminal import audit_text, summary, timeline_picture
@@ -79,10 +80,10 @@ Worker 0 on node-1 failed in round 3 with exit code 1: its program raised an exc
 
 def test_a_table_s_cell_has_one_line_of_a_message_of_many(tmp_path):
     """The whole message stands once, below the tables."""
-    failure = Failure(rank=0, exit_code=1, message=MESSAGE)
+    ending = describe_ending(Failure(rank=0, exit_code=1, message=MESSAGE))
     events = [
         *(each for each in loss_and_newcomer() if not isinstance(each, RunEnded | NodeLeft)),
-        RoundReopened(time=60.0, node="node-1", round=3, reason=f"worker 0 on node-1 failed with {failure.ending}"),
+        RoundReopened(time=60.0, node="node-1", round=3, reason=f"worker 0 on node-1 failed with {ending}"),
         *enter(4, ["node-1"], at=61.0),
         RunEnded(time=62.0, node="node-1", round=4, succeeded=False, message=MESSAGE),
     ]

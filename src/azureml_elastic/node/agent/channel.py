@@ -177,7 +177,7 @@ class Channel:
                 self._watch.free(local_rank)
             case worker_messages.Expects():
                 self.workers.expected = message.steps
-            case worker_messages.Prepared():
+            case worker_messages.Vote():
                 self.workers.answer(state, local_rank, message)
             case worker_messages.Connected():
                 state.connected = True

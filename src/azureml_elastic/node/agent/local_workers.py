@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from azureml_elastic.ipc import Connection
-from azureml_elastic.ipc.agent_messages import Vote
 from azureml_elastic.ipc.worker_messages import (
     FROM_AGENT,
     AgentMessage,
@@ -18,9 +17,9 @@ from azureml_elastic.ipc.worker_messages import (
     Interrupt,
     Leave,
     Prepare,
-    Prepared,
+    Vote,
 )
-from azureml_elastic.node.core.boundary import BoundaryVote
+from azureml_elastic.node.core.training_events import Pace, WorkersSeen
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
 __all__ = ["LocalWorkers", "RoundState", "WorkerState"]
@@ -57,9 +56,8 @@ class RoundState:
         connected: whether the ranks of the round have connected to each other.
         trained: whether a local worker has completed a step.
         step: furthest step that one has completed.
-        began: monotonic seconds and step at which training began.
-        vote: answers to the proposal under way.
-        votes: answers of all workers, to be reported.
+        pace: when and at which step training began.
+        votes: answers to proposals, by local rank, that were not taken yet.
     """
 
     number: int = 0
@@ -71,9 +69,8 @@ class RoundState:
     connected: bool = False
     trained: bool = False
     step: int = 0
-    began: tuple[float, int] | None = None
-    vote: BoundaryVote | None = None
-    votes: list[Vote] = field(default_factory=list)
+    pace: Pace | None = None
+    votes: list[tuple[int, Vote]] = field(default_factory=list)
 
 
 class LocalWorkers:
@@ -150,8 +147,8 @@ class LocalWorkers:
             completed: whether the worker has trained it, rather than restored it.
         """
         with self._lock:
-            if not completed or state.began is None:
-                state.began = time.monotonic(), step
+            if not completed or state.pace is None:
+                state.pace = Pace(time.monotonic(), step)
             state.trained = state.trained or completed
             state.step = max(state.step, step)
 
@@ -166,14 +163,10 @@ class LocalWorkers:
         with self._lock:
             state.gave_way.add(local_rank)
 
-    def answer(self, state: RoundState, local_rank: int, answer: Prepared) -> None:
+    def answer(self, state: RoundState, local_rank: int, vote: Vote) -> None:
         """Record a worker's answer to a proposal."""
         with self._lock:
-            vote = state.vote
-            if vote is None or vote.boundary != answer.boundary:
-                return
-            if vote.vote(local_rank, ok=answer.ok, step=answer.step):
-                _conclude(state)
+            state.votes.append((local_rank, vote))
         self._wake()
 
     def assign(self, assignments: Mapping[int, Assign]) -> None:
@@ -222,80 +215,61 @@ class LocalWorkers:
             return self._round.step
 
     @property
-    def stopped(self) -> frozenset[int]:
-        """The local ranks that have saved and left at an agreed boundary."""
-        with self._lock:
-            return frozenset(self._round.stopped)
-
-    @property
     def parked(self) -> frozenset[int]:
         """The local ranks that wait for an assignment."""
         with self._lock:
             return frozenset(self._parked)
 
-    @property
-    def seconds_left(self) -> float | None:
-        """Seconds that training will take at its pace so far, ``None`` where that is unknown."""
-        with self._lock:
-            if self.expected is None or self._round.began is None:
-                return None
-            began, first = self._round.began
-            step = self._round.step
-            return max(0, self.expected - step) * (time.monotonic() - began) / (step - first) if step > first else None
+    def report(self, exit_codes: Mapping[int, int] | None = None) -> WorkersSeen:
+        """Return all that the workers have reported in this round.
 
-    @property
-    def trained(self) -> bool:
-        """Whether a local worker has completed a step in this round."""
+        Args:
+            exit_codes: exit codes of those that have ended, read before.
+        """
         with self._lock:
-            return self._round.trained
-
-    @property
-    def finished(self) -> frozenset[int]:
-        """The local ranks whose training has ended."""
-        with self._lock:
-            return frozenset(self._round.finished)
-
-    @property
-    def gave_way(self) -> frozenset[int]:
-        """The local ranks that have announced that they exit because the round is over or cannot go on."""
-        with self._lock:
-            return frozenset(self._round.gave_way)
+            state = self._round
+            workers = [connection.state["worker"] for connection in self._workers.values()]
+            return WorkersSeen(
+                present=frozenset(self._workers),
+                in_session=self._in_session,
+                placed=len(workers) == state.size and all(each.round == state.number for each in workers),
+                connected=state.connected,
+                trained=state.trained,
+                leaving=self._leaving,
+                step=state.step,
+                pace=state.pace,
+                expected=self.expected,
+                finished=frozenset(state.finished),
+                stopped=frozenset(state.stopped),
+                gave_way=frozenset(state.gave_way),
+                exit_codes=exit_codes or {},
+            )
 
     @property
     def in_session(self) -> bool:
-        """Whether every local worker has a session."""
+        """Whether every local worker has, or has had, a session."""
         with self._lock:
-            return len(self._greeted) == self._round.size
-
-    @property
-    def placed(self) -> bool:
-        """Whether every local worker has a session and an assignment in this round."""
-        with self._lock:
-            workers = [connection.state["worker"] for connection in self._workers.values()]
-            return len(workers) == self._round.size and all(each.round == self._round.number for each in workers)
-
-    @property
-    def connected(self) -> bool:
-        """Whether a local worker has reported that the ranks of this round have connected to each other."""
-        with self._lock:
-            return self._round.connected
+            return self._in_session
 
     @property
     def leaving(self) -> bool:
         """Whether a worker is connected that ends by itself once it is interrupted: one that is not parked for good."""
         with self._lock:
-            return bool(self._workers if self._released else self._workers.keys() - self._parked)
+            return self._leaving
+
+    @property
+    def _in_session(self) -> bool:
+        return len(self._greeted) == self._round.size
+
+    @property
+    def _leaving(self) -> bool:
+        return bool(self._workers if self._released else self._workers.keys() - self._parked)
 
     def prepare(self, proposal: Prepare) -> None:
-        """Send a proposal to the workers, whose common vote :meth:`take_votes` returns later."""
+        """Send a proposal to the workers, whose votes :meth:`take_votes` returns later."""
         with self._lock:
-            state = self._round
-            targets = list(self._workers.values()) if len(self._workers) == state.size else []
-            state.vote = BoundaryVote(proposal.boundary, frozenset(self._workers) if targets else frozenset())
-            if not targets:
-                _conclude(state)
+            targets = list(self._workers.values())
         _send(targets, proposal)
-        self._wake()
 
     def decide(self, decision: Decide) -> None:
         """Send a decision to the workers."""
@@ -303,18 +277,11 @@ class LocalWorkers:
             targets = list(self._workers.values())
         _send(targets, decision)
 
-    def take_votes(self) -> list[Vote]:
-        """Return, once each, the votes of this round, for rank 0's agent."""
+    def take_votes(self) -> list[tuple[int, Vote]]:
+        """Return, once each, the votes of this round by local rank."""
         with self._lock:
             votes, self._round.votes = self._round.votes, []
             return votes
-
-
-def _conclude(state: RoundState) -> None:
-    """Make the workers' answers one vote."""
-    assert state.vote is not None
-    state.votes.append(state.vote.report(finished=bool(state.finished)))
-    state.vote = None
 
 
 def _send(connections: list[Connection], message: AgentMessage) -> None:

@@ -1,10 +1,4 @@
-"""When waiting nodes may end a round whose workers have no session.
-
-A program with a session stops at a step boundary. One without is ended, and the next round begins where the program
-itself resumes. Whether it resumes shows only in what it reads: a program that saves and never reads begins anew. So a
-round goes on until the program has saved, while nodes wait, a file that it has looked for at its start. Then next to
-nothing is lost.
-"""
+"""Saves of a program without a session, for which waiting nodes wait; :mod:`~azureml_elastic.node.core.newcomers`."""
 
 from __future__ import annotations
 
@@ -12,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,9 +23,6 @@ _SCAN_SECONDS = 1.0
 
 _SCAN_SHARE = 20
 """The pause is at least this many times as long as the look before it, so that slow storage is rarely read."""
-
-_GONE_SECONDS = 5.0
-"""Time without a waiting node after which the next one waits anew; hubs hold nodes back for less when several come."""
 
 
 class SaveWatch:
@@ -108,7 +99,7 @@ class SaveWatch:
 
 
 class NewcomerWatch:
-    """Decides when waiting nodes may end a round whose workers have no session. For the thread of rank 0's agent.
+    """Looks for what waiting nodes wait for, and says it. For the thread of rank 0's agent.
 
     Args:
         saves: watch of what the program saves.
@@ -125,58 +116,43 @@ class NewcomerWatch:
         self._saves = saves
         self._timeout = None if timeout is None else timeout.total_seconds()
         self._clock = clock
-        self._size = 0
-        self._pids: tuple[int, ...] = ()
-        self._since: float | None = None
-        self._seen = 0.0
+        self._waiting: frozenset[str] = frozenset()
+        self._since = 0.0
+        self._reported = False
         self.waits = ""
 
-    def begin(self, world_size: int, pids: Sequence[int]) -> None:
-        """The workers of a round that this node leads have been started.
-
-        Args:
-            world_size: number of workers of the round.
-            pids: process ids of those on this node, with rank 0.
-        """
-        self.rest()
-        self._size, self._pids = world_size, tuple(pids)
-
     def rest(self) -> None:
-        """Stop looking: the round has ended, or its workers have a session."""
+        """Stop looking: the round has ended, its workers have a session, or nobody waits any more."""
         self._saves.pause()
-        self._since, self.waits = None, ""
+        self._waiting, self.waits = frozenset(), ""
 
-    def nobody_waits(self) -> None:
-        """No node waits at this moment."""
-        if self._since is not None and self._clock() - self._seen >= _GONE_SECONDS:
-            self.rest()
-
-    def may_end_round(self, waiting: Iterable[str], *, connected: bool) -> bool:
-        """Return whether these nodes may end the round now, and log what they wait for.
-
-        The workers of this node are stopped then, so that they begin no save before they get SIGTERM.
+    def await_save(self, waiting: frozenset[str], pids: Sequence[int]) -> None:
+        """Look for saves from now on, unless that is done already.
 
         Args:
             waiting: names of the waiting nodes.
-            connected: whether workers of the round have begun to connect to each other. What several workers save
-                before may be prepared data.
+            pids: process ids of the workers on this node, with rank 0.
         """
-        self._seen = now = self._clock()
-        if self._since is None:
-            self._since = now
-            self._saves.begin(self._pids)
-        connected = connected or self._size == 1
-        if connected and self._saves.saved and self._saves.stop_workers():
-            return True
-        left = None if self._timeout is None else self._timeout - (now - self._since)
-        if left is not None and left <= 0:
-            return True
-        waits = describe_wait(waiting, self._saves.lookups, self._timeout)
+        if not self._waiting:
+            self._since, self._reported = self._clock(), False
+            self._saves.begin(tuple(pids))
+        self._waiting = waiting
+
+    def take_saved(self) -> bool:
+        """Return, once, whether the program has saved; and log what the nodes wait for, where that has changed."""
+        if not self._waiting or self._reported:
+            return False
+        self._reported = self._saves.saved
+        waits = describe_wait(self._waiting, self._saves.lookups, self._timeout)
         # The first look is not yet made at once; what it has found is said, and again where that changes.
-        if waits != self.waits and now - self._since >= _SCAN_SECONDS:
+        if waits != self.waits and self._clock() - self._since >= _SCAN_SECONDS and not self._reported:
             self.waits = waits
             _LOG.info("%s", waits)
-        return False
+        return self._reported
+
+    def hold(self) -> bool:
+        """Stop the workers unless they save at this moment, and return whether they are stopped now."""
+        return self._saves.stop_workers()
 
     def close(self) -> None:
         """Stop looking for files."""

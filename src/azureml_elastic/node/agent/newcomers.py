@@ -1,4 +1,4 @@
-"""What waiting nodes wait for. Pure functions."""
+"""What waiting nodes wait for, in a sentence."""
 
 from __future__ import annotations
 
@@ -8,17 +8,9 @@ from pathlib import Path
 from azureml_elastic.node.agent.saved_files import is_state_file
 from azureml_elastic.node.preload.state_lookups import Lookups
 
-__all__ = ["describe_wait", "ends_soon"]
-
-_REMAINING_SECONDS = 1.0
-"""A newcomer is not let in any more when the run will end sooner than this: it would only hold it up."""
+__all__ = ["describe_wait"]
 
 _MAX_NAMED = 3
-
-
-def ends_soon(seconds_left: float | None) -> bool:
-    """Return whether the training ends too soon for newcomers; ``None`` if it is unknown when."""
-    return seconds_left is not None and seconds_left < _REMAINING_SECONDS
 
 
 def describe_wait(waiting: Iterable[str], lookups: Lookups, timeout: float | None) -> str:

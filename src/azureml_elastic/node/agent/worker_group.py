@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping
 
@@ -14,10 +15,11 @@ from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.worker_environment import worker_environments
 from azureml_elastic.node.agent.worker_processes import Workers
 from azureml_elastic.node.failures.classification import root_cause
+from azureml_elastic.node.preemption.watcher import PreemptionWatcher
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
-__all__ = ["WorkerGroup"]
+__all__ = ["PlaceWait", "WorkerGroup"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -30,15 +32,38 @@ _WARM_SECONDS = 30.0
 _CHECK_SECONDS = 10.0
 """Time between two reads of the table by a newcomer that gets ready, in case the run ends meanwhile."""
 
-_FINAL_MESSAGE_SECONDS = 5.0
-"""How long the channel has to deliver messages that workers sent before they ended."""
-
 _NEEDS_SESSION = (
     'recovery="in_process" starts workers before their ranks are known, so RANK and WORLD_SIZE are not set until '
     'train.start() returns. Call it before they are read, or submit with recovery="restart".'
 )
 
 _RANKS = re.compile(r"\b(RANK|WORLD_SIZE)\b")
+
+
+class PlaceWait:
+    """Waits while a node has no place in a round.
+
+    Args:
+        wake: event that is set when something has happened.
+        seconds: longest wait.
+        preemption: watch for notices of this node's preemption.
+    """
+
+    def __init__(self, wake: threading.Event, seconds: float, preemption: PreemptionWatcher) -> None:
+        self._wake = wake
+        self._seconds = seconds
+        self._preemption = preemption
+
+    def wait(self) -> None:
+        """Wait a moment, or until something happens.
+
+        Raises:
+            InterruptedError: this node must leave.
+        """
+        self._wake.wait(self._seconds)
+        self._wake.clear()
+        if self._preemption.noticed and self._preemption.commit_to_leave():
+            raise InterruptedError("the node is being preempted")
 
 
 class WorkerGroup:
@@ -51,8 +76,12 @@ class WorkerGroup:
         node: this node's name.
         stays: whether they stay over the rounds where they can.
         handover_seconds: timeout for workers of the previous round to wait for the next one.
-        wait: waits a moment, or until something happens; raises where this node must leave while it has no place.
+        place: what to wait with while this node has no place.
         clock: clock in monotonic seconds.
+
+    Attributes:
+        workers: the processes.
+        stays: whether they stay over the rounds where they can.
     """
 
     def __init__(
@@ -64,15 +93,15 @@ class WorkerGroup:
         *,
         stays: bool,
         handover_seconds: float,
-        wait: Callable[[], None],
+        place: PlaceWait,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._workers = workers
+        self.workers = workers
         self._channel = channel
         self._slots = slots
         self._node = node
         self._handover = handover_seconds
-        self._wait = wait
+        self._place = place
         self._clock = clock
         self._warm_since: float | None = None
         self._ready_at: float | None = None
@@ -101,9 +130,9 @@ class WorkerGroup:
         self._warm_since = began if self._warm_since is None else self._warm_since
         check_at = began + _CHECK_SECONDS
         waited = False
-        while not self._workers.settled:
+        while not self.workers.settled:
             now = self._clock()
-            if self._workers.ready:
+            if self.workers.ready:
                 self._ready_at = now if self._ready_at is None else self._ready_at
                 if not settle or now - self._ready_at >= _WARM_SECONDS:
                     break
@@ -120,7 +149,7 @@ class WorkerGroup:
                 given_up()
                 check_at = now + _CHECK_SECONDS
             waited = True
-            self._wait()
+            self._place.wait()
         return waited
 
     def get_ready(self, given_up: Callable[[], bool]) -> None:
@@ -136,18 +165,18 @@ class WorkerGroup:
             RunFailed: a new worker has ended before it came so far.
         """
         until = time.monotonic() + self._handover
-        while self._workers.alive and not self.all(self._channel.workers.parked) and time.monotonic() < until:
-            self._wait()
-        if not given_up() and self._workers.alive and self.all(self._channel.workers.parked):
+        while self.workers.alive and not self.all(self._channel.workers.parked) and time.monotonic() < until:
+            self._place.wait()
+        if not given_up() and self.workers.alive and self.all(self._channel.workers.parked):
             return
-        self._workers.begin_stopping()
-        self._workers.finish_stopping()
+        self.workers.begin_stopping()
+        self.workers.finish_stopping()
         self._channel.begin(0, self._slots, None)
         known = {variables.ROUND: "0", "LOCAL_WORLD_SIZE": str(self._slots)}
         self._start({local_rank: {**known, "LOCAL_RANK": str(local_rank)} for local_rank in range(self._slots)})
         while not self.all(self._channel.workers.parked):
-            self._wait()
-            if self._workers.exit_codes:
+            self._place.wait()
+            if self.workers.exit_codes:
                 raise self._early_end()
 
     def enter(
@@ -167,7 +196,7 @@ class WorkerGroup:
             max_restarts: value of ``TORCHELASTIC_MAX_RESTARTS``.
             engine_key: key for the process of an engine, empty without one.
         """
-        self._workers.finish_stopping()  # whatever they hand over is for the next ones
+        self.workers.finish_stopping()  # whatever they hand over is for the next ones
         round_ = assignment.round
         ranks = assignment.global_ranks
         self._channel.begin(round_.number, len(ranks), pointer, members=round_.members, keep=self.stays)
@@ -182,24 +211,18 @@ class WorkerGroup:
         else:
             self._start(environments)
 
-    def wait_for_final_messages(self) -> None:
-        """Wait until the connections of sessions that end have ended: all their messages arrive before that."""
-        until = time.monotonic() + _FINAL_MESSAGE_SECONDS
-        while self._channel.workers.leaving and time.monotonic() < until:
-            time.sleep(0.01)
-
     def _start(self, environments: Mapping[int, Mapping[str, str]]) -> None:
         own = {variables.CHANNEL: self._channel.path}
         if self.stays:
             prefixes = {local_rank: f"[{self._node} worker {local_rank}]: " for local_rank in environments}
         else:
             prefixes = {local_rank: f"[rank{each['RANK']}]: " for local_rank, each in environments.items()}
-        self._workers.start({local_rank: {**own, **each} for local_rank, each in environments.items()}, prefixes)
+        self.workers.start({local_rank: {**own, **each} for local_rank, each in environments.items()}, prefixes)
 
     def _early_end(self) -> RunFailed:
-        failures = self._workers.failures()
+        failures = self.workers.failures()
         if not failures:
             return RunFailed(f"A worker ended without train.start(). {_NEEDS_SESSION}", 1)
-        failure = root_cause(failures, self._workers.stderrs)
+        failure = root_cause(failures, self.workers.stderrs)
         advice = f" {_NEEDS_SESSION}" if _RANKS.search(failure.message) else ""
         return RunFailed(f"{failure.message}\nA worker failed before it could take part.{advice}", failure.exit_code)

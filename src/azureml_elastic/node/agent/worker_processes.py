@@ -133,13 +133,6 @@ class Workers:
         assert self._set is not None
         return self._set.failures()
 
-    def wait_for_siblings(self) -> None:
-        """Let the workers beside one that has failed hand their state over, and end by themselves."""
-        self._channel.workers.interrupt()
-        until = time.monotonic() + self._handover
-        while self._channel.workers.leaving and time.monotonic() < until:
-            time.sleep(_POLL_SECONDS)
-
     def begin_stopping(self, stop_seconds: float | None = None) -> None:
         """Stop them on a thread: this node can ask for its next place meanwhile.
 

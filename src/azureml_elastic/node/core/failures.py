@@ -23,7 +23,16 @@ from typing import Any, Literal
 
 from azureml_elastic.config import ElasticDistribution
 
-__all__ = ["MAX_RECORDS", "FailureKind", "FailureRecord", "RestartDecision", "aged", "decide_restart", "read_records"]
+__all__ = [
+    "MAX_RECORDS",
+    "Failure",
+    "FailureKind",
+    "FailureRecord",
+    "RestartDecision",
+    "aged",
+    "decide_restart",
+    "read_records",
+]
 
 FailureKind = Literal["out_of_memory", "peer", "import", "user", "killed", "crashed", "exit", "hang", "nonfinite"]
 """Kind of failure; ``docs/explanation/failures.md`` describes the classification."""
@@ -63,6 +72,37 @@ class FailureRecord:
     age_seconds: float = 0.0
     charge: int = 1
     connected: bool = True
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Failure of a worker.
+
+    Args:
+        rank: global rank of the worker.
+        exit_code: exit code as a shell reports it: 128 + n after signal n.
+        message: the fatal traceback, else the last lines of standard error.
+        kind: kind of the failure.
+        signature: identifier of the error, equal on all ranks, nodes and processes.
+        conclusive: whether two failures with this signature are certainly the same error.
+    """
+
+    rank: int
+    exit_code: int
+    message: str
+    kind: FailureKind = "user"
+    signature: str = ""
+    conclusive: bool = False
+
+    def record(self, node: str, step: int | None, *, connected: bool = True) -> FailureRecord:
+        """Return the record for the round's row.
+
+        Args:
+            node: name of this node.
+            step: last completed step of the node, if known.
+            connected: whether the workers of the round had begun to connect to each other, as far as is known.
+        """
+        return FailureRecord(self.signature, self.kind, step, node, self.rank, self.exit_code, connected=connected)
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from typing import Any
 
 from azureml_elastic.free_space import is_full
 from azureml_elastic.ledger.timeline import headline
-from azureml_elastic.node.core.failures import FailureKind, FailureRecord
+from azureml_elastic.node.core.failures import Failure, FailureKind
 from azureml_elastic.node.failures.tracebacks import ExceptionInfo, ParsedError, find_dump, find_error
 from azureml_elastic.node.host.memory import OomKillCounter
 
-__all__ = ["FailedWorker", "Failure", "hang_failure", "last_error", "root_cause", "signature_of"]
+__all__ = ["FailedWorker", "describe_ending", "hang_failure", "last_error", "root_cause", "signature_of"]
 
 _READ_BYTES = 8 * 1024 * 1024
 """Size of the searched end of a worker's standard error; a traceback may be followed by much other output."""
@@ -67,43 +67,6 @@ _VARYING = (
 
 
 _FULL = "The disk of {} is full, so what the worker printed last may be missing. Free space on it."
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Failure of a worker.
-
-    Args:
-        rank: global rank of the worker.
-        exit_code: exit code as a shell reports it: 128 + n after signal n.
-        message: the fatal traceback, else the last lines of standard error.
-        kind: kind of the failure.
-        signature: identifier of the error, equal on all ranks, nodes and processes.
-        conclusive: whether two failures with this signature are certainly the same error.
-    """
-
-    rank: int
-    exit_code: int
-    message: str
-    kind: FailureKind = "user"
-    signature: str = ""
-    conclusive: bool = False
-
-    @property
-    def ending(self) -> str:
-        """The exit code, and the exception in one line where there is one."""
-        raised = f": {headline(self.message)}" if find_error(self.message) else ""
-        return f"exit code {self.exit_code}{raised}"
-
-    def record(self, node: str, step: int | None, *, connected: bool = True) -> FailureRecord:
-        """Return the record for the round's row.
-
-        Args:
-            node: name of this node.
-            step: last completed step of the node, if known.
-            connected: whether the workers of the round had begun to connect to each other, as far as is known.
-        """
-        return FailureRecord(self.signature, self.kind, step, node, self.rank, self.exit_code, connected=connected)
 
 
 @dataclass(frozen=True)
@@ -158,6 +121,12 @@ def root_cause(
         return consequence, failures[rank].timestamp, found.kind == "exit" or not found.conclusive, rank
 
     return examined[min(examined, key=order)]
+
+
+def describe_ending(failure: Failure) -> str:
+    """Return a failure's exit code, and the exception in one line where there is one."""
+    raised = f": {headline(failure.message)}" if find_error(failure.message) else ""
+    return f"exit code {failure.exit_code}{raised}"
 
 
 def hang_failure(rank: int, exit_code: int, message: str) -> Failure:

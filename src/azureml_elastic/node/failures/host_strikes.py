@@ -12,17 +12,17 @@ import queue
 import re
 import signal
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
 from azureml_elastic.config import HealthPolicy
 from azureml_elastic.errors import ElasticError, RowExists, TableUnavailable
-from azureml_elastic.node.core.round import Member, Round
+from azureml_elastic.node.core.round import Round
 from azureml_elastic.node.table import Row, Table
 from azureml_elastic.node.table.server_time import ServerClock
 
-__all__ = ["STRIKE_PREFIX", "HostStrikes", "faulty_members", "incident_id", "worker_fault"]
+__all__ = ["STRIKE_PREFIX", "HostStrikes", "incident_id", "worker_fault"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -238,23 +238,6 @@ def worker_fault(exit_code: int, message: str) -> str | None:
         return None
     line = message[message.rfind("\n", 0, found.start()) + 1 :].strip().partition("\n")[0]
     return f"a worker failed: {line[:_LONGEST_LINE]}"
-
-
-def faulty_members(round_: Round, lost: Collection[str], leaving: Collection[str] = ()) -> list[Member]:
-    """Return the lost members whose hosts get a strike.
-
-    When more than half of the members are lost at once, a switch has failed or the reporting node itself is cut off, so
-    that no host gets a strike.
-
-    Args:
-        round_: sealed round.
-        lost: names of the lost members.
-        leaving: names of the members that were preempted or left on their own.
-    """
-    gone = [member for member in round_.members if member.node in lost]
-    if 2 * len(gone) > len(round_.members):
-        return []
-    return [member for member in gone if member.node not in leaving]
 
 
 def incident_id(round_: Round) -> str:

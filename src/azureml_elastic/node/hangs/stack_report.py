@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from azureml_elastic.node.hangs.stack_dump import ProcessStacks, Worker, collect
@@ -26,8 +26,7 @@ class StackReporter:
         reports: the folder for the written stacks, ``stacks`` in the run's folder. Each node writes
             ``round-<number>.<node>.txt`` there.
         node: this node's name.
-        workers: returns the processes that the agent has started.
-        wake: called, from that thread, when it is done.
+        wake: event, set when it is done.
         seconds: timeout of the collection.
     """
 
@@ -36,15 +35,13 @@ class StackReporter:
         folder: Path,
         reports: Path,
         node: str,
-        workers: Callable[[], Iterable[Worker]],
-        wake: Callable[[], None],
+        wake: threading.Event,
         *,
         seconds: float = 2.5,
     ) -> None:
         self._folder = folder
         self._reports = reports
         self._node = node
-        self._workers = workers
         self._wake = wake
         self._seconds = seconds
         self._idle = threading.Event()
@@ -55,24 +52,25 @@ class StackReporter:
         """Whether nothing is being collected now."""
         return self._idle.is_set()
 
-    def start(self, why: str, round_number: int, steps: Mapping[int, int]) -> None:
+    def start(self, why: str, round_number: int, workers: Iterable[Worker], steps: Mapping[int, int]) -> None:
         """Begin; while an earlier collection goes on nothing happens.
 
         Args:
             why: what has happened, for the first line.
             round_number: number of the round.
+            workers: the processes that the agent has started.
             steps: the last step that each local rank has completed, where it has completed one.
         """
         if not self.done:
             return
-        arguments = (f"{self._node}, round {round_number}: {why}", round_number, dict(steps))
+        arguments = (f"{self._node}, round {round_number}: {why}", round_number, list(workers), dict(steps))
         self._idle.clear()
         threading.Thread(target=self._run, args=arguments, name="stack-dump", daemon=True).start()
 
-    def _run(self, title: str, round_number: int, steps: Mapping[int, int]) -> None:
+    def _run(self, title: str, round_number: int, workers: list[Worker], steps: Mapping[int, int]) -> None:
         try:
-            workers = {worker.local_rank: worker for worker in self._workers()}
-            found = collect(self._folder, workers, seconds=self._seconds)
+            by_rank = {worker.local_rank: worker for worker in workers}
+            found = collect(self._folder, by_rank, seconds=self._seconds)
             path = self._reports / f"round-{round_number}.{self._node}.txt"
             where = f"All of it is in {path}." if self._write(path, render(title, found, steps)) else ""
             limits = {"largest": _LOGGED, "largest_process": _LOGGED_PER_PROCESS}
@@ -81,7 +79,7 @@ class StackReporter:
             _LOG.exception("The stacks of this node's workers could not be collected.")
         finally:
             self._idle.set()
-            self._wake()
+            self._wake.set()
 
     def _write(self, path: Path, text: str) -> bool:
         try:

@@ -289,7 +289,7 @@ class ChannelAgent:
                     agreed = not self._ended and self._completed is not None and step < message.step
                     if agreed:
                         self._boundaries[message.boundary] = _Boundary(message.boundary, message.step, message.action)
-                self._send(messages.Prepared(message.boundary, agreed, step))
+                self._send(messages.Vote(message.boundary, agreed, step))
             case messages.Decide():
                 with self._changed:
                     boundary = self._boundaries.get(message.boundary)

@@ -13,8 +13,7 @@ import pytest
 
 from azureml_elastic.config import TableRendezvous
 from azureml_elastic.ipc import MessageClient
-from azureml_elastic.ipc.agent_messages import Vote
-from azureml_elastic.ipc.worker_messages import Assign, Decide, Prepare
+from azureml_elastic.ipc.worker_messages import Assign, Decide, Prepare, Vote
 from azureml_elastic.ledger.events import CheckpointCommitted, Progress, Restored
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.node.agent.channel import Channel
@@ -76,25 +75,25 @@ def test_a_local_rank_that_the_node_does_not_have_is_refused(channel):
 def test_whether_workers_know_their_places_and_have_found_the_other_ranks(channel):
     first = channel.connect(0)
     until(lambda: channel.workers.leaving)
-    assert not channel.workers.placed, "the other worker still starts"
+    assert not channel.workers.report().placed, "the other worker still starts"
     channel.connect(1)
-    until(lambda: channel.workers.placed)
-    assert not channel.workers.connected
+    until(lambda: channel.workers.report().placed)
+    assert not channel.workers.report().connected
     first.client.send({"op": "connected"})
-    until(lambda: channel.workers.connected)
+    until(lambda: channel.workers.report().connected)
     channel.begin(2, 2, None, keep=True)
-    assert not channel.workers.placed, "that was in the round before"
-    assert not channel.workers.connected
+    assert not channel.workers.report().placed, "that was in the round before"
+    assert not channel.workers.report().connected
     channel.workers.assign({rank: Assign(2, rank, 4, {}) for rank in (0, 1)})
-    assert channel.workers.placed
-    assert not channel.workers.connected
+    assert channel.workers.report().placed
+    assert not channel.workers.report().connected
 
 
 def test_a_worker_that_waits_for_its_place_is_not_there_yet(channel):
     channel.connect(0)
     channel.connect(1, 0)
     until(lambda: channel.workers.in_session)
-    assert not channel.workers.placed
+    assert not channel.workers.report().placed
 
 
 def test_steps_commits_and_restores_reach_the_ledger(channel, recorder, table, tmp_path, monkeypatch):
@@ -114,31 +113,23 @@ def test_steps_commits_and_restores_reach_the_ledger(channel, recorder, table, t
     assert len(list(table.query("event."))) == 2  # steps are too many for the table
 
 
-def test_a_boundary_is_agreed_when_all_local_workers_promise(channel):
+def test_workers_answer_a_proposal_and_stop(channel):
     workers = [channel.connect(rank) for rank in range(2)]
     until(lambda: channel.workers.in_session)
+    assert channel.workers.report().present == {0, 1}
     channel.workers.prepare(Prepare(1, 9, "leave"))
     until(lambda: all(worker.received for worker in workers))
-    workers[0].client.send({"op": "prepared", "boundary": 1, "ok": True, "step": 7})
-    assert channel.workers.take_votes() == []
-    workers[1].client.send({"op": "prepared", "boundary": 1, "ok": True, "step": 8})
-    votes: list[Vote] = []
-    until(lambda: votes.extend(channel.workers.take_votes()) or votes)
-    assert votes == [Vote(1, ok=True, step=8, capable=True, finished=False)]
+    for rank, worker in enumerate(workers):
+        worker.client.send({"op": "vote", "boundary": 1, "ok": True, "step": 7 + rank})
+    votes: list[tuple[int, Vote]] = []
+    until(lambda: votes.extend(channel.workers.take_votes()) or len(votes) == 2)
+    assert sorted(votes, key=lambda each: each[0]) == [(0, Vote(1, ok=True, step=7)), (1, Vote(1, ok=True, step=8))]
     channel.workers.decide(Decide(1, go=True))
     until(lambda: all(worker.received[-1]["op"] == "decide" for worker in workers))
-    assert not channel.workers.stopped
+    assert not channel.workers.report().stopped
     for worker in workers:
         worker.client.send({"op": "stopped", "step": 9})
-    until(lambda: channel.workers.stopped == {0, 1})
-
-
-def test_workers_without_sessions_cannot_promise_anything(channel):
-    channel.connect(0)
-    channel.workers.prepare(Prepare(1, 9, "leave"))
-    (vote,) = channel.workers.take_votes()
-    assert not vote.capable
-    assert not vote.ok
+    until(lambda: channel.workers.report().stopped == {0, 1})
 
 
 def test_a_worker_of_an_older_round_is_cut_off_and_cannot_commit_under_the_new_fence(channel, table):
@@ -216,12 +207,12 @@ def test_a_worker_says_itself_that_it_has_not_failed(channel):
     """Its exit code says nothing: a script may end with any."""
     leaver, _ = channel.connect(0), channel.connect(1)
     leaver.client.send({"op": "gave_way"})
-    until(lambda: channel.workers.gave_way == {0})
+    until(lambda: channel.workers.report().gave_way == {0})
     leaver.client.close()
-    until(lambda: not channel.workers.placed)
-    assert channel.workers.gave_way == {0}
+    until(lambda: not channel.workers.report().placed)
+    assert channel.workers.report().gave_way == {0}
     channel.begin(2, 2, None)
-    assert not channel.workers.gave_way
+    assert not channel.workers.report().gave_way
 
 
 def test_a_worker_that_has_died_while_it_waited_gets_no_place(channel, table):
@@ -237,19 +228,16 @@ def test_a_worker_that_has_died_while_it_waited_gets_no_place(channel, table):
     assert alive.received[0]["op"] == "assign"
 
 
-def test_the_rest_of_the_run_is_estimated_from_its_pace(channel):
+def test_when_training_began_and_how_far_it_is_expected_to_go(channel):
     worker = channel.connect(0)
-    assert channel.workers.seconds_left is None
+    assert channel.workers.report().pace is None
     worker.client.send({"op": "restored", "step": 10, "directory": None})
     worker.client.send({"op": "expects", "steps": 20})
     worker.client.send({"op": "step", "step": 15})
     until(lambda: channel.workers.step == 15)
-    left = channel.workers.seconds_left
-    assert left is not None
-    assert 0 < left < 60
-    worker.client.send({"op": "step", "step": 20})
-    until(lambda: channel.workers.step == 20)
-    assert channel.workers.seconds_left == 0
+    report = channel.workers.report({1: -9})
+    assert (report.pace.step, report.expected, report.step, report.trained) == (10, 20, 15, True)
+    assert report.exit_codes == {1: -9}
 
 
 @pytest.mark.parametrize(
@@ -262,7 +250,7 @@ def test_the_rest_of_the_run_is_estimated_from_its_pace(channel):
         {"op": "step", "step": "many"},
         {"op": "step", "step": [7]},
         {"op": "busy", "bounded": {}},
-        {"op": "prepared", "boundary": 1, "ok": True},
+        {"op": "vote", "boundary": 1, "ok": True},
         {"op": "restored", "step": 7, "directory": 3},
         {"op": "hand_over", "pid": 1, "fd": "none", "step": 7},
         {"op": "hold_shard", "pid": 1, "fd": 1, "shard": {"folder": "a"}},

@@ -1,4 +1,4 @@
-"""When newcomers may end a round of a program without a session, and what they are said to wait for."""
+"""Saves for which newcomers of a program without a session wait, and what they are said to wait for."""
 
 from __future__ import annotations
 
@@ -11,128 +11,83 @@ from azureml_elastic.node.agent.newcomers import describe_wait
 from azureml_elastic.node.preload.state_lookups import Lookups
 
 LOOKUPS = Lookups(frozenset({"/data/train.npz", "/data/a", "/out/last.pt"}), frozenset({"/out"}))
+WAITING = frozenset({"node-2"})
 
 
 class Saves:
     """A program that the test has save."""
 
     def __init__(self) -> None:
-        self.saved = self.saves_now = False
-        self.watching = False
+        self.saved = False
         self.begun: list[tuple[int, ...]] = []
         self.lookups = Lookups()
 
     def begin(self, pids) -> None:
         self.saved = False
-        self.watching = True
         self.begun.append(pids)
 
     def pause(self) -> None:
-        self.watching = False
-
-    def stop_workers(self) -> bool:
-        return not self.saves_now
-
-    def close(self) -> None:
         pass
 
 
 class Leader:
     """The watch of rank 0's agent, with a clock of its own."""
 
-    def __init__(self, timeout: timedelta | None = None, world_size: int = 2) -> None:
+    def __init__(self, timeout: timedelta | None = None) -> None:
         self.now = 1000.0
-        self.connected = True
         self.saves = Saves()
         self.watch = NewcomerWatch(self.saves, timeout, lambda: self.now)
-        self.watch.begin(world_size, (4711,))
 
-    def lets_in(self, seconds: float = 0.0) -> bool:
-        """Let time pass with a node waiting."""
+    def sees_a_save(self, seconds: float = 0.0) -> bool:
         self.now += seconds
-        return self.watch.may_end_round({"node-2"}, connected=self.connected)
+        return self.watch.take_saved()
 
 
-def test_newcomers_wait_for_a_save_however_long_it_takes():
-    leader = Leader()
-    assert not leader.lets_in()
-    assert not leader.lets_in(1e6)
-    leader.saves.saved = True
-    assert leader.lets_in()
+@pytest.fixture
+def leader():
+    return Leader()
+
+
+def test_nothing_is_looked_for_while_no_node_waits(leader):
+    assert not leader.sees_a_save(60)
+    assert not leader.saves.begun
+    leader.watch.await_save(WAITING, (4711,))
     assert leader.saves.begun == [(4711,)]
 
 
-def test_a_save_at_this_moment_is_not_torn():
-    leader = Leader()
-    leader.lets_in()
-    leader.saves.saved = leader.saves.saves_now = True
-    assert not leader.lets_in(10)
-    leader.saves.saves_now = False
-    assert leader.lets_in()
-
-
-def test_nothing_is_looked_for_while_no_node_waits():
-    leader = Leader()
-    assert not leader.saves.begun
-    leader.lets_in()
-    leader.watch.rest()
-    assert not leader.saves.watching
-    assert not leader.watch.waits
-
-
-def test_a_save_from_before_the_wait_does_not_count():
-    """The work since that save would be lost."""
-    leader = Leader()
-    leader.lets_in()
+def test_a_save_is_reported_once(leader):
+    leader.watch.await_save(WAITING, (4711,))
+    assert not leader.sees_a_save(3600)
     leader.saves.saved = True
-    leader.now += 60
-    leader.watch.nobody_waits()  # the node has gone again
-    assert not leader.lets_in()
+    assert leader.sees_a_save(1)
+    assert not leader.sees_a_save(1)
+
+
+def test_more_nodes_do_not_begin_the_look_anew_but_a_pause_does(leader):
+    leader.watch.await_save(WAITING, (4711,))
+    leader.watch.await_save(WAITING | {"node-3"}, (4711,))
+    assert len(leader.saves.begun) == 1
+    leader.saves.saved = True
+    leader.watch.rest()
+    assert not leader.sees_a_save(60)
+    leader.watch.await_save(WAITING, (4711,))
+    assert not leader.sees_a_save(1), "the work since the save before would be lost"
     assert len(leader.saves.begun) == 2
 
 
-def test_a_moment_without_a_waiting_node_does_not_begin_the_wait_anew():
-    """A hub holds all nodes back while more of them come."""
-    leader = Leader()
-    leader.lets_in()
-    leader.now += 1
-    leader.watch.nobody_waits()
-    leader.saves.saved = True
-    assert leader.lets_in()
-
-
-@pytest.mark.parametrize(("world_size", "expected"), [(1, True), (2, False)])
-def test_several_workers_that_have_not_connected_may_prepare_data(world_size, expected):
-    leader = Leader(world_size=world_size)
-    leader.connected = False
-    leader.lets_in()
-    leader.saves.saved = True
-    assert leader.lets_in() == expected
-    leader.connected = True
-    assert leader.lets_in()
-
-
-def test_a_job_may_limit_the_wait():
-    leader = Leader(timedelta(seconds=30))
-    assert not leader.lets_in()
-    assert not leader.lets_in(29)
-    assert leader.lets_in(1)
-    assert Leader(timedelta(0)).lets_in()
-
-
-def test_what_they_wait_for_is_logged_when_it_is_known_and_when_it_changes(caplog):
+def test_what_they_wait_for_is_logged_when_it_is_known_and_when_it_changes(leader, caplog):
     caplog.set_level("INFO")
-    leader = Leader()
-    leader.lets_in()
+    leader.watch.await_save(WAITING, (4711,))
+    leader.sees_a_save()
     assert not caplog.messages
-    leader.lets_in(2)
-    leader.lets_in(2)
+    leader.sees_a_save(2)
+    leader.sees_a_save(2)
     leader.saves.lookups = LOOKUPS
-    leader.lets_in(2)
-    leader.lets_in(2)
+    leader.sees_a_save(2)
+    leader.sees_a_save(2)
     assert caplog.messages == [describe_wait({"node-2"}, Lookups(), None), describe_wait({"node-2"}, LOOKUPS, None)]
     assert leader.watch.waits == caplog.messages[-1]
-    leader.watch.begin(3, (4712,))
+    leader.watch.rest()
     assert not leader.watch.waits
 
 

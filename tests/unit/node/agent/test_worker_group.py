@@ -19,7 +19,7 @@ class Node:
         self.reads = 0
         self.ended_at = float("inf")
         self.group = WorkerGroup(
-            self, SimpleNamespace(), 1, "node-2", stays=False, handover_seconds=5.0, wait=self._wait,
+            self, SimpleNamespace(), 1, "node-2", stays=False, handover_seconds=5.0, place=self,
             clock=lambda: self.now,
         )  # fmt: skip
 
@@ -31,7 +31,7 @@ class Node:
     def settled(self) -> bool:
         return self.now >= self._settled
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         self.now += 0.5
 
     def _given_up(self) -> bool:

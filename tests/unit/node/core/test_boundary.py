@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_elastic.ipc.agent_messages import Decision, Prepare, Vote
-from azureml_elastic.node.core.boundary import BoundaryCoordinator, BoundaryVote
+from azureml_elastic.ipc.agent_messages import Decision, Prepare, Stopped, Vote
+from azureml_elastic.node.core.boundary import BoundaryCoordinator, BoundaryParticipant
 
 
 class Worker:
@@ -111,11 +112,40 @@ def test_the_leaving_nodes_are_sent_to_everyone():
     assert coordinator.take("a", vote(), 0.0, ["b"]).leavers == ("b",)
 
 
-def test_a_ballot_waits_for_every_worker():
-    ballot = BoundaryVote(3, frozenset({0, 1}))
-    assert not ballot.vote(0, ok=True, step=7)
-    assert ballot.vote(1, ok=True, step=8)
-    assert ballot.report(finished=False) == vote(3, step=8)
-    ballot.vote(0, ok=False, step=9)
-    assert not ballot.report(finished=False).ok
-    assert not BoundaryVote(1, frozenset()).report(finished=False).capable
+def asked() -> BoundaryParticipant:
+    """Return the side of a node with two workers, which have been asked."""
+    participant = BoundaryParticipant(2)
+    assert participant.ask(Prepare(3, 9, "leave"), frozenset({0, 1}), finished=False) is None
+    return participant
+
+
+def test_a_node_waits_for_every_worker():
+    participant = asked()
+    assert participant.take(0, Vote(3, ok=True, step=7), finished=False) is None
+    assert participant.take(1, Vote(2, ok=True, step=9), finished=False) is None, "an answer to an older proposal"
+    assert participant.take(1, Vote(3, ok=True, step=8), finished=False) == vote(3, step=8)
+
+
+@pytest.mark.parametrize(("ok", "finished"), [(False, False), (True, True)])
+def test_one_worker_that_has_passed_the_step_or_finished_speaks_for_its_node(ok, finished):
+    participant = asked()
+    participant.take(0, Vote(3, ok=ok, step=9), finished=finished)
+    whole = participant.take(1, Vote(3, ok=True, step=8), finished=finished)
+    assert whole == vote(3, ok=False, step=9, finished=finished)
+
+
+def test_a_node_that_misses_a_worker_promises_nothing():
+    participant = BoundaryParticipant(2)
+    answer = participant.ask(Prepare(3, 9, "leave"), frozenset({0}), finished=False)
+    assert answer == vote(3, ok=False, step=0, capable=False)
+    assert participant.take(0, Vote(3, ok=True, step=7), finished=False) is None
+
+
+@pytest.mark.parametrize(("finished", "reached"), [("", True), ("a", True), ("ab", False)])
+def test_a_boundary_is_reached_when_all_have_stopped_unless_all_have_finished_instead(finished, reached):
+    coordinator = BoundaryCoordinator(["a", "b"])
+    coordinator.stop("a", Stopped(finished="a" in finished))
+    assert not coordinator.reached
+    coordinator.stop("b", Stopped(finished="b" in finished))
+    assert coordinator.reached == reached
+    assert coordinator.stopped == {"a", "b"}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from azureml_elastic.config import ElasticDistribution, RendezvousTimings, TableRendezvous
 from azureml_elastic.config.exit_codes import AGENT_LOST, PREEMPTED, UNHEALTHY, of_failed_run
+from azureml_elastic.node.core.closing_message import SUMMARIES, closing_message
 from azureml_elastic.node.core.failures import (
     MAX_RECORDS,
     FailureRecord,
@@ -21,7 +22,6 @@ from azureml_elastic.node.core.failures import (
     read_records,
 )
 from azureml_elastic.node.core.round import Member, Round, reopened
-from azureml_elastic.node.failures.restart_decision import SUMMARIES, closing_message
 
 HOUR = 3600.0
 KINDS = sorted(SUMMARIES.keys() - {"nonfinite"})

@@ -1,0 +1,248 @@
+"""What happens to a member of a round: the events of :mod:`~azureml_elastic.node.core.training`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from azureml_elastic.ipc.agent_messages import BroadcastBody, HangLesson, ReportBody, Vote
+from azureml_elastic.node.core.failures import Failure
+from azureml_elastic.node.core.hangs import Hang
+
+__all__ = [
+    "Failures",
+    "FromLeader",
+    "FromMember",
+    "Hung",
+    "Learned",
+    "Noticed",
+    "Pace",
+    "PairFound",
+    "ProgramEnded",
+    "ProgramSaved",
+    "RoundSeen",
+    "RowWritten",
+    "StacksWritten",
+    "StoreEnded",
+    "StoreUsed",
+    "TimePassed",
+    "TrainingEvent",
+    "WorkerVoted",
+    "WorkersHeld",
+    "WorkersSeen",
+]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Monotonic seconds and step at which training began."""
+
+    moment: float
+    step: int
+
+
+@dataclass(frozen=True)
+class RoundSeen:
+    """What is known of the round has changed.
+
+    Args:
+        lost: members that are gone.
+        over: whether the round has ended in the table or its hub is gone.
+        waiting: spares to make room for; only on rank 0's node.
+        all_done: whether the workers of all members have succeeded.
+        was_given_up: whether the others have gone on without this node, because its process did not run for some time.
+    """
+
+    lost: frozenset[str] = frozenset()
+    over: bool = False
+    waiting: frozenset[str] = frozenset()
+    all_done: bool = False
+    was_given_up: bool = False
+
+
+@dataclass(frozen=True)
+class WorkersSeen:
+    """What the node's workers have reported in the round, or how they have ended, has changed.
+
+    The exit codes are those of a moment before the reports, so that a worker that has ended and is not ``leaving`` has
+    no message under way.
+
+    Args:
+        present: local ranks that are connected.
+        in_session: whether every local worker has, or has had, a session.
+        placed: whether every local worker has a session and an assignment in this round.
+        connected: whether the ranks of the round have connected to each other.
+        trained: whether a local worker has completed a step.
+        leaving: whether one is connected that ends, or parks, once it is interrupted.
+        step: furthest step that one has completed.
+        pace: when and where training began.
+        expected: number of steps of the whole run, ``None`` while it is unknown.
+        finished: local ranks whose training loop has ended.
+        stopped: local ranks that have left at a step boundary.
+        gave_way: local ranks that exit because the round is over or cannot go on.
+        exit_codes: exit codes of those that have ended, by local rank; negative: the signal.
+    """
+
+    present: frozenset[int] = frozenset()
+    in_session: bool = False
+    placed: bool = False
+    connected: bool = False
+    trained: bool = False
+    leaving: bool = False
+    step: int = 0
+    pace: Pace | None = None
+    expected: int | None = None
+    finished: frozenset[int] = frozenset()
+    stopped: frozenset[int] = frozenset()
+    gave_way: frozenset[int] = frozenset()
+    exit_codes: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ProgramEnded:
+    """The program of an engine has ended well on this node."""
+
+
+@dataclass(frozen=True)
+class WorkerVoted:
+    """A worker has answered a proposal."""
+
+    local_rank: int
+    vote: Vote
+
+
+@dataclass(frozen=True)
+class FromLeader:
+    """Rank 0's agent has broadcast this."""
+
+    body: BroadcastBody
+
+
+@dataclass(frozen=True)
+class FromMember:
+    """A node's agent has reported this to this one, which is rank 0's."""
+
+    node: str
+    body: ReportBody
+
+
+@dataclass(frozen=True)
+class Noticed:
+    """This node must leave, which is final.
+
+    Args:
+        until: monotonic seconds at which its workers must have ended.
+        reason: why.
+    """
+
+    until: float
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class StoreUsed:
+    """Workers have set keys in the round's store, which this node serves: they begin to connect to each other."""
+
+
+@dataclass(frozen=True)
+class StoreEnded:
+    """The process of the round's store, which this node serves, has ended."""
+
+
+@dataclass(frozen=True)
+class PairFound:
+    """Workers will never connect over this unreachable pair of nodes."""
+
+    pair: str
+
+
+@dataclass(frozen=True)
+class Hung:
+    """This node's own verdict: the round hangs.
+
+    Args:
+        hang: the verdict.
+        failure: the failure that it counts as.
+    """
+
+    hang: Hang
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class Learned:
+    """Rank 0's node has learned durations that the others may not have seen."""
+
+    lesson: HangLesson
+
+
+@dataclass(frozen=True)
+class StacksWritten:
+    """The stacks of this node's workers are written, as far as they could be had."""
+
+
+@dataclass(frozen=True)
+class ProgramSaved:
+    """A program without a session has saved while nodes wait."""
+
+
+@dataclass(frozen=True)
+class WorkersHeld:
+    """This node's workers are stopped between two saves."""
+
+
+@dataclass(frozen=True)
+class Failures:
+    """How workers have failed, as ``ReadFailures`` has asked.
+
+    Args:
+        codes: their exit codes by local rank, without those that gave way.
+        failure: the root cause; ``None`` where all gave way.
+        ending: how the worker of the root cause has ended, in words.
+        fault: why the host is at fault, ``None`` where it is not.
+    """
+
+    codes: Mapping[int, int] = field(default_factory=dict)
+    failure: Failure | None = None
+    ending: str = ""
+    fault: str | None = None
+
+
+@dataclass(frozen=True)
+class RowWritten:
+    """``Reopen`` or ``Close`` was carried out.
+
+    Args:
+        mine: whether this node has changed the row; otherwise another one was first.
+        left_in_order: lost members that had left before they could enter the round.
+    """
+
+    mine: bool
+    left_in_order: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class TimePassed:
+    """Nothing else has happened in this turn of the agent's loop, or a deadline has come."""
+
+
+TrainingEvent = (
+    RoundSeen
+    | WorkersSeen
+    | ProgramEnded
+    | WorkerVoted
+    | FromLeader
+    | FromMember
+    | Noticed
+    | StoreUsed
+    | StoreEnded
+    | PairFound
+    | Hung
+    | Learned
+    | StacksWritten
+    | ProgramSaved
+    | WorkersHeld
+    | Failures
+    | RowWritten
+    | TimePassed
+)
