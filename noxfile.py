@@ -198,11 +198,11 @@ def attack(session: nox.Session) -> None:
     """Send 100,000 random messages each to hubs, agents and HTTP servers, and run all other attacks.
 
     Hubs get them from processes with and without the run's key. The table is replaced by 3,000 series of arbitrary
-    answers.
+    answers. The machines of all nodes go through 10,000 schedules of faults.
     """
     install_wheel(session, "all", groups=("test",))
     arguments = session.posargs or TWO
-    env = {"ATTACK_MESSAGES": "100000", "ATTACK_ANSWERS": "3000"}
+    env = {"ATTACK_MESSAGES": "100000", "ATTACK_ANSWERS": "3000", "SCHEDULES": "10000"}
     files = (
         "node/attacks",
         "node/test_shard_transfer.py",
@@ -210,7 +210,7 @@ def attack(session: nox.Session) -> None:
         "testing/test_attacks.py",
         "local/test_random_requests.py",
     )
-    paths = [f"tests/integration/{file}" for file in files]
+    paths = ["tests/unit/node/test_schedules.py", *(f"tests/integration/{file}" for file in files)]
     session.run("python", "-m", "pytest", *arguments, *LONG, *paths, env=env)
 
 

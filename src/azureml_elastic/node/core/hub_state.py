@@ -162,6 +162,7 @@ class HubState:
         self._absent: set[str] = set()
         self._done: set[str] = set()
         self._was_given_up = False
+        self._early: list[messages.Message] = []
 
     # --- the round of which this node is rank 0 ----------------------------------------------------------------------
 
@@ -170,6 +171,7 @@ class HubState:
         self._round = round_
         self._entered = now
         self._lost, self._absent, self._done, self._was_given_up = set(), set(), set(), False
+        self._early = []
         unreachable = self.watchers.enter(round_)
         self._members = {
             name: link
@@ -192,8 +194,10 @@ class HubState:
         return (peer.node, peer.round) if peer is not None and not peer.waits else None
 
     def to_members(self, message: messages.Message) -> list[HubAction]:
-        """Return what sends a message to the members of the round."""
+        """Return what sends a message to the members of the round; those that come later get it when they come."""
         number = self._round.number if self._round else 0
+        if not self._names() <= self._members.keys():
+            self._early.append(message)
         return [Send(link, message) for link in self._members.values() if self._peers[link].round == number]
 
     def done(self, link: int) -> list[HubAction]:
@@ -229,6 +233,11 @@ class HubState:
         actions: list[HubAction] = []
         if missed is not None:
             actions.append(Send(link, messages.RoundChanged(missed)))
+        if round_ is not None and number == round_.number:
+            # A proposal that a member never gets stops all others at its step: they wait for this member's vote.
+            actions += [Send(link, message) for message in self._early]
+            if self._names() <= self._members.keys():
+                self._early = []
         if unknown:  # the node that has sealed the round has not sent it here, or its message was lost
             actions.append(SendAll(messages.RoundChanged(None)))
         return actions

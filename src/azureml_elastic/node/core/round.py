@@ -18,7 +18,7 @@ highest number of all living nodes remains.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, replace
 from dataclasses import fields as fields_of
 from typing import Any, Literal
@@ -36,6 +36,7 @@ __all__ = [
     "reopened",
     "require_member",
     "restored",
+    "turn_of",
 ]
 
 RoundState = Literal["open", "sealed", "succeeded", "failed"]
@@ -239,6 +240,28 @@ def reopened(
         failed_rounds=round_.failed_rounds + 1 if round_failed else 0,
         reason=reason,
     )
+
+
+_TURN_SECONDS = 0.05
+"""Time that each survivor leaves the one before it to end a broken round."""
+
+_MAX_TURN_SECONDS = 1.0
+"""Longest time that a survivor waits for all those before it."""
+
+
+def turn_of(round_: Round, lost: Collection[str], node: str) -> tuple[float, Member]:
+    """Return for how long a member leaves it to others to end a broken round, and the one whose turn is first.
+
+    Rank 0, or the first survivor after it, ends the round. The others make sure that it is ended.
+
+    Args:
+        round_: sealed round, in which at least this node survives.
+        lost: members that will not go on.
+        node: the member.
+    """
+    alive = [member for member in round_.members if member.node not in lost]
+    turn = next((turn for turn, member in enumerate(alive) if member.node == node), 0)
+    return min(_MAX_TURN_SECONDS, _TURN_SECONDS * turn), alive[0]
 
 
 def has_gone_back(row: Round, known: Round | None) -> bool:

@@ -10,7 +10,7 @@ from azureml_elastic.errors import TableError
 from azureml_elastic.node.core.failures import FailureRecord
 from azureml_elastic.node.core.joining import greeting_of
 from azureml_elastic.node.core.messages import RoundChanged
-from azureml_elastic.node.core.round import Member, Round, reopened
+from azureml_elastic.node.core.round import Member, Round, reopened, turn_of
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub.hub import Hub
 from azureml_elastic.node.rendezvous.hub.watch import HubWatch
@@ -21,12 +21,6 @@ from azureml_elastic.node.rendezvous.state.rows import Rows
 __all__ = ["RoundEnd"]
 
 _LOG = logging.getLogger(__name__)
-
-_TURN_SECONDS = 0.05
-"""Time that each survivor leaves the one before it to end a broken round."""
-
-_MAX_TURN_SECONDS = 1.0
-"""Longest time that a survivor waits for all those before it."""
 
 _MAX_DESCRIBED = 3
 """Largest number of members that never connected whose rows are read for the reason."""
@@ -117,20 +111,15 @@ class RoundEnd:
         return self._write(closed)
 
     def _another_node_ends(self, round_: Round, lost: frozenset[str]) -> bool:
-        """Wait for this node's turn among the survivors; return whether another one has ended the round.
-
-        Rank 0, or the first survivor after it, ends the round. The others make sure that it is ended.
-        """
+        """Wait for this node's turn among the survivors; return whether another one has ended the round."""
         me = self.membership.me
-        alive = [member for member in round_.members if member.node not in lost]
-        turn = next((turn for turn, member in enumerate(alive) if member.node == me.node), 0)
-        if turn == 0:
+        timeout, first = turn_of(round_, lost, me.node)
+        if not timeout:
             return False
-        timeout = min(_MAX_TURN_SECONDS, _TURN_SECONDS * turn)
         until = self.context.clock() + timeout
-        if alive[0] != round_.members[0] or not self.membership.connected:
+        if first != round_.members[0] or not self.membership.connected:
             self.watch.connect(
-                alive[0], greeting_of(self.reachability.marked(me), round_), "the next to end the round", timeout
+                first, greeting_of(self.reachability.marked(me), round_), "the next to end the round", timeout
             )
         while (left := until - self.context.clock()) > 0 and self.context.latest.after(round_) is None:
             self.context.wake.wait(left)

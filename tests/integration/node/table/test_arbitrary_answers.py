@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from azureml_elastic.errors import RowChanged, RowExists, TableError, TableForbidden, TableNotFound, TableUnavailable
 from azureml_elastic.node.azure.credentials import TableCredential
+from azureml_elastic.node.core.newest_round import NewestRound
 from azureml_elastic.node.core.round import Member, Round
-from azureml_elastic.node.rendezvous.state.latest_round import LatestRound
 from azureml_elastic.node.rendezvous.state.rows import Rows
 from azureml_elastic.node.rendezvous.state.run_key import RunKey
 from azureml_elastic.node.table import Row
@@ -252,7 +252,7 @@ def test_a_member_of_a_round_only_ever_waits(impostor, hasty, said):
         lambda rows: rows.write_member(Member("node", "i", "h", 1)),
     ):
         impostor.say(*said)
-        rows = Rows(hasty, pause, LatestRound(), RunKey(hasty, time.monotonic, lambda _: None))
+        rows = Rows(hasty, pause, NewestRound(), RunKey(hasty, time.monotonic, lambda _: None))
         rows.persistent = True
         with suppress(TableUnavailable, Enough):
             look(rows)

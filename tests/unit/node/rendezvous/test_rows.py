@@ -15,9 +15,9 @@ from azureml_elastic.errors import RunFailed, TableForbidden, TableNotFound, Tab
 from azureml_elastic.ipc.line_codec import MAX_LINE, encode
 from azureml_elastic.node.core.joining import is_landmark
 from azureml_elastic.node.core.messages import CODEC, RoundChanged, unpack
+from azureml_elastic.node.core.newest_round import NewestRound
 from azureml_elastic.node.core.round import Limits, Member, Round, reopened
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
-from azureml_elastic.node.rendezvous.state.latest_round import LatestRound
 from azureml_elastic.node.rendezvous.state.row_keys import LANDMARK_PREFIX, ROUND_KEY, member_key, node_of
 from azureml_elastic.node.rendezvous.state.rows import Rows
 from azureml_elastic.node.rendezvous.state.run_key import RunKey
@@ -66,7 +66,7 @@ def pauses():
 
 
 def make_rows(table, pause):
-    return Rows(table, pause, LatestRound(), RunKey(table, time.monotonic, lambda _: None))
+    return Rows(table, pause, NewestRound(), RunKey(table, time.monotonic, lambda _: None))
 
 
 @pytest.fixture

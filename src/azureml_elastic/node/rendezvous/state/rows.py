@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from azureml_elastic.errors import ElasticError, RowChanged, RowExists, TableError, TableUnavailable, ValueTooLarge
 from azureml_elastic.node.core import join_events as on
 from azureml_elastic.node.core.join_events import Roster
+from azureml_elastic.node.core.newest_round import NewestRound
 from azureml_elastic.node.core.round import Member, Round, describe_loss, has_gone_back, require_member, restored
-from azureml_elastic.node.rendezvous.state.latest_round import LatestRound
 from azureml_elastic.node.rendezvous.state.row_keys import (
     ALL_PREFIX,
     LANDMARK_PREFIX,
@@ -55,7 +55,7 @@ class Rows:
             unavailable, for a node that has been in a round: its state must not be lost for that.
     """
 
-    def __init__(self, table: Table, pause: Callable[[float], object], latest: LatestRound, key: RunKey) -> None:
+    def __init__(self, table: Table, pause: Callable[[float], object], latest: NewestRound, key: RunKey) -> None:
         self._table = table
         self._pause = pause
         self._latest = latest

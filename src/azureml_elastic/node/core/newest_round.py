@@ -11,10 +11,10 @@ import threading
 
 from azureml_elastic.node.core.round import Round
 
-__all__ = ["LatestRound"]
+__all__ = ["NewestRound"]
 
 
-class LatestRound:
+class NewestRound:
     """Newest version of the round's row that this node has read or written, or whose seal it has received. Thread-safe.
 
     The table client, the hub and the connections to other hubs write to it, so that a change of the round is known

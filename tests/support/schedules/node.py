@@ -1,0 +1,717 @@
+"""One process of a node: the machines, and what their actions do to a simulated world."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from azureml_elastic.node.core import join_events as on
+from azureml_elastic.node.core import messages
+from azureml_elastic.node.core import training_actions as do
+from azureml_elastic.node.core import training_events as ev
+from azureml_elastic.node.core.hub_reports import HubReports
+from azureml_elastic.node.core.hub_state import Close, HubState, Send, SendAll
+from azureml_elastic.node.core.joiner import Joiner, JoinState
+from azureml_elastic.node.core.joining import greeting_of
+from azureml_elastic.node.core.newest_round import NewestRound
+from azureml_elastic.node.core.pauses import PauseDetector
+from azureml_elastic.node.core.round import Member, Round, has_gone_back, reopened, restored, turn_of
+from azureml_elastic.node.core.training import State, Training
+from tests.support.schedules.workers import Group
+from tests.support.schedules.world import Connection
+
+if TYPE_CHECKING:
+    from tests.support.schedules.schedule import Schedule
+
+__all__ = ["Node"]
+
+_DEAD_CONNECT_SECONDS = 3.0
+
+
+class Node:
+    """A node's process.
+
+    Args:
+        schedule: everything around it.
+        name: name of the node.
+        imports: seconds until it can train.
+    """
+
+    def __init__(self, schedule: Schedule, name: str, imports: float) -> None:
+        world = schedule.world
+        self.schedule, self.world, self.name = schedule, world, name
+        self.incarnation = f"{name}/{len(world.nodes)}"
+        self.offset = world.random.uniform(0.0, 1e4)
+        self.alive, self.frozen = True, False
+        self.limits, self.timings = schedule.limits, schedule.timings
+        self.me = Member(name, self.incarnation, state="starting", host=name, hub_port=1, host_id=f"host-{name}")
+        self.newest = NewestRound()
+        self.tick = self.timings.heartbeat_interval.total_seconds() / 2
+        self.timeout = self.timings.heartbeat_timeout.total_seconds()
+        self.hub = HubState(self.limits, self.timings, self.clock)
+        self.links: dict[int, Connection] = {}
+        self._numbers = itertools.count()
+        self._thawing: list[Callable[[], object]] = []
+        self._pauses = PauseDetector(self.clock, self.tick)
+        # on the way into a round
+        self.joiner: Joiner | None = None
+        self.watch: Connection | None = None
+        self.busy = False
+        self.events: deque[on.Event] = deque()
+        self.has_woken = False
+        self.round_version = -1
+        # in a round
+        self.round: Round | None = None
+        self.entered = 0.0
+        self.link: Connection | None = None
+        self.reports = HubReports()
+        self.over = False
+        self.must_look = False
+        self.training: Training | None = None
+        self.group: Group | None = None
+        self.inbox: deque[ev.TrainingEvent] = deque()
+        self.seen: dict[type, object] = {}
+        self.notice: ev.Noticed | None = None
+        self.part: str | None = None
+        self.last_round = 0
+        self.has_left = False
+        self.calls: list[float] = []
+        self.beating = 0
+        world.nodes.append(self)
+        world.after(self.tick, self._on_tick)
+        world.after(imports, lambda: self.when_running(self._join))
+        self.call(lambda: world.table.members.__setitem__(name, self.me), lambda _: None)
+
+    def __repr__(self) -> str:
+        return self.incarnation
+
+    # --- time and life -----------------------------------------------------------------------------------------------
+
+    @property
+    def clock(self) -> float:
+        return self.world.now + self.offset
+
+    def when_running(self, what: Callable[[], object]) -> None:
+        """Have this process do something now, or once it is no longer frozen."""
+        if self.alive and self.frozen:
+            self._thawing.append(what)
+        elif self.alive:
+            what()
+
+    def freeze(self, seconds: float) -> None:
+        """Stop the process for some time."""
+        self.frozen = True
+        self.world.after(seconds, self._thaw)
+
+    def _thaw(self) -> None:
+        self.frozen = False
+        waiting, self._thawing = self._thawing, []
+        self.world.random.shuffle(waiting) if self.world.random.random() < 0.3 else None
+        for what in waiting:
+            self.when_running(what)
+
+    def kill(self, *, silently: bool = False) -> None:
+        """End the process, as SIGKILL does, or silently, as when a machine loses power."""
+        self.world.log(self, "dies silently" if silently else "dies")
+        if not silently:
+            for link in list(self.links.values()):
+                link.drop()
+            for link in (self.watch, self.link):
+                if link is not None:
+                    link.close()
+        self.alive = False
+        if self.group is not None:
+            self.group.lost(self)
+
+    def _on_tick(self) -> None:
+        if not self.alive:
+            return
+        self.world.after(self.tick, self._on_tick)
+        self.when_running(self._beat)
+
+    def _beat(self) -> None:
+        """Do what the hub's server and the connections do twice in a heartbeat interval."""
+        last = {number: link.server_received for number, link in self.links.items()}
+        actions = self.hub.ticked(self.clock, last)
+        self._perform_hub([SendAll(messages.Beat())])
+        self._perform_hub(actions or [])
+        self._pauses.tick(self.clock)
+        for link in (self.watch, self.link):
+            if link is not None:
+                link.send(messages.Beat())
+                if self._pauses.silence(link.client_received, self.clock) > self.timeout:
+                    link.silent()
+        if actions:
+            self.wake()
+
+    # --- this node's hub ---------------------------------------------------------------------------------------------
+
+    def new_link(self, link: Connection) -> int:
+        number = next(self._numbers)
+        self.links[number] = link
+        return number
+
+    def hub_received(self, link: Connection, message: messages.Message) -> None:
+        """Process a message at this node's hub, as ``rendezvous.hub.hub`` does."""
+        state, peer = self.hub, link.client
+        match message:
+            case messages.Beat():
+                return
+            case messages.RoundChanged(round=None):
+                self._perform_hub([SendAll(message)])
+            case messages.RoundChanged(round=Round() as round_):
+                if not self.newest.accept(round_):
+                    state.request_read()
+                self._perform_hub(state.publish(round_))
+            case messages.Hello():
+                self._perform_hub(state.greeted(link.number, peer.name, peer.incarnation, message.round))
+            case messages.Watch():
+                self._perform_hub(state.watching(link.number, peer.name, peer.incarnation, message, self.clock))
+            case messages.Done():
+                self._perform_hub(state.done(link.number))
+            case messages.Report() if (member := state.member_of(link.number)) is not None:
+                if self.round is not None and member[1] == self.round.number:
+                    self.inbox.append(ev.FromMember(member[0], message.body))
+        self.wake()
+
+    def hub_link_ended(self, link: Connection) -> None:
+        """Process the end of a connection at this node's hub."""
+        self.links.pop(link.number, None)
+        actions = self.hub.closed(link.number, self.clock)
+        if actions is not None:
+            self._perform_hub(actions)
+            self.wake()
+
+    def _perform_hub(self, actions: list) -> None:
+        for action in actions:
+            match action:
+                case SendAll(message):
+                    for link in list(self.links.values()):
+                        link.answer(message)
+                case Send(number, message):
+                    if (link := self.links.get(number)) is not None:
+                        link.answer(message)
+                case Close(number):
+                    if (link := self.links.get(number)) is not None:
+                        link.drop()
+                        self.hub_link_ended(link)
+
+    # --- the table ---------------------------------------------------------------------------------------------------
+
+    def call(self, effect: Callable[[], object], then: Callable[[object], object]) -> None:
+        """Have the table do something, and go on with its result. This process may end before it or after it."""
+        world = self.world
+        self.calls.append(world.now)
+
+        def carry_out() -> None:
+            result = effect()
+            world.after(world.random.uniform(0.002, 0.008), lambda: self.when_running(lambda: then(result)))
+
+        when = world.table_answers_at(world.random.uniform(0.002, 0.008))
+        world.at(when, lambda: carry_out() if self.alive or world.random.random() < 0.5 else None)
+
+    def _read_round(self, known: Round | None) -> Round:
+        """Read the round's row, and restore it if it is older than what was known."""
+        table = self.world.table
+        row = table.round or Round()
+        if has_gone_back(row, known):
+            row = restored(row, known)
+            table.write(self.world.now, self.name, row)
+        self.round_version = table.version
+        self.newest.observe(row)
+        return row
+
+    def _replace_round(self, to: Round) -> bool:
+        table = self.world.table
+        if table.version != self.round_version:
+            return False
+        table.write(self.world.now, self.name, to)
+        self.round_version = table.version
+        self.newest.observe(to)
+        return True
+
+    def _end_row(self, number: int, to: Round) -> bool:
+        """Write the next version if the row still holds this sealed round, or has lost it."""
+        known = self.newest.newest
+        current = self.world.table.round or Round()
+        if (current.number, current.state) != (number, "sealed"):
+            mine = known is not None and (known.number, known.state) == (number, "sealed")
+            if not mine or not has_gone_back(current, known):
+                self.newest.observe(current)
+                return False
+        self.round_version = self.world.table.version
+        return self._replace_round(to)
+
+    # --- on the way into a round -------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        self.joiner = joiner = Joiner(
+            self.me, self.limits, self.timings, last_round=self.last_round, has_left=self.has_left
+        )
+        self.events.clear()
+        self.has_woken, self.busy = False, True
+        before = self.round
+        if self.link is not None:
+            self.link.close()
+            self.link = None
+        known = {member.node: member for member in before.members} if before is not None else None
+        if before is not None and (newer := self.newest.after(before)) is not None:
+            self.busy = False
+            self._feed(on.Started(newer, known or {}))
+            return
+
+        def read() -> on.Event:
+            rows = {name: row.to_value() for name, row in self.world.table.members.items()}
+            return on.Started(self._read_round(self.newest.newest), rows if known is None else known)
+
+        self.call(read, partial(self._answer, joiner))
+
+    def wake(self) -> None:
+        """Have this process look at once, unless it waits for the table."""
+        self.has_woken = True
+        if self.joiner is not None:
+            self._go_on()
+        elif self.training is not None:
+            self._look()
+
+    def _answer(self, joiner: Joiner, event: object) -> None:
+        if self.joiner is joiner:
+            self.busy = False
+            self._feed(event)
+
+    def _feed(self, event: on.Event) -> None:
+        """Bring an event to the joiner, perform its actions, and go on with what else has happened."""
+        joiner = self.joiner
+        actions = joiner.handle(event, self.clock)
+        self.world.log(self, joiner.state, event, actions)
+        for action in actions:
+            if isinstance(action, on.Call):
+                if self.newest.after(joiner.round) is None:
+                    self.busy = True
+                    self._call(joiner, action)
+            else:
+                self._perform(joiner, action)
+        if joiner.state is JoinState.IN:
+            self._enters()
+        elif joiner.state is JoinState.OVER:
+            self.leaves(joiner.round.state)
+        else:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        joiner = self.joiner
+        if joiner is None or self.busy:
+            return
+        if self.notice is not None:
+            self._leave_before_a_round()
+        elif self.events:
+            self._feed(self.events.popleft())
+        elif (newer := self.newest.after(joiner.round)) is not None:
+            self._feed(on.NewerRound(newer))
+        elif self.has_woken:
+            self.has_woken = False
+            self._feed(on.Woken(self.hub.should_seal(), self.hub.take_read_request()))
+        elif joiner.deadline <= self.clock:
+            self._feed(on.TimerFired())
+        else:
+            self.world.at(
+                joiner.deadline - self.offset + 1e-6, lambda: self.when_running(partial(self._on_timer, joiner))
+            )
+
+    def _on_timer(self, joiner: Joiner) -> None:
+        if self.joiner is joiner and not self.busy and joiner.deadline <= self.clock:
+            self._feed(on.TimerFired())
+
+    def _call(self, joiner: Joiner, call: on.Call) -> None:
+        answer = partial(self._answer, joiner)
+        match call:
+            case on.Prepare():
+                self.me = replace(self.me, state="waiting")
+                answer(on.Prepared(replace(self.me, round=call.round.number, store_port=1)))
+            case on.TakeCandidates():
+                answer(on.CandidatesTaken(self.hub.watchers.candidates()))
+            case on.GetReady():
+                answer(on.GotReady(took_time=False))
+            case on.QueryMembers():
+                self._query(call.round, answer)
+            case on.Reopen():
+                change = do.Reopen(call.reason, call.lost, round_failed=call.round_failed)
+                self._change_row(change, lambda _: answer(on.Reopened()))
+            case on.Connect():
+                self._connect(call, answer)
+            case on.Enter():
+                self._enter(call, answer)
+            case _:
+                self._call_table(call, answer)
+
+    def _call_table(self, call: on.Call, answer: Callable[[on.Event], object]) -> None:
+        table = self.world.table
+        match call:
+            case on.ReadRound():
+                known = self.newest.newest
+                self.call(lambda: on.RoundRead(self._read_round(known)), answer)
+            case on.Restore():
+                self.call(lambda: on.RoundRead(self._read_round(call.known)), answer)
+            case on.ReadRows():
+
+                def read() -> on.Event:
+                    row = table.round or Round()
+                    self.round_version = table.version
+                    self.newest.observe(row)
+                    return on.RowsRead(row, {name: member.to_value() for name, member in table.members.items()})
+
+                self.call(read, answer)
+            case on.WriteRow():
+                self.has_left = call.me.state == "left"
+                self.call(lambda: (table.members.__setitem__(self.name, call.me), on.RowWritten())[1], answer)
+            case on.WriteRound():
+                self.call(lambda: on.RoundWritten(self._replace_round(call.to)), answer)
+            case on.EndRound():
+                self.call(lambda: on.RoundWritten(self._end_row(call.round.number, call.to)), answer)
+            case on.ReadHeartbeat():
+                self.call(lambda: on.HeartbeatRead(str(table.heartbeat[1]), table.heartbeat[0]), answer)
+            case on.ReadKey():
+                self.call(lambda: on.KeyRead(changed=False), answer)
+
+    def _connect(self, call: on.Connect, answer: Callable[[on.Event], object]) -> None:
+        if self.watch is not None and self.watch.server.incarnation == call.to.incarnation:
+            self.watch.send(call.greeting)
+            answer(on.Connected())
+            return
+        self._drop_watch()
+
+        def connected(link: Connection | None, refused: bool) -> None:
+            if link is None:
+                answer(on.ConnectFailed(refused, self.me if self.joiner is None else self.joiner.me))
+                return
+            self.watch = link
+            link.send(call.greeting)
+            answer(on.Connected())
+
+        self.dial(call.to, self._from_watched_hub, connected)
+
+    def dial(self, to: Member, take: Callable, then: Callable[[Connection | None, bool], object]) -> None:
+        """Connect to a hub; ``then`` gets the connection, or none and whether it was refused."""
+        world = self.world
+        if world.hole(self.name, to.node) > world.now + _DEAD_CONNECT_SECONDS:
+            world.after(_DEAD_CONNECT_SECONDS, lambda: self.when_running(lambda: then(None, False)))
+            return
+
+        def arrive() -> None:
+            target = world.node_at(to)
+            link = Connection(world, self, target, take) if target is not None and self.alive else None
+            world.after(0.001, lambda: self.when_running(lambda: then(link, link is None)))
+
+        world.after(0.001, arrive)
+
+    def _from_watched_hub(self, message: messages.Message | None) -> None:
+        if message is None:
+            self.watch = None
+            self.events.append(on.LinkEnded())
+        else:
+            self._note_round(message)
+            if not isinstance(message, messages.Beat):
+                self.events.append(on.HubSent(message))
+        self.wake()
+
+    def _note_round(self, message: messages.Message) -> None:
+        """Take in a version of the round, or that it must be read."""
+        if isinstance(message, messages.RoundChanged) and message.round is not None:
+            if not self.newest.accept(message.round):
+                self.must_look = True
+                self.events.append(on.HubSent(messages.RoundChanged(None)))
+        elif isinstance(message, messages.RoundChanged):
+            self.must_look = True
+
+    def _drop_watch(self) -> None:
+        if self.watch is not None:
+            self.watch.close()
+            self.watch = None
+
+    def _enter(self, call: on.Enter, answer: Callable[[on.Event], object]) -> None:
+        round_ = call.round
+        self.round, self.entered, self.over, self.reports = round_, self.clock, False, HubReports()
+        self.last_round = round_.number
+        self.inbox.clear()
+        if call.rank == 0:
+            self._perform_hub(self.hub.enter(round_, self.clock))
+            self.beating = round_.number
+            self._heartbeat(round_.number)
+        else:
+            self.beating = 0
+
+        def connected(link: Connection | None, refused: bool) -> None:
+            if link is None:
+                answer(on.EntryFailed(f"{self} cannot reach {round_.members[0].node}", not refused, self.me))
+                return
+            self.link = link
+            link.send(messages.Hello(round_.number))
+            answer(on.Entered())
+
+        if self.link is not None:
+            self.link.close()
+        self.dial(round_.members[0], self._from_leader, connected)
+
+    def _query(self, round_: Round, answer: Callable[[on.Event], object]) -> None:
+        answers: list[bool | None] = []
+        for member in round_.members[1:9]:
+            other = self.world.node_at(member)
+            if member.node == self.name:
+                continue
+            if (
+                other is None
+                or other.frozen
+                or self.world.hole(self.name, member.node) > self.world.now
+                or other.last_round != round_.number
+            ):
+                answers.append(None)
+            else:
+                answers.append(other.link is not None)
+        self.world.after(1.2, lambda: self.when_running(lambda: answer(on.MembersAnswered(answers))))
+
+    def _perform(self, joiner: Joiner, action: on.Action) -> None:
+        match action:
+            case on.Offer():
+                self._perform_hub(self.hub.add_own(action.round, action.me))
+                self.has_woken = True
+            case on.Greet() if self.watch is not None:
+                self.watch.send(action.greeting)
+            case on.Disconnect():
+                self._drop_watch()
+            case on.Forward():
+                self._perform_hub(self.hub.publish(action.round))
+                if action.to_hub and self.watch is not None:
+                    self.watch.send(messages.RoundChanged(action.round))
+            case on.NudgeHeartbeat():
+                table = self.world.table
+                self.call(
+                    lambda: setattr(table, "heartbeat", (table.heartbeat[0], table.heartbeat[1] + 1)), lambda _: None
+                )
+
+    def _leave_before_a_round(self) -> None:
+        """Leave while waiting, as the agent does: its row says so, and a seal with it is taken back."""
+        self.joiner, self.busy = None, True
+        row = replace(self.me, state="left", reason="preempted")
+
+        def write() -> None:
+            self.world.table.members[self.name] = row
+            round_ = self.world.table.round or Round()
+            member = round_.rank_of(self.name, self.incarnation) is not None
+            if round_.state == "sealed" and member and round_.number > self.last_round:
+                to = reopened(round_, "left before it could enter", lost=frozenset({self.name}))
+                self.world.table.write(self.world.now, self.name, to)
+
+        self.call(write, lambda _: self.leaves("left"))
+
+    # --- in a round --------------------------------------------------------------------------------------------------
+
+    def _enters(self) -> None:
+        self.joiner = None
+        self._drop_watch()
+        round_ = self.round
+        self.schedule.entered(self, round_)
+        self.seen = {}
+        self.training = Training(
+            round_, self.name, self.schedule.distribution, opens_session=True, entered=self.entered, now=self.clock
+        )
+        self.group = self.schedule.group_of(round_)
+        self.group.start(self)
+        self._poll(self.training)
+
+    def _poll(self, training: Training) -> None:
+        if self.training is training and self.alive:
+            self.world.after(0.25, lambda: self.when_running(partial(self._poll, training)))
+            self._look()
+
+    def _from_leader(self, message: messages.Message | None) -> None:
+        if message is None:
+            given_up = self._pauses.was_given_up(self.timeout, self.clock)
+            self.link = None
+            self.reports.take(on.LinkEnded(was_given_up=given_up))
+        else:
+            if isinstance(message, messages.Broadcast):
+                self.inbox.append(ev.FromLeader(message.body))
+            self._note_round(message)
+            self.reports.take(on.HubSent(message))
+        self.wake()
+
+    def _status(self) -> ev.RoundSeen:
+        """Return what is known of the round, as ``Rendezvous.status`` does."""
+        round_, reports = self.round, self.reports
+        leads = round_.members[0].node == self.name
+        view = self.hub.view(self.clock)
+        lost = reports.lost | (view.lost if leads else frozenset())
+        given_up = (leads and view.was_given_up) or reports.was_given_up
+        if self.must_look or reports.take_read_request():
+            self.must_look = False
+            self.call(lambda: self.world.table.round or Round(), partial(self._looked, round_))
+        newer = self.newest.after(round_) is not None
+        self.over = self.over or given_up or reports.broken or newer
+        if reports.broken and not given_up:
+            lost |= {round_.members[0].node} - {self.name}
+        is_full = len(round_.members) >= self.limits.maximum
+        debounce = self.timings.rescale_debounce.total_seconds()
+        waiting = frozenset() if is_full or not leads else view.spares(self.clock, debounce)
+        return ev.RoundSeen(lost - {self.name}, self.over or self.name in lost, waiting, reports.all_done, given_up)
+
+    def _looked(self, round_: Round, row: Round) -> None:
+        if self.round is round_ and (row.number, row.state) != (round_.number, round_.state):
+            self.over = True
+            self.wake()
+
+    def _look(self) -> None:
+        """Bring what has happened to the machine of the round, as the agent's observer does."""
+        training = self.training
+        if training is None or self.busy:
+            return
+        seen = self._status()
+        received, self.inbox = list(self.inbox), deque()
+        workers, votes = self.group.report(self)
+        events: list[ev.TrainingEvent] = [each for each in received if isinstance(each, ev.FromMember)]
+        for what in (seen, workers):
+            if self.seen.get(type(what)) != what:
+                self.seen[type(what)] = what
+                events.append(what)
+        events += [each for each in received if isinstance(each, ev.FromLeader)] + votes
+        if self.notice is not None and self.seen.get(ev.Noticed) is None:
+            self.seen[ev.Noticed] = self.notice
+            events.append(self.notice)
+        if training.leads and self.group.connecting and not training.connecting:
+            events.append(ev.StoreUsed())
+        events.append(ev.TimePassed())
+        for event in events:
+            if self.training is not training or self.busy:
+                return
+            self._take_event(training, event)
+
+    def _take_event(self, training: Training, event: ev.TrainingEvent) -> None:
+        actions = training.handle(event, self.clock)
+        if actions:
+            self.world.log(self, training.state, event, actions)
+        for action in actions:
+            self._carry_out(training, action)
+        if training.over and self.training is training:
+            self._round_is_over(training)
+
+    def _carry_out(self, training: Training, action: do.TrainingAction) -> None:
+        match action:
+            case do.ToMembers(body):
+                self._perform_hub(self.hub.to_members(messages.Broadcast(body)))
+            case do.ToLeader() | do.ReportDone() | do.Disconnect():
+                self._tell_leader(action)
+            case do.AskWorkers(proposal):
+                self.group.ask(self, proposal)
+            case do.TellWorkers(decision):
+                self.group.tell(self, decision)
+            case do.InterruptWorkers() | do.ReleaseWorkers() | do.StopWorkers():
+                self.group.end(self)
+            case do.ReadFailures():
+                self._take_event(training, self.group.failures(self))
+            case do.Strike(host):
+                self.schedule.struck(self, host)
+            case do.Reopen() | do.Close():
+                self.busy = True
+
+                def written(mine: bool) -> None:
+                    self.busy = False
+                    if self.training is training:
+                        self._take_event(training, ev.RowWritten(mine))
+
+                self._change_row(action, written)
+
+    def _tell_leader(self, action: do.ToLeader | do.ReportDone | do.Disconnect) -> None:
+        if self.link is None:
+            return
+        match action:
+            case do.ToLeader(body):
+                self.link.send(messages.Report(body))
+            case do.ReportDone():
+                self.link.send(messages.Done())
+            case do.Disconnect():
+                self.link.close()
+                self.link = None
+
+    def _change_row(self, action: do.Reopen | do.Close, then: Callable[[bool], object]) -> None:
+        """End the round in turn, or the run; see ``rendezvous.round_end``."""
+        round_ = self.round
+        seconds = self.clock - self.entered
+        if isinstance(action, do.Close):
+            to = replace(round_, state="succeeded" if action.succeeded else "failed", failures=action.failures)
+            self.call(lambda: self._end_row(round_.number, to), lambda mine: self._written(to, mine, then))
+            return
+        pause, first = 0.0, None
+        if not action.failures and self.name not in action.lost:
+            pause, first = turn_of(round_, action.lost, self.name)
+        if pause and first is not None and (first != round_.members[0] or self.link is None):
+            self._drop_watch()
+
+            def connected(link: Connection | None, _: bool) -> None:
+                if link is not None:
+                    self.watch = link
+                    link.send(greeting_of(self.me, round_))
+
+            self.dial(first, self._from_watched_hub, connected)
+
+        def write() -> None:
+            if self.newest.after(round_) is not None:
+                then(False)
+                return
+            to = reopened(
+                round_, action.reason, lost=action.lost, waiting=sorted(self.hub.view(self.clock).waiting),
+                failures=action.failures, seconds=seconds, round_failed=action.round_failed,
+            )  # fmt: skip
+            self.call(lambda: self._end_row(round_.number, to), lambda mine: self._written(to, mine, then))
+
+        self.world.after(pause, lambda: self.when_running(write))
+
+    def _written(self, to: Round, mine: bool, then: Callable[[bool], object]) -> None:
+        if mine:
+            self._perform_hub(self.hub.publish(to))
+            if self.link is not None:
+                self.link.send(messages.RoundChanged(to))
+        then(mine)
+
+    def _round_is_over(self, training: Training) -> None:
+        self.training = None
+        self.group.end(self)
+        if training.state is State.RECOVERING:
+            self._join()
+        elif training.state is State.LEFT:
+            self.leaves("left")
+        else:
+            self.leaves("succeeded" if training.state is State.SUCCEEDED else "failed")
+
+    def leaves(self, part: str) -> None:
+        """The process ends."""
+        self.part = part
+        if part == "left":
+            row = replace(self.me, state="left")
+            self.world.table.members[self.name] = row
+        self.kill()
+
+    def _heartbeat(self, number: int) -> None:
+        """Write the heartbeat's row while this node is rank 0 of a round, and look at the round's row."""
+        if self.beating != number:
+            return
+        table = self.world.table
+
+        def beat() -> bool:
+            if table.heartbeat[0] > number:
+                return False
+            table.heartbeat = (number, table.heartbeat[1] + 1)
+            row = table.round or Round()
+            return (row.number, row.state) == (number, "sealed")
+
+        def beaten(holds: object) -> None:
+            if not holds:
+                self.must_look = True
+                self._perform_hub([SendAll(messages.RoundChanged(None))])
+                self.wake()
+
+        self.call(beat, beaten)
+        seconds = self.timings.table_heartbeat_interval.total_seconds()
+        self.world.after(seconds, lambda: self.when_running(lambda: self._heartbeat(number)))

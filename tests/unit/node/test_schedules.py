@@ -1,0 +1,22 @@
+"""Random schedules of faults: kills, freezes, cut and blocked connections, notices, failures, outages, lost rows.
+
+The pure machines of all nodes are driven without threads. Each seed is a schedule; one that fails is shown by
+``python -m tests.support.schedules SEED``. ``SCHEDULES`` is the number of seeds, ``nox -s attack`` takes thousands.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.support.schedules.schedule import Schedule
+
+SEEDS = int(os.environ.get("SCHEDULES", "240"))
+BLOCK = 40
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, BLOCK))
+def test_what_must_hold_holds_whatever_happens(first):
+    for seed in range(first, min(SEEDS, first + BLOCK)):
+        Schedule(seed).run()
