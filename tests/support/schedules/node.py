@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Node"]
 
 _DEAD_CONNECT_SECONDS = 3.0
+_MONITOR_SECONDS = 1.0
 
 
 class Node:
@@ -286,7 +287,9 @@ class Node:
     def _feed(self, event: on.Event) -> None:
         """Bring an event to the joiner, perform its actions, and go on with what else has happened."""
         joiner = self.joiner
+        before = joiner.state
         actions = joiner.handle(event, self.clock)
+        self.schedule.moved(before, event, joiner.state)
         self.world.log(self, joiner.state, event, actions)
         for action in actions:
             if isinstance(action, on.Call):
@@ -523,9 +526,11 @@ class Node:
         self._poll(self.training)
 
     def _poll(self, training: Training) -> None:
+        """Look now, and again when the machine wants to, or after some time, as the ends of processes wake nobody."""
         if self.training is training and self.alive:
-            self.world.after(0.25, lambda: self.when_running(partial(self._poll, training)))
             self._look()
+            pause = min(_MONITOR_SECONDS, max(0.01, training.deadline - self.clock))
+            self.world.after(pause, lambda: self.when_running(partial(self._poll, training)))
 
     def _from_leader(self, message: messages.Message | None) -> None:
         if message is None:
@@ -589,7 +594,9 @@ class Node:
             self._take_event(training, event)
 
     def _take_event(self, training: Training, event: ev.TrainingEvent) -> None:
+        before = training.state
         actions = training.handle(event, self.clock)
+        self.schedule.moved(before, event, training.state)
         if actions:
             self.world.log(self, training.state, event, actions)
         for action in actions:
@@ -619,9 +626,15 @@ class Node:
                 def written(mine: bool) -> None:
                     self.busy = False
                     if self.training is training:
-                        self._take_event(training, ev.RowWritten(mine))
+                        self._take_event(training, ev.RowWritten(mine, self._left_in_order()))
 
                 self._change_row(action, written)
+
+    def _left_in_order(self) -> frozenset[str]:
+        """Return the members that never came and whose rows say that they have left."""
+        absent = self.reports.absent | self.hub.view(self.clock).absent
+        rows = self.world.table.members
+        return frozenset(node for node in absent if node in rows and rows[node].state == "left")
 
     def _tell_leader(self, action: do.ToLeader | do.ReportDone | do.Disconnect) -> None:
         if self.link is None:

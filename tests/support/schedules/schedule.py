@@ -3,7 +3,8 @@
 Safety, at any moment: the round's row goes on version by version, and no number is sealed twice, unless rows went
 back in time. A sealed round has between the minimum and the maximum of nodes, each once. A node enters only rounds that
 the table has held, in its present incarnation, each of them once. No step begins in a round of which a later one trains
-with one of its nodes. Failures are charged only where a worker has failed.
+with one of its nodes. Failures are charged only where a worker has failed, strikes are counted only against machines of
+nodes that a fault concerned.
 
 Liveness: when faults have stopped, the run ends well, within a time. No node makes calls of the table without a pause.
 A member's loss, without another fault, is followed by the next seal within a time.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from enum import Enum
 
 from azureml_elastic.config import ElasticDistribution, RendezvousTimings
 from azureml_elastic.node.core import training_events as ev
@@ -25,6 +27,8 @@ __all__ = ["Schedule", "ViolationError"]
 
 _QUIET = 40.0
 """Moment after which nothing fails any more."""
+
+_FOR_EVER = 1e6
 
 _BOUND = 200.0
 """Seconds after that in which the run must have ended."""
@@ -44,6 +48,9 @@ class Schedule:
 
     Args:
         seed: what happens.
+
+    Attributes:
+        transitions: how often each machine's state has changed, by the state, the event and the next state.
     """
 
     def __init__(self, seed: int) -> None:
@@ -54,14 +61,17 @@ class Schedule:
         minimum = rng.choice((1, 2, 2, 3))
         first = minimum + rng.choice((0, 0, 1, 2))
         self.limits = Limits(minimum, max(minimum, first + rng.choice((-1, 0, 0, 1, 2))))
-        self.distribution = ElasticDistribution(max_restarts=1000)
+        self.max_restarts = rng.choice((1, 1000))
+        self.distribution = ElasticDistribution(max_restarts=self.max_restarts)
         self.steps = rng.choice((20, 60, 120))
         self.progress = 0
         self.counts: Counter[str] = Counter()
+        self.transitions: Counter[tuple[Enum, str, Enum]] = Counter()
         self.failed_workers = 0
         self.killed_at: float | None = None
         self._groups: dict[tuple[int, tuple[str, ...]], Group] = {}
         self._trains: Group | None = None
+        self._disturbed: set[str] = set()
         self._entered: set[tuple[str, int]] = set()
         self._checked = 0
         self._deadlines: list[tuple[Node, float]] = []
@@ -85,7 +95,10 @@ class Schedule:
             world.run(world.now + 0.5)
             self._check()
         self.require(self._has_ended(), f"has not ended: {self._describe()}")
-        self.counts[str(world.table.round.state)] += 1
+        state = world.table.round.state
+        self.counts[f"runs {state}"] += 1
+        may_fail = self.failed_workers > self.max_restarts
+        self.require(state == "succeeded" or may_fail, f"the run has failed: {world.table.round}")
 
     def require(self, holds: bool, text: str) -> None:
         """Raise an error that names the seed, unless this holds."""
@@ -128,11 +141,13 @@ class Schedule:
 
     def _kill(self) -> None:
         if (node := self._pick()) is not None:
+            self._disturb(node)
             node.kill(silently=self.world.random.random() < 0.3)
 
     def _return(self) -> None:
         """A process dies, and one of the same name begins soon after."""
         if (node := self._pick()) is not None:
+            self._disturb(node)
             node.kill()
             self.world.after(self.world.random.uniform(0.01, 2.0), lambda: self.add(node.name))
 
@@ -141,17 +156,23 @@ class Schedule:
         training = [node for node in self._living() if node.training is not None]
         if len(training) > self.limits.minimum and len(training) == len(self._living()):
             self.killed_at = self.world.now
-            self.world.random.choice(training).kill()
+            node = self.world.random.choice(training)
+            self._disturb(node)
+            node.kill()
 
     def _freeze(self) -> None:
         if (node := self._pick()) is not None and not node.frozen:
-            node.freeze(self.world.random.choice((0.5, 2.5, 3.5, 6.0, 12.0)))
-            self.world.log(node, "is frozen")
+            self._disturb(node)
+            seconds = self.world.random.choice((0.5, 2.5, 3.5, 6.0, 12.0, _FOR_EVER))
+            self.world.log(node, f"is frozen for {seconds:g} s")
+            node.freeze(seconds)
 
     def _break(self) -> None:
         links = [link for node in self._living() for link in node.links.values()]
         if links:
             link = self.world.random.choice(links)
+            self._disturb(link.client)
+            self._disturb(link.server)
             link.drop()
             link.server.hub_link_ended(link)
 
@@ -160,7 +181,9 @@ class Schedule:
         living = self._living()
         if len(living) > 1:
             one, other = self.world.random.sample(living, 2)
-            until = self.world.now + self.world.random.uniform(1.0, 12.0)
+            self._disturb(one)
+            self._disturb(other)
+            until = self.world.now + self.world.random.uniform(1.0, 20.0)
             self.world.holes[frozenset((one.name, other.name))] = until
 
     def _notice(self) -> None:
@@ -176,13 +199,19 @@ class Schedule:
     def _evict(self, node: Node) -> None:
         if node.alive:
             self.counts["evicted"] += 1
+            self._disturb(node)
             node.kill()
+
+    def _disturb(self, node: Node) -> None:
+        """A fault concerns this node, so that others may hold something against its machine."""
+        self._disturbed.add(f"host-{node.name}")
 
     def _fail_worker(self) -> None:
         members = [node for node in self._living() if node.training is not None and node.group is not None]
         if members:
             self.failed_workers += 1
             node = self.world.random.choice(members)
+            self._disturb(node)
             node.group.fail(node, self.world.random.choice(("user", "killed")))
 
     def _roll_back(self) -> None:
@@ -229,9 +258,15 @@ class Schedule:
             self.progress = max(self.progress, group.step)
         self.counts["steps"] += 1
 
+    def moved(self, before: Enum, event: object, after: Enum) -> None:
+        """A machine of a node has gone from one state to another."""
+        if before is not after:
+            self.transitions[before, type(event).__name__, after] += 1
+
     def struck(self, node: Node, host: str) -> None:
         """A node holds something against a host."""
         self.counts["strikes"] += 1
+        self.require(host in self._disturbed, f"{node} strikes {host}, which nothing has happened to")
 
     # --- invariants --------------------------------------------------------------------------------------------------
 
@@ -240,7 +275,7 @@ class Schedule:
         return row is not None and row.closed
 
     def _has_ended(self) -> bool:
-        return self._is_over() and not self._living()
+        return self._is_over() and all(node.frozen for node in self._living())
 
     def _check(self) -> None:
         table = self.world.table

@@ -27,6 +27,7 @@ class _Worker:
     agreed: bool = False
     stopped: bool = False
     failure: FailureKind | None = None
+    leaving: bool = False
     votes: list[ev.WorkerVoted] = field(default_factory=list)
 
 
@@ -113,8 +114,14 @@ class Group:
         worker = self.workers.get(node.incarnation)
         if worker is None or not worker.running or not node.alive:
             return
-        worker.running, worker.failure = False, kind
+        worker.running, worker.failure, worker.leaving = False, kind, True
         self._break()
+        node.when_running(node.wake)
+        self.schedule.world.after(0.05, lambda: self._has_sent_all(node, worker))
+
+    @staticmethod
+    def _has_sent_all(node: Node, worker: _Worker) -> None:
+        worker.leaving = False
         node.when_running(node.wake)
 
     def _break(self) -> None:
@@ -136,6 +143,7 @@ class Group:
                 placed=True,
                 connected=self.connecting,
                 trained=trained,
+                leaving=worker.leaving,
                 step=self.step,
                 finished=mine if finished else frozenset(),
                 stopped=mine if worker.stopped else frozenset(),

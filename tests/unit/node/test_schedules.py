@@ -12,8 +12,8 @@ import pytest
 
 from tests.support.schedules.schedule import Schedule
 
-SEEDS = int(os.environ.get("SCHEDULES", "240"))
-BLOCK = 40
+SEEDS = int(os.environ.get("SCHEDULES", "1000"))
+BLOCK = 100
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, BLOCK))

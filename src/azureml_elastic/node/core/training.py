@@ -499,7 +499,10 @@ class Training:
         else:
             self._do(do.InterruptWorkers())
         if leaves:
-            self._do(do.Disconnect())
+            # A failed worker's agent may not have announced it yet: rank 0's would take this node for lost.
+            self._do(*self._departure.announce())
+            if not self.leads:  # rank 0 writes the row first: the others would take it for lost
+                self._do(do.Disconnect())
         grace = self._distribution.preemption.grace.total_seconds()
         self._lost, self._then = lost, State.LEFT if leaves else State.RECOVERING
         self._change_row(do.Reopen(reason, lost, finishing, grace, round_failed=round_failed))

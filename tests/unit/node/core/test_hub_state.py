@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from azureml_elastic.config import RendezvousTimings
+from azureml_elastic.ipc.agent_messages import AllPlaced, Prepare
 from azureml_elastic.node.core.hub_state import Close, HubState, HubView, SealQueue, Send, SendAll
-from azureml_elastic.node.core.messages import AllDone, Lost, RoundChanged, SealPosition, Watch
+from azureml_elastic.node.core.messages import AllDone, Broadcast, Lost, RoundChanged, SealPosition, Watch
 from azureml_elastic.node.core.round import Limits, Member, Round
 from azureml_elastic.node.core.watchers import Watcher, Watchers
 
@@ -141,6 +142,20 @@ def test_a_member_whose_connection_ends_is_lost_at_once_and_the_others_learn_it(
     assert hub.close("b") == [Send(hub.link(node), Lost(("b",))) for node in "ac"]
     assert hub.state.view(hub.now).lost == {"b"}
     assert not hub.state.view(hub.now).absent
+
+
+def test_a_member_that_comes_late_gets_what_was_sent_to_the_others_before():
+    """All others stop at a proposed step until it has voted."""
+    hub = Hub(SEALED)
+    proposal, later = Broadcast(Prepare(1, 5, "rejoin")), Broadcast(AllPlaced())
+    hub.hello("a")
+    assert hub.state.to_members(proposal) == [Send(hub.link("a"), proposal)]
+    assert hub.hello("b") == [Send(hub.link("b"), proposal)]
+    hub.state.to_members(later)
+    assert hub.hello("c") == [Send(hub.link("c"), proposal), Send(hub.link("c"), later)]
+    hub.state.to_members(later)
+    hub.state.enter(replace(SEALED, number=2), hub.now)
+    assert hub.hello("a", 2) == [], "what was sent in another round is over"
 
 
 def test_a_silent_member_is_lost_and_its_connection_closed(hub):

@@ -12,6 +12,7 @@ from azureml_elastic.node.core import training_actions as do
 from azureml_elastic.node.core import training_events as ev
 from azureml_elastic.node.core.failures import FailureRecord
 from azureml_elastic.node.core.hangs import Hang
+from azureml_elastic.node.core.joiner import JoinState
 from azureml_elastic.node.core.training import State
 from tests.support.paths import ROOT
 from tests.support.training_rounds import TrainingRound, failure
@@ -164,6 +165,21 @@ def test_a_broken_connection_waits_until_silence_would_have_been_noticed():
     fail(round_, "b", failure("peer"))
     assert round_.wait(3.4, "b")["b"] == []
     assert only(round_.wait(0.1, "b")["b"], do.Reopen).failures[0].charge == 0
+
+
+def test_a_node_that_leaves_with_a_failed_worker_says_so_before_it_disconnects():
+    """Rank 0's agent would hold the end of its connection against its machine."""
+    round_ = TrainingRound(*ABC)
+    fail(round_, "b", failure("peer"))
+    done = round_.feed("b", ev.Noticed(round_.now + 20.0))
+    assert kinds(done) == ["FlushProgress", "StopWorkers", "Disconnect", "Reopen"]
+    assert round_.sent[-1] == Leaving()
+
+
+def test_rank_0_that_leaves_writes_the_row_before_the_others_notice():
+    round_ = TrainingRound(*ABC)
+    round_.feed("a", ev.Noticed(round_.now + 20.0))
+    assert kinds(round_.wait(20.0, "a")["a"])[-3:] == ["FlushProgress", "StopWorkers", "Reopen"]
 
 
 def test_the_end_of_the_store_explains_a_broken_connection_alone():
@@ -491,4 +507,4 @@ def test_a_deadline_is_a_moment_to_come():
 
 def test_the_page_about_the_inside_of_a_node_has_every_state():
     page = (ROOT / "docs" / "explanation" / "internals.md").read_text()
-    assert [each.name for each in State if f"`{each.name}`" not in page] == []
+    assert [each.name for each in (*State, *JoinState) if f" {each.name}" not in page] == []
