@@ -61,10 +61,12 @@ class Session:
         peer: the other end, as it has proved to be.
         sending: key of the messages that are sent.
         receiving: key of the messages that are received.
+        secret: key that both ends have for what else they agree on.
     """
 
-    def __init__(self, peer: Peer, sending: bytes, receiving: bytes) -> None:
+    def __init__(self, peer: Peer, sending: bytes, receiving: bytes, secret: bytes) -> None:
         self.peer = peer
+        self.secret = secret
         self._sending = sending
         self._receiving = receiving
         self._sent = self._received = 0
@@ -207,8 +209,8 @@ class ServerHandshake(Handshake):
             (proof,) = _fields(frame, 1)
             if not hmac.compare_digest(proof, _proof(key, b"client", self._transcript)):
                 raise AuthenticationError("the client does not hold the run's key")
-            theirs, ours = _session_keys(key, self._transcript)
-            self.session = Session(self._client, ours, theirs)
+            theirs, ours, secret = _session_keys(key, self._transcript)
+            self.session = Session(self._client, ours, theirs, secret)
             return b""
         version, purpose, nonce, name, incarnation, to = _fields(frame, 6)
         if version != _VERSION or purpose != self._purpose or len(nonce) != _NONCE_BYTES:
@@ -226,12 +228,15 @@ def _proof(key: bytes, end: bytes, transcript: bytes) -> bytes:
     return hmac.digest(key, b"handshake of the " + end + b":" + transcript, "sha256")
 
 
-def _session_keys(key: bytes, transcript: bytes) -> tuple[bytes, bytes]:
-    """Return the keys of the client's and of the server's messages: HKDF with the transcript's hash as its salt."""
+def _session_keys(key: bytes, transcript: bytes) -> tuple[bytes, bytes, bytes]:
+    """Return the keys of the client's messages, of the server's and of what else there is.
+
+    HKDF with the transcript's hash as its salt.
+    """
     pseudorandom = hmac.digest(hashlib.sha256(transcript).digest(), key, "sha256")
-    client = hmac.digest(pseudorandom, b"messages of the client\x01", "sha256")
-    server = hmac.digest(pseudorandom, b"messages of the server\x01", "sha256")
-    return client, server
+    labels = (b"messages of the client\x01", b"messages of the server\x01", b"secret of both\x01")
+    client, server, secret = (hmac.digest(pseudorandom, label, "sha256") for label in labels)
+    return client, server, secret
 
 
 def _tag(key: bytes, number: int, line: bytes) -> bytes:

@@ -14,10 +14,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from azureml_elastic.ipc.acceptor import Acceptor
+from azureml_elastic.ipc.admission import Acceptor, Unauthenticated
 from azureml_elastic.ipc.authentication import Authenticator
 from azureml_elastic.ipc.connection import Connection
-from azureml_elastic.ipc.unauthenticated import Refusals, Unauthenticated
 
 __all__ = ["Loop", "OnClose", "OnMessage", "OnTick"]
 
@@ -47,8 +46,7 @@ class Loop:
         self._on_tick = on_tick
         self._tick = tick
         self._authenticator = authenticator
-        self._unauthenticated = Unauthenticated()
-        self._refused = Refusals(name)
+        self._unauthenticated = Unauthenticated(name)
         self._connections: set[Connection] = set()
         self._attention: deque[Connection] = deque()
         self._lock = threading.Lock()
@@ -198,7 +196,7 @@ class Loop:
         if self._acceptor is not None:
             self._acceptor.resume(freed=True)
         if self._acceptor is not None and not connection.established:
-            self._refused.log(connection)
+            self._unauthenticated.log_refusal(connection)
             if self._authenticator is not None and connection.is_proof_refused:
                 self._authenticator.refusals += 1
         elif self._on_close is not None:

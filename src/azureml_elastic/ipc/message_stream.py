@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from azureml_elastic.errors import MissingExtra
 from azureml_elastic.ipc.authentication import AuthenticationError, Authenticator, Handshake, Peer, Session
 from azureml_elastic.ipc.line_codec import LineReader, encode
 
@@ -87,18 +87,23 @@ class MessageStream:
         self._received = self._reader.take_rest()
         return message
 
-    def secure(self, wrap: Callable[[socket.socket], ssl.SSLSocket]) -> None:
-        """Encrypt all that follows.
+    def secure(self, *, is_server: bool) -> None:
+        """Encrypt all that follows; both ends prove in TLS that they are those of this connection's handshake.
 
         Args:
-            wrap: function that returns the TLS connection over a socket; see :mod:`~azureml_elastic.ipc.tls`.
+            is_server: whether this end waits for the other one; one of the two must.
 
         Raises:
             OSError: the TLS handshake failed.
+            MissingExtra: cryptography is not installed.
         """
+        try:
+            from azureml_elastic.ipc.tls import secure
+        except ImportError as error:
+            raise MissingExtra("cryptography", "node") from error
         if self._received:
             raise AuthenticationError("the peer sent bytes before the TLS handshake")
-        self._sock = wrap(self._sock)
+        self._sock = secure(self._sock, self._session.secret, is_server=is_server)
 
     def send_bytes(self, content: memoryview) -> None:
         """Send bytes, which the receiver must expect; they are not authenticated unless the stream is secure.

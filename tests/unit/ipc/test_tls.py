@@ -1,4 +1,4 @@
-"""TLS connections whose server's certificate is known by its fingerprint."""
+"""TLS connections between ends that derive their certificate from a secret that they share."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import threading
 import pytest
 
 from azureml_elastic.ipc.authentication import AuthenticationError
-from azureml_elastic.ipc.tls import ServerCertificate, connect
+from azureml_elastic.ipc.tls import derive_credentials, secure
 
-CERTIFICATE = ServerCertificate()
+KEY = bytes(range(32))
 
 
 class Server:
@@ -46,20 +46,34 @@ def started():
 
 
 def echo(sock):
-    with CERTIFICATE.accept(sock) as secured:
+    with secure(sock, KEY, is_server=True) as secured:
         secured.sendall(secured.recv(100))
 
 
-def test_bytes_arrive_at_the_server_that_has_the_certificate(started):
-    with connect(started(echo).client, CERTIFICATE.fingerprint) as secured:
+def test_bytes_arrive_at_the_server_that_has_the_key(started):
+    with secure(started(echo).client, KEY, is_server=False) as secured:
         secured.sendall(b"content")
         assert secured.recv(100) == b"content"
         assert secured.version() == "TLSv1.3"
 
 
-def test_another_certificate_is_refused(started):
-    with pytest.raises(AuthenticationError, match="another certificate"):
-        connect(started(echo).client, ServerCertificate().fingerprint)
+def test_a_server_with_another_key_is_refused(started):
+    with pytest.raises(AuthenticationError, match="not derived from this connection's key"):
+        secure(started(echo).client, bytes(32), is_server=False)
+
+
+@pytest.mark.parametrize("certificate", ["none", "of another key"])
+def test_a_client_that_cannot_derive_the_certificate_is_refused(started, tmp_path, certificate):
+    server = started(echo)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if certificate != "none":
+        (tmp_path / "key.pem").write_bytes(derive_credentials(bytes(32), "connection"))
+        context.load_cert_chain(tmp_path / "key.pem")
+    with context.wrap_socket(server.client) as secured, pytest.raises(OSError, match=r"ALERT|closed|reset"):
+        secured.recv(100)
+    server.close()
+    assert isinstance(server.error, ssl.SSLError | AuthenticationError)
 
 
 def test_a_server_without_tls_is_refused(started):
@@ -70,11 +84,11 @@ def test_a_server_without_tls_is_refused(started):
 
     server = started(serve)
     with pytest.raises(ssl.SSLError):
-        connect(server.client, CERTIFICATE.fingerprint)
+        secure(server.client, KEY, is_server=False)
 
 
 def test_a_client_without_tls_is_refused(started):
-    server = started(CERTIFICATE.accept)
+    server = started(echo)
     server.client.sendall(b"GET / HTTP/1.1\r\n\r\n")
     server.close()
     assert isinstance(server.error, ssl.SSLError)

@@ -4,33 +4,28 @@ A node that sends a shard connects to this node's hub, where both ends authentic
 The hub hands the connection over to a thread, which uses it alone::
 
     sender → receiver   ShardOffer    description of the shard
-    receiver → sender   ShardReady    fingerprint of its certificate, once there is memory; or ShardRefused
-                        TLS 1.3 from here on; the sender accepts this certificate alone
-    sender → receiver   ShardContent  authenticates the sender within the TLS connection; the bytes follow
+    receiver → sender   ShardReady    there is memory; or ShardRefused
+                        TLS 1.3 from here on, with a certificate that only the two ends can derive
+    sender → receiver   the bytes
     receiver → sender   ShardHeld     the checksum is right and the agent holds the shard; or ShardRefused
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import xxhash
 
 from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
-from azureml_elastic.errors import ElasticError, MissingExtra
+from azureml_elastic.errors import ElasticError
 from azureml_elastic.ipc import Connection
 from azureml_elastic.ipc.message_stream import MessageStream
 from azureml_elastic.ipc.shards import ShardDescription
 from azureml_elastic.node.core import messages
 from azureml_elastic.node.host.memory import available_memory
-
-if TYPE_CHECKING:
-    from azureml_elastic.ipc.tls import ServerCertificate
 
 __all__ = ["MAX_TRANSFERS", "PIECE_BYTES", "TIMEOUT_SECONDS", "ShardReceiver"]
 
@@ -89,20 +84,11 @@ class ShardReceiver:
                 stream.interrupt()
         self._pool.shutdown()
 
-    @functools.cached_property
-    def _certificate(self) -> ServerCertificate:
-        """Certificate of this process, made when the first shard arrives."""
-        try:
-            from azureml_elastic.ipc.tls import ServerCertificate
-        except ImportError as error:
-            raise MissingExtra("cryptography", "node") from error
-        return ServerCertificate()
-
     def _serve(self, stream: MessageStream, shard: ShardDescription) -> None:
         try:
             refusal = self._receive(stream, shard)
             stream.send(messages.CODEC.encode(messages.ShardHeld() if refusal is None else refusal))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, ElasticError) as error:
             _LOG.warning("The shard %s of snapshot %s did not arrive: %s", shard.file, shard.folder, error)
         except Exception:  # noqa: BLE001 - nobody waits for this thread's exceptions
             _LOG.exception("Receiving the shard %s of snapshot %s failed.", shard.file, shard.folder)
@@ -114,16 +100,13 @@ class ShardReceiver:
     def _receive(self, stream: MessageStream, shard: ShardDescription) -> messages.ShardRefused | None:
         """Receive and hold a shard, and return ``None``, or why it is refused."""
         try:
-            certificate = self._certificate
             with self._allocation:
                 descriptor = _allocate(shard.size + shard.tail)
         except (OSError, ElasticError) as error:
             return messages.ShardRefused(f"there is no memory for it: {error}")
         try:
-            stream.send(messages.CODEC.encode(messages.ShardReady(certificate.fingerprint)))
-            stream.secure(certificate.accept)
-            if not isinstance(messages.CODEC.decode(stream.receive()), messages.ShardContent):
-                raise ConnectionError("the sender does not follow the protocol")
+            stream.send(messages.CODEC.encode(messages.ShardReady()))
+            stream.secure(is_server=True)
             found = _copy(stream, descriptor, shard)
             if found != shard.xxh3:
                 return messages.ShardRefused(f"its checksum is {found}, not {shard.xxh3}: it changed on the way")

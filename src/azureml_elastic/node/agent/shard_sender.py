@@ -7,10 +7,9 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
-from azureml_elastic.errors import ElasticError, MissingExtra
+from azureml_elastic.errors import ElasticError
 from azureml_elastic.ipc import Authenticator, Peer
 from azureml_elastic.ipc.message_stream import MessageStream
 from azureml_elastic.ipc.shards import ShardDescription
@@ -22,8 +21,6 @@ from azureml_elastic.node.core.round import Member
 __all__ = ["ShardSender"]
 
 _LOG = logging.getLogger(__name__)
-
-_M = TypeVar("_M", bound=messages.Message)
 
 
 class ShardSender:
@@ -114,14 +111,9 @@ def _transfer(stream: MessageStream, descriptor: int, shard: ShardDescription) -
         OSError: the connection failed, or the other end is not who it should be.
         ElasticError: the other agent refuses the shard.
     """
-    try:
-        from azureml_elastic.ipc.tls import connect
-    except ImportError as error:
-        raise MissingExtra("cryptography", "node") from error
     stream.send(messages.CODEC.encode(messages.ShardOffer(shard)))
-    ready = _answer(stream, messages.ShardReady)
-    stream.secure(lambda sock: connect(sock, ready.fingerprint))
-    stream.send(messages.CODEC.encode(messages.ShardContent()))
+    _answer(stream, messages.ShardReady)
+    stream.secure(is_server=False)
     total = shard.size + shard.tail
     with memoryview(bytearray(min(PIECE_BYTES, total))) as buffer:
         for begin in range(0, total, PIECE_BYTES):
@@ -132,16 +124,13 @@ def _transfer(stream: MessageStream, descriptor: int, shard: ShardDescription) -
     _answer(stream, messages.ShardHeld)
 
 
-def _answer(stream: MessageStream, expected: type[_M]) -> _M:
+def _answer(stream: MessageStream, expected: type[messages.Message]) -> None:
     """Wait for a message of this type; heartbeats and changes of the round may come before.
 
     Raises:
         OSError: the connection failed.
         ElasticError: the other agent refuses the shard.
     """
-    while True:
-        message = messages.CODEC.decode(stream.receive())
-        if isinstance(message, expected):
-            return message
+    while not isinstance(message := messages.CODEC.decode(stream.receive()), expected):
         if isinstance(message, messages.ShardRefused):
             raise ElasticError(f"it refuses the shard, because {message.reason}")

@@ -45,7 +45,6 @@ __all__ = [
     "Report",
     "RoundChanged",
     "SealPosition",
-    "ShardContent",
     "ShardHeld",
     "ShardOffer",
     "ShardReady",
@@ -219,14 +218,7 @@ class ShardOffer(Message):
 
 @dataclass(frozen=True)
 class ShardReady(Message):
-    """The shard can be sent over TLS, to the process whose certificate has this SHA-256 fingerprint."""
-
-    fingerprint: Name
-
-
-@dataclass(frozen=True)
-class ShardContent(Message):
-    """The bytes of the shard follow."""
+    """There is memory for the shard: its bytes can be sent, over TLS."""
 
 
 @dataclass(frozen=True)

@@ -59,12 +59,12 @@ def line_of(message):
 
 HUB_OPS = (
     "hello", "watch", "done", "report", "unreachable", "reached", "round_changed", "leader_query", "beat", "lost",
-    "all_done", "broadcast", "seal_position", "shard_offer", "shard_ready", "shard_content", "shard_held",
-    "shard_refused", "x",
+    "all_done", "broadcast", "seal_position", "shard_offer", "shard_ready", "shard_held", "shard_refused",
+    "x",
 )  # fmt: skip
 HUB_FIELDS = (
     "round", "is_open", "strikes", "unreached", "candidacy", "body", "text", "incarnation", "nodes", "absent",
-    "node", "re", "shard", "fingerprint", "reason",
+    "node", "re", "shard", "reason",
 )  # fmt: skip
 AGENT_OPS = (
     "hello", "step", "restored", "expects", "connected", "pointer", "commit", "hand_over", "memory", "prepared",
