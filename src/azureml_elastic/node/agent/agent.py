@@ -184,7 +184,7 @@ class NodeAgent:
             self._recorder.record(NodeReady, 0)
             while True:
                 if self._group.stays:
-                    self._group.get_ready(self._rdzv.given_up)
+                    self._group.get_ready(self._rdzv.is_left_out)
                 self._enter_round()
                 ending = self._watch_round()
                 if ending is not None:
@@ -229,9 +229,8 @@ class NodeAgent:
     def _enter_round(self) -> None:
         """Take a place in the next round, and give the workers theirs."""
         assignment, store = enter(self._rdzv, self._open_store, self._get_ready)
-        # Only now: the workers of the round before may have used its store until they were interrupted.
-        self._store.close()
-        self._store = store
+        # Closed at the end: the workers of the round before may have used its store until they were interrupted.
+        before, self._store = self._store, store
         round_ = assignment.round
         leads = assignment.rank == 0
         if leads and not (self._channel.workers.in_session or self._runs_engine):
@@ -248,6 +247,7 @@ class NodeAgent:
         _LOG.info("Round %d: rank %d of %s, %s.", round_.number, assignment.rank, nodes, workers)
         engine_key = derive_engine_key(self._rdzv.authenticator.key) if self._runs_engine else b""
         self._group.enter(assignment, pointer, self._run_id, self._plan.distribution.max_restarts, engine_key)
+        before.close()
         self._pids = self._workers.pids
         self._record(WorkersStarted, pids=self._pids)
         self._peers.workers_started(round_.world_size, store, self._pids)

@@ -77,7 +77,8 @@ class JoinWaiter:
         self.hub.add_own_candidacy(round_, me)
         points = MeetingPoints(round_, me, known)
         timer = SealTimer(round_, self.context.limits, self.context.timings)
-        schedule = ReadSchedule(self.context.clock())
+        knows_all = self._knows_all(round_, me, known)
+        schedule = ReadSchedule(self.context.clock(), knows_all=knows_all)
         rows: dict[str, Member] = {}
         while (newer := self.context.latest.after(round_)) is None:
             schedule.set_active(self._meet(points, round_, me, schedule), self.context.clock())
@@ -89,6 +90,10 @@ class JoinWaiter:
             if not written and (alone or self.context.clock() >= write_at):
                 written = self._write(round_, me)
                 continue
+            if knows_all and self._all_are_here(round_, me):
+                present = self._present({}, points, me)
+                if timer.is_due(present, me.node, self.context.clock()):
+                    return self._forward(self._seal(round_, present))
             if schedule.take_decision(self.context.clock()):
                 if timer.is_due(self._present(rows, points, me), me.node, self.context.clock()):
                     schedule.read_now(self.context.clock())
@@ -160,6 +165,22 @@ class JoinWaiter:
                 wake_at = read_at if link is not None else min(read_at, dial_at)
                 self.sleeper.wait(max(0.0, wake_at - self.context.clock()))
         return self._forward(newer)
+
+    def _knows_all(self, round_: Round, me: Member, known: Mapping[str, Member] | Roster) -> bool:
+        """Return whether the rows show this node nothing that it does not know.
+
+        It was rank 0 of the round before, which has lost nobody, and has written the open round itself. No later round
+        has run then, and the compare-and-swap of the seal fails where the row has changed since.
+        """
+        lost_nobody = round_.previous[:1] == (me.node,) and {*round_.previous} == {*known}
+        return lost_nobody and self.rows.has_written(round_)
+
+    def _all_are_here(self, round_: Round, me: Member) -> bool:
+        """Return whether all nodes that the open round expects are connected to this node's hub as candidates."""
+        if not self.rows.has_written(round_):  # a read since has found another version
+            return False
+        here = {member.node for member in self.hub.candidates() if member.round == round_.number}
+        return {*round_.expected} <= here | {me.node}
 
     def _write(self, round_: Round, me: Member) -> bool:
         """Write this node's row, unless the round changes meanwhile."""
