@@ -36,6 +36,7 @@ from azureml_elastic.node.agent.worker_group import WorkerGroup
 from azureml_elastic.node.agent.worker_processes import Workers
 from azureml_elastic.node.core.hangs import Hang
 from azureml_elastic.node.core.messages import Done, Report
+from azureml_elastic.node.core.pauses import SilenceLimit
 from azureml_elastic.node.failures.classification import FailedWorker, Failure, hang_failure, root_cause
 from azureml_elastic.node.failures.host_strikes import HostStrikes, faulty_members, incident_id, worker_fault
 from azureml_elastic.node.failures.restart_decision import apply_restart_policy
@@ -418,7 +419,7 @@ class NodeAgent:
         killed = failure.exit_code == 128 + signal.SIGKILL
         until = time.monotonic() + (0.0 if killed else _SETTLE_SECONDS)
         if failure.kind == "peer":  # silence is noticed no sooner, and another node's agent may have the cause
-            until += distribution.rendezvous.timings.heartbeat_timeout.total_seconds()
+            until += SilenceLimit(distribution.rendezvous.timings).longest
         status = self._rdzv.status()
         while not status.broken and not self._preemption.noticed and time.monotonic() < until:
             if self._store.ended and failure.kind == "peer":

@@ -7,7 +7,7 @@ from typing import Any
 
 from azureml_elastic.ipc import Connection, MessageClient, Peer
 from azureml_elastic.node.core import messages
-from azureml_elastic.node.core.pauses import PauseDetector
+from azureml_elastic.node.core.pauses import BeatWatch, PauseDetector
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.inbox import FromLeader
@@ -57,6 +57,7 @@ class Link:
         self._context = context
         self._pauses = PauseDetector(context.clock(), context.tick)
         self._last_received = context.clock()
+        self._beats = BeatWatch(context.silence, self._pauses, self._last_received)
         self._round = greeting.round
         self.answered = False
         self.broken = False
@@ -105,7 +106,10 @@ class Link:
         self._last_received = self._context.clock()
         self.answered = True
         message = messages.CODEC.receive(connection, fields)
-        if message is None or isinstance(message, messages.Beat):
+        if message is None:
+            return
+        if isinstance(message, messages.Beat):
+            self._context.silence.learn(message.pause, self._last_received)
             return
         match message:
             case messages.RoundChanged(round=None):
@@ -128,7 +132,8 @@ class Link:
         self._context.wake.set()
 
     def _on_close(self, connection: Connection) -> None:
-        self.was_given_up = self._pauses.was_given_up(self._context.heartbeat_timeout, self._context.clock())
+        now = self._context.clock()
+        self.was_given_up = self._pauses.was_given_up(self._context.silence.smallest(now), now)
         self.refused = connection.refused
         self.broken = True
         self._context.wake.set()
@@ -138,6 +143,6 @@ class Link:
             return
         now = self._context.clock()
         self._pauses.tick(now)
-        self.send(messages.Beat())
-        if self._pauses.silence(self._last_received, now) > self._context.heartbeat_timeout:
+        self.send(messages.Beat(self._context.silence.pause))
+        if self._beats.is_lost(self._last_received, now):
             self._client.connection.close("the hub is silent")
