@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("src", "tests", "samples", "docs", "tools", "pyproject.toml", "noxfile.py", "README.md", "mkdocs.yml")
+FILES = ("pyproject.toml", "noxfile.py", "README.md", "mkdocs.yml")
+PARTS = ("src", "tests", "benchmarks", "samples", "docs", "tools", *FILES)
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ MUTATIONS = (
     Mutation(
         "heartbeats-ignored",
         "node/core/hub_state.py",
-        "silent = {name: link for name, link in self._members.items() if is_silent(link, self._timeout)}",
-        "silent: dict[str, int] = {}",
+        "return beats.is_lost(last_received, now)",
+        "return False",
         ("unit/node/core/test_hub_state.py",),
     ),
     Mutation(
@@ -63,6 +64,27 @@ MUTATIONS = (
         "return self._paused_since(now - 2 * timeout) >= timeout - 2 * self._interval",
         "return False",
         ("unit/node/core/test_pauses.py",),
+    ),
+    Mutation(
+        "pauses-taught-by-none",
+        "node/core/pauses.py",
+        "if self.pause < pause <= self.longest:",
+        "if False:",
+        ("unit/node/core/test_pauses.py",),
+    ),
+    Mutation(
+        "given-up-by-what-is-known-since",
+        "node/core/pauses.py",
+        "return self._for(self._pause_before if recently else self.pause)",
+        "return self._for(self.pause)",
+        ("unit/node/core/test_pauses.py",),
+    ),
+    Mutation(
+        "nobody-knows-all",
+        "node/core/joiner.py",
+        "previous[:1] == (me.node,) and {*previous} == {*self._known}",
+        "previous[:1] == (me.node,)",
+        ("unit/node/core/test_joiner.py",),
     ),
     Mutation(
         "connection-for-life",

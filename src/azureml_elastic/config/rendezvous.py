@@ -31,7 +31,8 @@ class RendezvousTimings(ConfigModel):
 
     Args:
         heartbeat_interval: time between two heartbeats on the connection to rank 0's node.
-        heartbeat_timeout: silence on that connection after which the other side counts as lost.
+        heartbeat_timeout: silence on that connection after which the other side counts as lost until its heartbeats are
+            known: a third of it where no node of the run has paused so far, up to one and a half of it otherwise.
         join_timeout: time for the members of a sealed round to connect to rank 0's node.
         settle_timeout: maximum time for which the first round, once it has its minimum, waits for announced nodes that
             are still importing modules.
@@ -46,7 +47,7 @@ class RendezvousTimings(ConfigModel):
             before the run fails.
     """
 
-    heartbeat_interval: PositiveDuration = timedelta(seconds=1)
+    heartbeat_interval: PositiveDuration = timedelta(seconds=0.5)
     heartbeat_timeout: PositiveDuration = timedelta(seconds=3)
     join_timeout: PositiveDuration = timedelta(seconds=5)
     settle_timeout: Duration = timedelta(seconds=10)

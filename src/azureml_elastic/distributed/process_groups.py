@@ -16,13 +16,15 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from azureml_elastic.distributed.control_group import ControlGroup
+from azureml_elastic.distributed.data_parallel import ElasticDataParallel
 from azureml_elastic.distributed.process import close_group, open_group
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 
@@ -51,6 +53,7 @@ class ProcessGroups:
         self.identity = identity
         self.device = device
         self.owns_group = False
+        self._aborting = threading.Lock()
         self._controls: tuple[ControlGroup, ...] = ()
         self._store: frozenset[Address] = frozenset()
 
@@ -64,32 +67,34 @@ class ProcessGroups:
         self.owns_group = open_group(self.identity, self.device)
         self._controls = self.control, self.background = (ControlGroup(), ControlGroup())
 
-    def reopen(self, identity: WorkerIdentity) -> None:
-        """Leave the groups, if they are open, and join those of another round.
+    def close(self, models: Iterable[ElasticDataParallel] = ()) -> None:
+        """Leave the groups, also after an error or an abort.
 
-        Raises:
-            RuntimeError: a peer was lost meanwhile.
+        Args:
+            models: models that hold the default group, too, and release it.
         """
-        self.close()
-        self.identity = identity
-        self.open()
-
-    def close(self) -> None:
-        """Leave the groups, also after an error or an abort."""
+        with self._aborting:  # an abort that goes on would shut down what gets the numbers of closed descriptors
+            pass
         with contextlib.suppress(RuntimeError):
             close_group()
-        for control in self._controls:
-            control.close()
+        releases = [*(control.close for control in self._controls), *(model.dissolve for model in models)]
         self._controls = ()
+        # gloo waits 10 to 20 ms for the threads of each group that goes: for all of them at once.
+        threads = [threading.Thread(target=release, name="release-group") for release in releases]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
     def abort(self) -> None:
         """Make the present and all later collectives of this process fail. Callable from any thread."""
-        if dist.is_initialized() and self.device.type == "cuda":
-            with contextlib.suppress(RuntimeError, ValueError):
-                dist.distributed_c10d._abort_process_group()  # noqa: SLF001
-        gloo = set(_gloo_descriptors())
-        for descriptor in _descriptors():
-            _shut_down(descriptor, self._store, any_peer=descriptor in gloo)
+        with self._aborting:
+            if dist.is_initialized() and self.device.type == "cuda":
+                with contextlib.suppress(RuntimeError, ValueError):
+                    dist.distributed_c10d._abort_process_group()  # noqa: SLF001
+            gloo = set(_gloo_descriptors())
+            for descriptor in _descriptors():
+                _shut_down(descriptor, self._store, any_peer=descriptor in gloo)
 
 
 def abort_gloo() -> None:

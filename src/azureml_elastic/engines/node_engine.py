@@ -39,7 +39,8 @@ class NodeEngine:
         code = None
         try:
             while code is None:
-                code = self._take_part(self._agent.park())
+                self._agent.park()
+                code = self._take_part(self._agent.wait_for_place())
             if code == 0 and not self._must_leave:
                 self._agent.finished(0)
         finally:

@@ -175,8 +175,11 @@ class Agent(Protocol):
     def held_shards(self) -> list[HeldShard]:
         """Return the shards that this node's agent holds."""
 
-    def park(self) -> WorkerIdentity:
-        """Wait for a place in the next round, and return it.
+    def park(self) -> None:
+        """Ask for a place in the next round. Returns at once: what the old round leaves can be released meanwhile."""
+
+    def wait_for_place(self) -> WorkerIdentity:
+        """Wait for the place that :meth:`park` has asked for, and return it.
 
         Raises:
             RoundBroken: there will be none; the process hands its state over and ends.

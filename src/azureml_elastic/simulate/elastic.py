@@ -16,6 +16,7 @@ from azureml_elastic.config import CheckpointPolicy, PreemptionPolicy, Rendezvou
 from azureml_elastic.ledger.accounting import Activity, Cause
 from azureml_elastic.node.core.hub_state import HubView
 from azureml_elastic.node.core.newcomers import ends_soon
+from azureml_elastic.node.core.pauses import SilenceLimit
 from azureml_elastic.node.core.round import Limits, Member, Round, reopened
 from azureml_elastic.node.core.sealing import SealTimer, candidates, seal
 from azureml_elastic.node.preemption.notices import Announcement, Notice
@@ -105,8 +106,8 @@ class ElasticRun:
 
         Args:
             name: name of the node.
-            silent: whether the others notice it by ``heartbeat_timeout`` only, as when a machine is gone; otherwise
-                its connections break at once.
+            silent: whether the others notice it by its silence only, as when a machine is gone; otherwise its
+                connections break at once.
             cause: reason of the loss.
         """
         self._break(name, cause)
@@ -118,7 +119,7 @@ class ElasticRun:
 
     def freeze(self, name: str, seconds: float) -> None:
         """Stop the process of a node for a time. If no other member notices it by then, training goes on."""
-        noticed = seconds >= self._timings.heartbeat_timeout.total_seconds() and len(self._survivors) > 1
+        noticed = seconds >= SilenceLimit(self._timings).shortest and len(self._survivors) > 1
         if noticed or self._phase != "training" or name not in self._members:
             node = self.nodes[name]
             if name in self._members and self._phase in ("training", "entering", "broken"):
@@ -302,7 +303,7 @@ class ElasticRun:
         """End a broken round when a survivor notices it, or else a spare by the table."""
         timings = self._timings
         if self._survivors:
-            seconds = timings.heartbeat_timeout.total_seconds() if silent else 0.0
+            seconds = SilenceLimit(timings).shortest if silent else 0.0
         elif self._spares:
             seconds = 2 * timings.table_heartbeat_interval.total_seconds()
         else:

@@ -18,7 +18,7 @@ from azureml_elastic.node.core.hub_state import Close, HubState, Send, SendAll
 from azureml_elastic.node.core.joiner import Joiner, JoinState
 from azureml_elastic.node.core.joining import greeting_of
 from azureml_elastic.node.core.newest_round import NewestRound
-from azureml_elastic.node.core.pauses import PauseDetector
+from azureml_elastic.node.core.pauses import BeatWatch, PauseDetector, SilenceLimit
 from azureml_elastic.node.core.round import Member, Round, has_gone_back, reopened, restored, turn_of
 from azureml_elastic.node.core.training import State, Training
 from tests.support.schedules.workers import Group
@@ -52,8 +52,8 @@ class Node:
         self.me = Member(name, self.incarnation, state="starting", host=name, hub_port=1, host_id=f"host-{name}")
         self.newest = NewestRound()
         self.tick = self.timings.heartbeat_interval.total_seconds() / 2
-        self.timeout = self.timings.heartbeat_timeout.total_seconds()
-        self.hub = HubState(self.limits, self.timings, self.clock)
+        self.silence = SilenceLimit(self.timings)
+        self.hub = HubState(self.limits, self.timings, self.clock, self.silence)
         self.links: dict[int, Connection] = {}
         self._numbers = itertools.count()
         self._thawing: list[Callable[[], object]] = []
@@ -65,6 +65,7 @@ class Node:
         self.events: deque[on.Event] = deque()
         self.has_woken = False
         self.round_version = -1
+        self.written_version = -2
         # in a round
         self.round: Round | None = None
         self.entered = 0.0
@@ -138,16 +139,22 @@ class Node:
         """Do what the hub's server and the connections do twice in a heartbeat interval."""
         last = {number: link.server_received for number, link in self.links.items()}
         actions = self.hub.ticked(self.clock, last)
-        self._perform_hub([SendAll(messages.Beat())])
+        beat = messages.Beat(self.silence.pause)
+        self._perform_hub([SendAll(beat)])
         self._perform_hub(actions or [])
         self._pauses.tick(self.clock)
         for link in (self.watch, self.link):
             if link is not None:
-                link.send(messages.Beat())
-                if self._pauses.silence(link.client_received, self.clock) > self.timeout:
+                link.send(beat)
+                if self._beats_of(link).is_lost(link.client_received, self.clock):
                     link.silent()
         if actions:
             self.wake()
+
+    def _beats_of(self, link: Connection) -> BeatWatch:
+        if link.beats is None:
+            link.beats = BeatWatch(self.silence, self._pauses, link.client_received)
+        return link.beats
 
     # --- this node's hub ---------------------------------------------------------------------------------------------
 
@@ -161,6 +168,7 @@ class Node:
         state, peer = self.hub, link.client
         match message:
             case messages.Beat():
+                self.silence.learn(message.pause, self.clock)
                 return
             case messages.RoundChanged(round=None):
                 self._perform_hub([SendAll(message)])
@@ -169,7 +177,7 @@ class Node:
                     state.request_read()
                 self._perform_hub(state.publish(round_))
             case messages.Hello():
-                self._perform_hub(state.greeted(link.number, peer.name, peer.incarnation, message.round))
+                self._perform_hub(state.greeted(link.number, peer.name, peer.incarnation, message.round, self.clock))
             case messages.Watch():
                 self._perform_hub(state.watching(link.number, peer.name, peer.incarnation, message, self.clock))
             case messages.Done():
@@ -231,7 +239,7 @@ class Node:
         if table.version != self.round_version:
             return False
         table.write(self.world.now, self.name, to)
-        self.round_version = table.version
+        self.round_version = self.written_version = table.version
         self.newest.observe(to)
         return True
 
@@ -334,7 +342,8 @@ class Node:
         match call:
             case on.Prepare():
                 self.me = replace(self.me, state="waiting")
-                answer(on.Prepared(replace(self.me, round=call.round.number, store_port=1)))
+                wrote = self.written_version == self.round_version and self.newest.newest == call.round
+                answer(on.Prepared(replace(self.me, round=call.round.number, store_port=1), wrote))
             case on.TakeCandidates():
                 answer(on.CandidatesTaken(self.hub.watchers.candidates()))
             case on.GetReady():
@@ -417,7 +426,9 @@ class Node:
             self.events.append(on.LinkEnded())
         else:
             self._note_round(message)
-            if not isinstance(message, messages.Beat):
+            if isinstance(message, messages.Beat):
+                self.silence.learn(message.pause, self.clock)
+            else:
                 self.events.append(on.HubSent(message))
         self.wake()
 
@@ -534,10 +545,12 @@ class Node:
 
     def _from_leader(self, message: messages.Message | None) -> None:
         if message is None:
-            given_up = self._pauses.was_given_up(self.timeout, self.clock)
+            given_up = self._pauses.was_given_up(self.silence.smallest(self.clock), self.clock)
             self.link = None
             self.reports.take(on.LinkEnded(was_given_up=given_up))
         else:
+            if isinstance(message, messages.Beat):
+                self.silence.learn(message.pause, self.clock)
             if isinstance(message, messages.Broadcast):
                 self.inbox.append(ev.FromLeader(message.body))
             self._note_round(message)

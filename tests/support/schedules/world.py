@@ -14,6 +14,7 @@ from azureml_elastic.node.core.messages import Message
 from azureml_elastic.node.core.round import Member, Round
 
 if TYPE_CHECKING:
+    from azureml_elastic.node.core.pauses import BeatWatch
     from tests.support.schedules.node import Node
 
 __all__ = ["Connection", "Table", "World"]
@@ -125,6 +126,7 @@ class Connection:
         self.world, self.client, self.server, self._take = world, client, server, take
         self.client_received = client.clock
         self.server_received = server.clock
+        self.beats: BeatWatch | None = None
         self._over_for: set[str] = set()
         self._last = {"client": 0.0, "server": 0.0}
         self.number = server.new_link(self)

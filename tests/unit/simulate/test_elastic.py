@@ -47,9 +47,9 @@ def test_a_machine_that_is_gone_is_noticed_by_its_silence_and_no_finished_step_i
     run.lose("n0")
     run.advance(step=101)
     assert run.members == ("n1",)
-    assert run.now == 12 + 50.25 + 3 + 4 + 1.0  # silence, recovery, and a step of one node
+    assert run.now == 12 + 50.25 + 1 + 4 + 1.0  # silence, recovery, and a step of one node
     assert seconds(run)["lost work", "node loss"] == 0.25  # the step in progress, on the node that is gone
-    assert seconds(run)["recovering", "node loss"] == 0.25 + 3 + 4
+    assert seconds(run)["recovering", "node loss"] == 0.25 + 1 + 4
     assert run.training.lost_steps == 0
 
 
@@ -156,10 +156,10 @@ def test_the_first_round_waits_for_a_node_that_has_announced_itself():
 def test_a_short_freeze_holds_the_run_up_and_a_long_one_ends_the_round():
     run = run_of(2)
     run.advance(step=10)
-    run.freeze("n0", 2.0)
+    run.freeze("n0", 0.75)
     run.advance(step=20)
     assert run.rounds == 1
-    assert run.now == 12 + 10 + 0.0 + 2.0
+    assert run.now == 12 + 10 + 0.0 + 0.75
     run.freeze("n0", 30.0)
     run.advance(step=30)
     assert run.members == ("n1",)

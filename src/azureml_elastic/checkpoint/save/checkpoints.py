@@ -261,12 +261,23 @@ class Checkpoints:
             CheckpointError: the table is unavailable.
             Fenced: a newer round has taken over.
         """
-        found: Any = None
-        if self._groups.control.rank == 0:
-            found = retry_while_unavailable(self._agent.pointer, LONG_RETRY_SECONDS)
-            if found is None:
-                found = self._find_without_pointer()
-        found = self._groups.control.from_main(found)
+        found: Any = self.look_up_committed()
+        return self.take_committed(self._groups.control.from_main(found))
+
+    def look_up_committed(self) -> Reference | TaskOutcome | None:
+        """Return what rank 0 finds of the committed checkpoint, ``None`` on other ranks. Not a collective."""
+        if self._groups.control.rank:
+            return None
+        found = retry_while_unavailable(self._agent.pointer, LONG_RETRY_SECONDS)
+        return self._find_without_pointer() if found is None else found
+
+    def take_committed(self, found: Reference | TaskOutcome | None) -> Reference | None:
+        """Return the run's newest committed checkpoint, by what rank 0 has found. Not a collective.
+
+        Raises:
+            CheckpointError: the table is unavailable.
+            Fenced: a newer round has taken over.
+        """
         if isinstance(found, TaskOutcome):
             if found.kind == "fenced":
                 raise Fenced(f"Training does not start: {found.text}")

@@ -8,9 +8,10 @@ an agent that ends makes a checkpoint: see :mod:`~azureml_elastic.checkpoint.sna
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,12 @@ __all__ = ["RecoverableState", "Snapshot", "choose", "position_key"]
 
 _RANDOM = random_state.tensor_name(0)
 """Name of the tensor of :attr:`Snapshot.random`: as in a checkpoint, whose rank 0 continues these generators."""
+
+
+_GROUP_BYTES = 4 << 20
+"""Size up to which tensors are sent together."""
+
+_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -153,15 +160,16 @@ class Snapshot:
             held, sent = own.tensors, (own.header(), [_chunk(name, tensor) for name, tensor in own.tensors.items()])
         header, chunks = control.from_rank(source, sent)
         tensors: dict[str, torch.Tensor] = {}
-        for chunk in chunks:
-            tensor = (
-                held[chunk.name].detach().cpu().contiguous()
-                if control.rank == source
-                else torch.empty(chunk.shape, dtype=getattr(torch, chunk.dtype))
-            )
-            if tensor.numel():
-                control.broadcast(tensor.flatten().view(torch.uint8), source)
-            tensors[chunk.name] = tensor
+        for group in _grouped(chunks):
+            if control.rank == source:
+                parts = [held[chunk.name].detach().cpu().contiguous() for chunk in group]
+                content = parts[0].flatten().view(torch.uint8) if len(group) == 1 else _joined(group, parts)
+            else:
+                content = torch.empty(sum(map(_padded, group)), dtype=torch.uint8)
+                parts = _parts(group, content)
+            if size := sum(chunk.nbytes for chunk in group):
+                control.broadcast(content[:size] if len(group) == 1 else content, source)
+            tensors.update(zip((chunk.name for chunk in group), parts, strict=True))
         return cls(**header, tensors=tensors)
 
     @property
@@ -172,6 +180,42 @@ class Snapshot:
     def header(self) -> dict[str, Any]:
         """Return everything but tensors."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("random", "tensors")}
+
+
+def _padded(chunk: Chunk) -> int:
+    """Return the bytes of a tensor in a group, so that the next one is aligned."""
+    return -(-chunk.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _parts(group: Sequence[Chunk], content: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors of a group as views of its bytes."""
+    ends = itertools.accumulate(map(_padded, group))
+    return [
+        content[end - _padded(chunk) :][: chunk.nbytes].view(getattr(torch, chunk.dtype)).view(chunk.shape)
+        for chunk, end in zip(group, ends, strict=True)
+    ]
+
+
+def _joined(group: Sequence[Chunk], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the bytes of a group of tensors."""
+    content = torch.zeros(sum(map(_padded, group)), dtype=torch.uint8)
+    for part, tensor in zip(_parts(group, content), tensors, strict=True):
+        part.copy_(tensor)
+    return content
+
+
+def _grouped(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
+    """Yield tensors that are sent together: a broadcast of a small tensor takes as long as that of some megabytes."""
+    group: list[Chunk] = []
+    size = 0
+    for chunk in chunks:
+        if group and size + chunk.nbytes > _GROUP_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(chunk)
+        size += _padded(chunk)
+    if group:
+        yield group
 
 
 def _chunk(name: str, tensor: torch.Tensor) -> Chunk:

@@ -93,7 +93,7 @@ class NodeAgent:
             self._runner.record(NodeReady)
             while True:
                 if self._group.stays:
-                    self._group.get_ready(self._rdzv.given_up)
+                    self._group.get_ready(self._rdzv.is_left_out)
                 self._enter_round()
                 training = self._runner.run(self._store)
                 if training.state is not State.RECOVERING:
@@ -136,9 +136,8 @@ class NodeAgent:
     def _enter_round(self) -> None:
         """Take a place in the next round, and give the workers theirs."""
         assignment, store = enter(self._rdzv, self._open_store, self._get_ready)
-        # Only now: the workers of the round before may have used its store until they were interrupted.
-        self._store.close()
-        self._store = store
+        # Closed at the end: the workers of the round before may have used its store until they were interrupted.
+        before, self._store = self._store, store
         round_ = assignment.round
         self._runner.enter(assignment)
         pointer = None
@@ -150,6 +149,7 @@ class NodeAgent:
         _LOG.info("Round %d: rank %d of %s, %s.", round_.number, assignment.rank, nodes, workers)
         key = derive_engine_key(self._rdzv.authenticator.key) if self._distribution.runs_engine else b""
         self._group.enter(assignment, pointer, self._run_id, self._distribution.max_restarts, key)
+        before.close()
         self._runner.record(WorkersStarted, pids=self._workers.pids)
 
     def _open_store(self, assignment: Assignment) -> RoundStore | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.node.core import messages
-from azureml_elastic.node.core.pauses import PauseDetector
+from azureml_elastic.node.core.pauses import BeatWatch, PauseDetector, SilenceLimit
 from azureml_elastic.node.core.round import Limits, Member, Round
 from azureml_elastic.node.core.sealing import candidates
 from azureml_elastic.node.core.watchers import Watcher, Watchers
@@ -138,14 +138,16 @@ class HubState:
         limits: node counts of a round.
         timings: timeouts.
         now: monotonic seconds.
+        silence: limit of the members' silence.
 
     Attributes:
         watchers: the waiting nodes.
     """
 
-    def __init__(self, limits: Limits, timings: RendezvousTimings, now: float) -> None:
+    def __init__(self, limits: Limits, timings: RendezvousTimings, now: float, silence: SilenceLimit) -> None:
         self._limits = limits
-        self._timeout = timings.heartbeat_timeout.total_seconds()
+        self._silence = silence
+        self._beats: dict[int, BeatWatch] = {}
         self._join_timeout = timings.join_timeout.total_seconds()
         self._pauses = PauseDetector(now, timings.heartbeat_interval.total_seconds() / 2)
         self.watchers = Watchers()
@@ -210,7 +212,7 @@ class HubState:
 
     # --- connections -------------------------------------------------------------------------------------------------
 
-    def greeted(self, link: int, node: str, incarnation: str, number: int) -> list[HubAction]:
+    def greeted(self, link: int, node: str, incarnation: str, number: int, now: float) -> list[HubAction]:
         """A node says that it is a member of a round.
 
         Args:
@@ -218,8 +220,10 @@ class HubState:
             node: its name.
             incarnation: its incarnation.
             number: number of the round.
+            now: monotonic seconds.
         """
         peer = _Peer(node, incarnation, number)
+        self._silence.returned(incarnation, now)
         round_ = self._round
         if round_ is not None and number == round_.number and round_.rank_of(node, incarnation) is None:
             return [Close(link, f"{node} is not a member of round {number} in this incarnation")]
@@ -255,6 +259,7 @@ class HubState:
         candidacy = watch.candidacy
         if candidacy is not None and (candidacy.node, candidacy.incarnation) != (node, incarnation):
             return [Close(link, f"{node} wants to be a candidate in the name of {candidacy.node}")]
+        self._silence.returned(incarnation, now)
         before = self._peers.get(link)
         self._peers[link] = _Peer(node, incarnation, before.round if before is not None else 0, waits=True)
         watcher = Watcher(
@@ -279,6 +284,7 @@ class HubState:
         Returns:
             What to do, ``None`` if it changes nothing for anybody.
         """
+        self._beats.pop(link, None)
         peer = self._peers.pop(link, None)
         if peer is None:
             return None
@@ -287,7 +293,7 @@ class HubState:
             del self._members[peer.node]
             if self._round is not None and peer.round == self._round.number:
                 # Members that have given this process up live, and form the next round without its node.
-                if peer.node not in self._done and self._pauses.was_given_up(self._timeout, now):
+                if peer.node not in self._done and self._pauses.was_given_up(self._silence.smallest(now), now):
                     self._was_given_up = True
                     return actions
                 return [*actions, *self._lose([peer.node])]
@@ -305,16 +311,20 @@ class HubState:
         """
         self._pauses.tick(now)
 
-        def is_silent(link: int, timeout: float) -> bool:
-            return link in last_received and self._pauses.silence(last_received[link], now) > timeout
-
+        longest = _WATCHER_TIMEOUT_FACTOR * self._silence.timeout
         actions: list[HubAction] = [
             Close(watcher.link, "silent")
             for watcher in self.watchers.nodes.values()
-            if is_silent(watcher.link, _WATCHER_TIMEOUT_FACTOR * self._timeout)
+            if watcher.link in last_received and self._pauses.silence(last_received[watcher.link], now) > longest
         ]
         if self._round is not None:
-            silent = {name: link for name, link in self._members.items() if is_silent(link, self._timeout)}
+            silent = {
+                name: link
+                for name, link in self._members.items()
+                if link in last_received and self._is_lost(link, last_received[link], now)
+            }
+            for link in silent.values():
+                self._silence.gave_up(self._peers[link].incarnation, last_received[link])
             # A member that still waits here is alive, but has not received the seal yet. A node that has died may have
             # returned under its name, which is no sign of the process that was sealed in.
             here = self._members.keys() | self.watchers.waiting_members()
@@ -326,6 +336,13 @@ class HubState:
             if len(self._lost) > known:
                 return actions
         return actions or None
+
+    def _is_lost(self, link: int, last_received: float, now: float) -> bool:
+        """Return whether a member counts as lost because it is silent."""
+        beats = self._beats.get(link)
+        if beats is None:
+            beats = self._beats[link] = BeatWatch(self._silence, self._pauses, last_received)
+        return beats.is_lost(last_received, now)
 
     # --- the round's row ---------------------------------------------------------------------------------------------
 

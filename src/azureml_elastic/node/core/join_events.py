@@ -191,9 +191,15 @@ class CandidatesTaken:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The node can be a candidate, with this row."""
+    """The node can be a candidate.
+
+    Args:
+        me: its row.
+        wrote_round: whether this node has written the open round itself.
+    """
 
     me: Member
+    wrote_round: bool = False
 
 
 @dataclass(frozen=True)

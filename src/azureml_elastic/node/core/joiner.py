@@ -97,6 +97,7 @@ class _Candidacy:
         write_at: when it writes its row into the table.
         written: whether that is done.
         offered: whether it is a candidate at its own hub.
+        knows_all: whether the rows would show it nothing that it does not know.
         rows: rows of the nodes, as they were read last.
         present: the nodes from which it seals.
         should_seal: whether it is among the first candidates at its own hub.
@@ -111,6 +112,7 @@ class _Candidacy:
     write_at: float
     written: bool = False
     offered: bool = False
+    knows_all: bool = False
     rows: Mapping[str, Member] = field(default_factory=dict)
     present: list[Member] = field(default_factory=list)
     should_seal: bool = False
@@ -267,7 +269,7 @@ class Joiner:
             case on.TimerFired():
                 return self._act()
             case on.Prepared():
-                return self._begin_candidacy(event.me, now)
+                return self._begin_candidacy(event, now)
             case on.GotReady(took_time=False):
                 return self._begin_spare(now)
             case on.GotReady() | on.Reopened():
@@ -280,13 +282,18 @@ class Joiner:
 
     # --- a candidate of an open round --------------------------------------------------------------------------------
 
-    def _begin_candidacy(self, me: Member, now: float) -> list[on.Action]:
-        self.state, self.me, self._is_prepared = JoinState.CANDIDATE, me, True
+    def _begin_candidacy(self, prepared: on.Prepared, now: float) -> list[on.Action]:
+        self.state, self.me, self._is_prepared = JoinState.CANDIDATE, prepared.me, True
+        me, previous = prepared.me, self.round.previous
+        # The rank 0 of a round that has lost nobody, which has written the open one, knows whom to expect, and they
+        # come to its hub. No later round has run then, and the seal is refused where the row has changed since.
+        knows_all = prepared.wrote_round and previous[:1] == (me.node,) and {*previous} == {*self._known}
         self._candidacy = candidacy = _Candidacy(
             MeetingPoints(self.round, me, self._known),
             SealTimer(self.round, self._limits, self._timings),
-            ReadSchedule(now),
+            ReadSchedule(now, knows_all=knows_all),
             write_at=now + _WRITE_SECONDS,
+            knows_all=knows_all,
         )
         # In the first round nodes find each other by their rows. Later they know each other, and a message suffices.
         if self.round.number == 1 or self._has_left:
@@ -300,6 +307,8 @@ class Joiner:
             case on.Woken():
                 mine.should_seal = event.should_seal
                 mine.schedule.hub_received()
+                if mine.knows_all:
+                    return [on.TakeCandidates()]
             case on.HubSent(message=messages.SealPosition(position=int())):
                 mine.schedule.candidate_came()
             case on.MarksChanged():
@@ -385,6 +394,7 @@ class Joiner:
             return self._moved(read.round, now)
         if mine.written and read.roster.get(self.me.node, {}).get("incarnation") != self.me.incarnation:
             mine.written, mine.write_at = False, now  # the row is gone
+        mine.knows_all = False
         mine.points.update(read.roster)
         mine.rows = {node: Member.from_value(value) for node, value in read.roster.items()}
         mine.has_read = True
@@ -393,6 +403,13 @@ class Joiner:
     def _decide(self, mine: _Candidacy, received: Sequence[Member], now: float) -> list[on.Action]:
         """Decide whether this node seals: by what its hub has received, and if so once more by the rows."""
         confirmed, mine.has_read = mine.has_read, False
+        if mine.knows_all:
+            here = {member.node for member in received if member.round == self.round.number}
+            mine.present = self._present(mine, received)
+            all_are_here = {*self.round.expected} <= here | {self.me.node}
+            if all_are_here and mine.timer.is_due(mine.present, self.me.node, now):
+                return self._seal(mine, mine.present)
+            return self._look_after(mine, now)
         mine.present = self._present(mine, received, confirmed=confirmed)
         is_due = mine.timer.is_due(mine.present, self.me.node, now)
         if confirmed:
@@ -422,14 +439,16 @@ class Joiner:
             here = {node: row for node, row in here.items() if row.incarnation in incarnations or row is self.me}
         return [*{**known, **here}.values()]
 
+    def _seal(self, mine: _Candidacy, members: Sequence[Member]) -> list[on.Action]:
+        mine.sealed = seal(self.round, members, self._limits)
+        return [on.WriteRound(mine.sealed)]
+
     def _sealing(self, mine: _Candidacy, event: on.Event, now: float) -> list[on.Action]:
         match event:
             case on.HeartbeatRead() if event.round >= self.round.number:
                 return self._begin_restoring(event.round)
             case on.HeartbeatRead():
-                members = drop_unresponsive(self.round, mine.present, self.me.node, self._limits)
-                mine.sealed = seal(self.round, members, self._limits)
-                return [on.WriteRound(mine.sealed)]
+                return self._seal(mine, drop_unresponsive(self.round, mine.present, self.me.node, self._limits))
             case on.RoundTooLarge():
                 message = (
                     f"A round of {len(mine.sealed.members)} nodes does not fit the table: {event.error} Lower "

@@ -157,10 +157,12 @@ class ReadSchedule:
 
     Args:
         now: current monotonic time in seconds.
+        knows_all: whether this node has written the round's row: it knows whom to expect, and they come to its hub.
     """
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, *, knows_all: bool = False) -> None:
         self._active = False
+        self._first_read = _POLL_SECONDS[0] if knows_all else 0.0
         self._read_last = now - _POLL_SECONDS[0]
         self._poll = _POLL_SECONDS[0]
         self._check = _CHECK_SECONDS[0]
@@ -169,10 +171,10 @@ class ReadSchedule:
         self._read_at = now + self._check
 
     def set_active(self, active: bool, now: float) -> None:
-        """Set whether this node looks after the round; when that begins it reads at once."""
+        """Set whether this node looks after the round; when that begins it reads at once, unless it knows all."""
         if active and not self._active:
             self._poll = _POLL_SECONDS[0]
-            self._read_at = now
+            self._read_at = now + self._first_read
         self._active = active
 
     def candidate_came(self) -> None:

@@ -100,7 +100,13 @@ class Message:
 
 @dataclass(frozen=True)
 class Beat(Message):
-    """Sign of life, in both directions."""
+    """Sign of life, in both directions.
+
+    Args:
+        pause: longest pause of a node that the sender knows of, in seconds.
+    """
+
+    pause: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from azureml_elastic.node.core.faults import KILLED, died_after_training, faulty
 from azureml_elastic.node.core.hang_response import HangResponse
 from azureml_elastic.node.core.leading import Leader
 from azureml_elastic.node.core.leaving import Departure
+from azureml_elastic.node.core.pauses import SilenceLimit
 from azureml_elastic.node.core.restarts import charge
 from azureml_elastic.node.core.round import Round
 
@@ -429,7 +430,7 @@ class Training:
         killed = failure is not None and failure.exit_code == KILLED
         self._until = self._now + (0.0 if killed else _SETTLE_SECONDS)
         if failure is not None and failure.kind == "peer":  # silence is noticed no sooner, and another may be the cause
-            self._until += self._distribution.rendezvous.timings.heartbeat_timeout.total_seconds()
+            self._until += SilenceLimit(self._distribution.rendezvous.timings).longest
 
     def _settle(self) -> None:
         """Find out whose fault a failure is: a lost node's, this node's preemption, or the worker's own."""

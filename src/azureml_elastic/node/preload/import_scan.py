@@ -1,8 +1,9 @@
 """Scan of the imports of a program, from its text and without execution.
 
 Imports at the top level count, also inside ``if``, ``try``, ``with``, loops and class bodies; those in functions do
-not. Modules of the user's own folder are scanned recursively in the order of execution, so that the installed modules
-are listed in the order of their import.
+not, except for those of this library, which every worker makes where a function trains: they come last. Modules of the
+user's own folder are scanned recursively in the order of execution, so that the installed modules are listed in the
+order of their import.
 
 A statement such as ``os.environ["X"] = ...`` or ``sys.path.insert(0, ...)`` may affect later imports. After it only
 torch, numpy and the standard library are imported early, and not even these if torch may read the variable
@@ -17,7 +18,7 @@ import site
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -102,7 +103,7 @@ def find_imports(kind: str, target: str) -> Findings:
         scan.read(Path(target), "__main__", is_package=False, is_main=True)
     else:
         scan.follow(target, is_main=True)
-    return Findings(tuple(scan.imports), scan.obstacle)
+    return Findings((*scan.imports, *scan.own_later()), scan.obstacle)
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ class _Module:
 class _Scan:
     def __init__(self) -> None:
         self.imports: dict[Import, None] = {}
+        self._in_functions: dict[Import, None] = {}
         self.obstacle: str | None = None
         self._only_basics = False
         self._seen: set[str] = set()
@@ -152,6 +154,10 @@ class _Scan:
             if found is not None:
                 self._read_spec(found)
         return True
+
+    def own_later(self) -> list[Import]:
+        """Return the imports of this library that only functions make."""
+        return [] if self._only_basics else [found for found in self._in_functions if found not in self.imports]
 
     def _enter(self, spec: ModuleSpec, *, installed: bool) -> None:
         if installed:
@@ -208,7 +214,7 @@ class _Scan:
             elif isinstance(statement, ast.If):
                 complete &= self._if(statement, module)
             elif isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                continue
+                self._in_functions |= dict.fromkeys(_own_imports(statement))
             elif hasattr(statement, "handlers"):  # Try, and TryStar from Python 3.11 on
                 complete &= self._try(statement, module)
             else:
@@ -256,6 +262,18 @@ class _Scan:
                     line = getattr(node, "lineno", 0)
                     self.obstacle = f"{module.path}:{line} changes {what} before torch is imported"
                     break
+
+
+def _own_imports(function: ast.AST) -> Iterator[Import]:
+    """Yield the imports of this library in a function, which depend on nothing that the program does before."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Import):
+            found = [Import(alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+            found = [Import(node.module, tuple(alias.name for alias in node.names))]
+        else:
+            continue
+        yield from (each for each in found if each.package == _ALWAYS_INSTALLED)
 
 
 def _find_top(name: str) -> ModuleSpec | None:

@@ -21,7 +21,8 @@ imports torch, where the script does so first and does not set variables that to
 server that replaces itself by one that imports less has the environment already, and its reasons in ``excluded``.
 
 A process that serves a round's store is a fork, too (see :mod:`~azureml_elastic.node.preload.store_server`). It ends
-with its control connection, and nobody asks for its exit code.
+with its control connection, and nobody asks for its exit code. All workers of a round wait for it, so that a server
+which has been asked for one forks the next one in advance, while it is idle.
 
 When the agent's end of the socket closes, the server kills its workers and exits. If the server is killed, the kernel
 kills the workers (``PR_SET_PDEATHSIG``).
@@ -120,6 +121,8 @@ class _Server:
         self._workers: dict[int, bool] = {}
         """Whether the end was reported, by process id."""
         self._stores: set[int] = set()
+        self._spare_store: tuple[int, socket.socket] | None = None
+        self._serves_stores = False
         self._unsafe: str | None = None
         self._later = list(import_loader.LATER)
         self._later_packages: list[str] = []
@@ -244,11 +247,14 @@ class _Server:
 
     def handle_one(self) -> Callable[[], Any] | None:
         """Handle one request, or use the idle time for an import; in a new worker, return what runs the script."""
-        milliseconds = (
-            max(0.0, self._quiet_until - time.monotonic()) * 1000 if self._later or self._later_packages else None
-        )
+        needs_store = self._serves_stores and self._spare_store is None and self._unsafe is None
+        is_busy = bool(self._later or self._later_packages or needs_store)
+        milliseconds = max(0.0, self._quiet_until - time.monotonic()) * 1000 if is_busy else None
         if not self._poll.poll(milliseconds):
-            self._import_next()
+            if self._later or self._later_packages:
+                self._import_next()
+            else:
+                self._fork_spare_store()
             return None
         data, descriptors, _, _ = socket.recv_fds(self._link, _MOST_BYTES, _DESCRIPTORS)
         if not data:
@@ -301,30 +307,63 @@ class _Server:
         return None
 
     def _fork_store(self, request: dict[str, Any], listener: int, control: int) -> None:
-        """Fork a process that serves the store of a round."""
-        if reason := self._unsafe or why_unsafe():
-            self._decline(request, reason)
+        """Have a process serve the store of a round: the one that was forked in advance, or a new one."""
+        self._serves_stores = True
+        order = json.dumps({"host": request["host"], "port": request["port"]}).encode()
+        spare, self._spare_store = self._spare_store, None
+        if spare is not None:
+            child, link = spare
+            with link, contextlib.suppress(OSError):
+                socket.send_fds(link, [order], [listener, control])
+                self._send(op="serving", id=request["id"], pid=child)
+                return
+        try:
+            child, link = self._fork_waiting_store()
+        except OSError as error:
+            self._decline(request, f"it cannot fork: {error.strerror or error}")
             return
+        with link:
+            socket.send_fds(link, [order], [listener, control])
+        self._send(op="serving", id=request["id"], pid=child)
+
+    def _fork_spare_store(self) -> None:
+        """Fork the process that will serve the store of the next round."""
+        with contextlib.suppress(OSError):
+            self._spare_store = self._fork_waiting_store()
+        self._quiet_until = time.monotonic() + _REST_SECONDS  # before the next attempt
+
+    def _fork_waiting_store(self) -> tuple[int, socket.socket]:
+        """Fork a process that will serve a store; return it with the socket that takes the address and descriptors.
+
+        Raises:
+            OSError: it cannot be forked.
+        """
+        if reason := self._unsafe or why_unsafe():
+            raise OSError(reason)
         server = os.getpid()
+        ours, theirs = socket.socketpair()
         try:
             child = os.fork()
-        except OSError as error:
-            self._decline(request, f"it cannot fork: {error.strerror}")
-            return
+        except OSError:
+            ours.close()
+            theirs.close()
+            raise
         if child == 0:
             try:
                 self._end_with(server)
+                ours.close()
                 self._link.close()
                 self._restore_signals()
                 for number in _IGNORED:
                     signal.signal(number, signal.SIG_IGN)  # for the agent to act on, which ends this process
-                from azureml_elastic.node.preload.store_server import serve_store
+                from azureml_elastic.node.preload.store_server import serve_when_asked
 
-                serve_store(request["host"], request["port"], listener, control)
+                serve_when_asked(theirs)
             finally:
                 os._exit(1)
+        theirs.close()
         self._stores.add(child)
-        self._send(op="serving", id=request["id"], pid=child)
+        return child, ours
 
     def _decline(self, request: dict[str, Any], reason: str) -> None:
         self._send(op="declined", id=request["id"], reason=reason)
@@ -342,6 +381,8 @@ class _Server:
         self._end_with(server)
         os.setsid()
         self._link.close()
+        if self._spare_store is not None:
+            self._spare_store[1].close()
         self._restore_signals()
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         document = script_runner.read_json(start)

@@ -10,6 +10,7 @@ from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc import Authenticator, Peer
 from azureml_elastic.node.core.join_events import HubSent, LinkEnded
 from azureml_elastic.node.core.newest_round import NewestRound
+from azureml_elastic.node.core.pauses import SilenceLimit
 from azureml_elastic.node.core.round import Limits
 from azureml_elastic.node.rendezvous.inbox import Inbox
 from azureml_elastic.node.rendezvous.runtime import Runtime
@@ -39,6 +40,7 @@ class Context:
         latest: newest version of the round that this node has read, written or received.
         heartbeat_timeout: silence in seconds after which a peer counts as lost.
         tick: seconds between two heartbeats of a connection.
+        silence: limit of the silence of the nodes of a round.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Context:
         self.latest = NewestRound()
         self.heartbeat_timeout = timings.heartbeat_timeout.total_seconds()
         self.tick = timings.heartbeat_interval.total_seconds() / 2
+        self.silence = SilenceLimit(timings)
 
     def adopt_key(self, key: bytes) -> None:
         """Use this key of the run in all handshakes from now on. Thread-safe."""

@@ -248,7 +248,7 @@ class Rendezvous:
         """Perform a call; return its answer, ``None`` where it was abandoned for a newer version of the round."""
         match call:
             case on.Prepare():
-                return on.Prepared(self._prepare(call.round))
+                return on.Prepared(self._prepare(call.round), self._rows.has_written(call.round))
             case on.Connect():
                 failure = self._watch.connect(call.to, call.greeting, call.purpose)
                 if failure is None:
@@ -346,6 +346,15 @@ class Rendezvous:
         if round_.closed:
             raise self._end_of(round_)
         return round_.number > self.membership.last_round > 0 and self.node not in round_.previous
+
+    def is_left_out(self) -> bool:
+        """Return the same as :meth:`given_up` right after this node's round, without a read where its end is known.
+
+        Raises:
+            RunSucceeded, RunFailed: the run has ended.
+        """
+        newer = self._context.latest.after(self.membership.assignment.round) if self.membership.last_round else None
+        return self.given_up() if newer is None or newer.closed else self.node not in newer.previous
 
     def _end_of(self, round_: Round) -> RunSucceeded | RunFailed:
         """Return how the run ended, once it is known that it is a run of this node's program.

@@ -56,6 +56,8 @@ class RoundStore(Protocol):
 class StoreProcess:
     """Handle of the process that serves the store of a round, on rank 0's node.
 
+    The process starts while the workers get their places: those that connect before it serves wait for it.
+
     Args:
         assignment: rank 0's assignment, whose listening socket the process takes over.
         preload_server: server that forks the process, ready; ``None`` starts a new interpreter.
@@ -64,26 +66,19 @@ class StoreProcess:
 
     def __init__(self, assignment: Assignment, preload_server: PreloadServer | None, wake: Callable[[], None]) -> None:
         assert assignment.listener is not None
-        host, port = assignment.store_address
+        self._address = assignment.store_address
+        # The assignment's own object is closed when this node leaves the round, maybe before the process has started.
+        self._listener = socket.socket(fileno=assignment.listener.detach())
+        self._preload_server = preload_server
         self._wake = wake
         self._closed = False
         self._keys = 0
         self._asked = False
         self.ended = False
-        self._link, theirs = socket.socketpair()
+        self._link, self._theirs = socket.socketpair()
         self._process: subprocess.Popen[bytes] | None = None
-        with theirs, assignment.listener as listener:
-            descriptors = [listener.fileno(), theirs.fileno()]
-            if preload_server is None or not preload_server.fork_store(host, port, *descriptors):
-                module = "azureml_elastic.node.preload.store_server"
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", module, host, str(port), *map(str, descriptors)],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=descriptors,
-                    start_new_session=True,  # Ctrl-C and the signals of a job's end are for the agent to act on
-                )
-        self._reader = threading.Thread(target=self._read, name="store-process", daemon=True)
-        self._reader.start()
+        self._thread = threading.Thread(target=self._run, name="store-process", daemon=True)
+        self._thread.start()
 
     def has_keys(self) -> bool:
         """See :class:`RoundStore`."""
@@ -98,7 +93,7 @@ class StoreProcess:
         self._closed = True
         with contextlib.suppress(OSError):
             self._link.shutdown(socket.SHUT_RDWR)
-        self._reader.join()
+        self._thread.join()
         self._link.close()
         if self._process is not None:
             try:
@@ -107,11 +102,35 @@ class StoreProcess:
                 self._process.kill()
                 self._process.wait()
 
-    def _read(self) -> None:
-        with contextlib.suppress(OSError), self._link.makefile("rb") as lines:
-            for line in lines:
-                self._keys = int(line)
-                self._asked = False
+    def _start(self) -> None:
+        """Start the process.
+
+        Raises:
+            OSError: the interpreter cannot be started.
+        """
+        host, port = self._address
+        with self._theirs, self._listener:
+            descriptors = [self._listener.fileno(), self._theirs.fileno()]
+            server = self._preload_server
+            if server is None or not server.fork_store(host, port, *descriptors):
+                module = "azureml_elastic.node.preload.store_server"
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", module, host, str(port), *map(str, descriptors)],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=descriptors,
+                    start_new_session=True,  # Ctrl-C and the signals of a job's end are for the agent to act on
+                )
+
+    def _run(self) -> None:
+        try:
+            self._start()
+            with self._link.makefile("rb") as lines:
+                for line in lines:
+                    self._keys = int(line)
+                    self._asked = False
+        except OSError as error:
+            if not self._closed:
+                _LOG.warning("The process of the round's store has failed: %s", error)
         if not self._closed:
             self.ended = True
             self._wake()

@@ -199,13 +199,16 @@ class ChannelAgent:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
         return self._request(messages.HeldShards(), messages.ShardsReply).held
 
-    def park(self) -> WorkerIdentity:
+    def park(self) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
         with self._changed:
             self._completed = None
             self._boundaries.clear()
             self._assignment = None
         self._send(messages.Parked())
+
+    def wait_for_place(self) -> WorkerIdentity:
+        """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
         with self._changed:
             self._changed.wait_for(lambda: self._assignment is not None or self._released)
         assignment: messages.Assign | None = self._assignment

@@ -177,7 +177,10 @@ class StandaloneAgent:
         """Nobody has kept anything."""
         return []
 
-    def park(self) -> WorkerIdentity:
+    def park(self) -> None:
+        """Nobody to ask."""
+
+    def wait_for_place(self) -> WorkerIdentity:
         """There is no other round.
 
         Raises:

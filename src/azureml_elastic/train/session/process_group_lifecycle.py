@@ -58,6 +58,8 @@ class ProcessGroupLifecycle:
         training_state: state that is handed over and restored, set by the session
         discarded: whether the current step does not count: its round has ended, or it repeats code after a resume
         over: whether the session has ended, so that no state is handed over
+        exits_quickly: whether this process ends without the interpreter's teardown, so that the kernel releases what it
+            holds
     """
 
     def __init__(self, context: SessionContext) -> None:
@@ -68,6 +70,7 @@ class ProcessGroupLifecycle:
         self._undo: Callable[[], None] | None = None
         self.discarded = False
         self.over = False
+        self.exits_quickly = False
         self.device = pick_device(context.identity)
         self.world = ProcessGroups(self._first_place() if self._agent.stays else context.identity, self.device)
         self._thread = threading.get_ident()
@@ -130,6 +133,7 @@ class ProcessGroupLifecycle:
         self.over = True
         self._agent.stopped(state.steps)
         if self.world.identity.round:
+            self.exits_quickly = True
             leave_quickly(self._agent.leave_code)
         raise SystemExit(self._agent.leave_code)
 
@@ -197,7 +201,10 @@ class ProcessGroupLifecycle:
         while True:
             self._state.abandon_save()
             try:
-                self.world.reopen(self._agent.park())
+                self._agent.park()
+                self.world.close(self.models)  # which takes a while; the agents form the next round meanwhile
+                self.world.identity = self._agent.wait_for_place()
+                self.world.open()
                 self._agent.connected()
                 for model in self.models:
                     model.reform()
@@ -244,7 +251,8 @@ class ProcessGroupLifecycle:
     def _first_place(self) -> WorkerIdentity:
         """Wait for a place before there is a state to hand over."""
         try:
-            return self._agent.park()
+            self._agent.park()
+            return self._agent.wait_for_place()
         except RoundBroken:
             self._exit()
 

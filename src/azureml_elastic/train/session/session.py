@@ -265,8 +265,9 @@ class Session(Training):
 
     def _close_at_exit(self) -> None:
         self._close()
-        for model in self._lifecycle.models:
-            model.dissolve()  # its threads must not outlive the interpreter
+        if not self._lifecycle.exits_quickly:
+            for model in self._lifecycle.models:
+                model.dissolve()  # its threads must not outlive the interpreter
 
     def _close(self) -> None:
         self._exit_hooks.cancel()
@@ -278,5 +279,6 @@ class Session(Training):
         self._context.agent.close()
         self._context.audit.close()
         world = self._lifecycle.world
-        if world.owns_group and not self._exit_hooks.failed:  # closing a group with a dead peer could block
+        # Closing a group with a dead peer could block, and of a process that only makes room others wait for the end.
+        if world.owns_group and not (self._exit_hooks.failed or self._lifecycle.exits_quickly):
             world.close()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.checkpoint.save.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.save.schedule import CheckpointSchedule
 from azureml_elastic.checkpoint.snapshots.snapshot import RecoverableState, Snapshot, choose, position_key
@@ -85,8 +86,9 @@ class TrainingState:
     def find(self) -> Mapping[str, Any] | None:
         """Return the state that :meth:`track` will restore, without tensors and by object, if any. A collective."""
         self._inherited = local, snapshot = self._handed_over()
-        control, reference = self._world.control, self._checkpoints.committed()
-        source = choose(control.gather(local), None if reference is None else reference.step)
+        control = self._world.control
+        states, reference = self._compare(local)
+        source = choose(states, None if reference is None else reference.step)
         if source is None:
             manifest = self._checkpoints.select()
             return None if manifest is None else manifest.state
@@ -321,8 +323,7 @@ class TrainingState:
             inherited: content of that state if the previous worker has handed it over, ``None`` if this process has it
         """
         live, control = local is not None and inherited is None, self._world.control
-        states = control.gather(local)
-        reference = self._checkpoints.committed()
+        states, reference = self._compare(local)
         source = choose(states, None if reference is None else reference.step)
         if source is None:
             directory = self._restore_from_storage(live=live)
@@ -347,6 +348,11 @@ class TrainingState:
         self._agent.restored(self.steps, "memory")
         if any(each is not None and each.save_pending and each.step == chosen.step for each in states):
             self.save()
+
+    def _compare(self, local: RecoverableState | None) -> tuple[list[RecoverableState | None], Reference | None]:
+        """Return the states that the ranks can restore, and the committed checkpoint. A collective."""
+        found = self._world.control.gather((local, self._checkpoints.look_up_committed()))
+        return [state for state, _ in found], self._checkpoints.take_committed(found[0][1])
 
     def _restore_from_storage(self, *, live: bool) -> str | None:
         self._incomplete = True  # until all tensors are restored

@@ -12,7 +12,9 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
+from torch.distributed import TCPStore
 
 from azureml_elastic.config.command.program import Program
 from azureml_elastic.node.preload import client
@@ -75,6 +77,48 @@ def test_the_id_of_an_ended_store_is_nobodys(monkeypatch):
         monkeypatch.setattr(client, "_end_orphan", lambda pid, _until: ended.append(pid))
         process.close()
     assert ended == []
+
+
+def test_the_next_store_is_forked_in_advance_and_ends_with_the_server():
+    with contextlib.closing(preload_server(PROBE)) as process:
+        until = time.monotonic() + 120
+        while not process.settled:  # its imports fork as well
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        before = children(process.pid)
+        with serving(process):
+            wait_until(lambda: len(children(process.pid) - before) == 2)
+            both = children(process.pid) - before
+        wait_until(lambda: any(map(gone, both)))
+        (spare,) = (pid for pid in both if not gone(pid))
+        with serving(process) as port:
+            TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).set("key", "value")
+            assert not gone(spare)
+        wait_until(lambda: gone(spare))
+        wait_until(lambda: children(process.pid) - before)
+        left = children(process.pid) - before
+    wait_until(lambda: all(map(gone, left)))
+
+
+def wait_until(condition):
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def serving(process):
+    """Have the server's fork serve a store; gives its port."""
+    ours, theirs = socket.socketpair()
+    with ours, socket.create_server(("127.0.0.1", 0)) as listener, theirs:
+        port = listener.getsockname()[1]
+        assert process.fork_store("127.0.0.1", port, listener.fileno(), theirs.fileno())
+        yield port
+
+
+def children(pid):
+    return {child.pid for child in psutil.Process(pid).children()}
 
 
 def test_exit_codes_are_kept_until_they_are_read(server, tmp_path):

@@ -10,8 +10,11 @@ from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc.agent_messages import AllPlaced, Prepare
 from azureml_elastic.node.core.hub_state import Close, HubState, HubView, SealQueue, Send, SendAll
 from azureml_elastic.node.core.messages import AllDone, Broadcast, Lost, RoundChanged, SealPosition, Watch
+from azureml_elastic.node.core.pauses import SilenceLimit
 from azureml_elastic.node.core.round import Limits, Member, Round
 from azureml_elastic.node.core.watchers import Watcher, Watchers
+
+TIMINGS = RendezvousTimings()
 
 
 def candidate(node: str, number: int = 1, **fields) -> Member:
@@ -23,8 +26,9 @@ class Hub:
 
     def __init__(self, round_: Round | None = None):
         self.now = 100.0
-        self.state = HubState(Limits(1, 8), RendezvousTimings(), self.now)
+        self.state = HubState(Limits(1, 8), TIMINGS, self.now, SilenceLimit(TIMINGS))
         self._links = {}
+        self._silent = {}
         if round_ is not None:
             self.state.enter(round_, self.now)
 
@@ -39,15 +43,15 @@ class Hub:
         )
 
     def hello(self, node: str, number: int = 1, incarnation: str | None = None) -> list:
-        return self.state.greeted(self.link(node), node, incarnation or f"i-{node}", number)
+        return self.state.greeted(self.link(node), node, incarnation or f"i-{node}", number, self.now)
 
     def close(self, node: str) -> list | None:
         return self.state.closed(self.link(node), self.now)
 
     def tick(self, silent: str = "", seconds: float = 0.5, ticks: int = 1) -> list:
-        """let time pass in which some nodes are silent."""
+        """Let time pass in which some nodes are silent, or stay so."""
         found = []
-        last = dict.fromkeys(silent, self.now)
+        self._silent = last = {node: self._silent.get(node, self.now) for node in silent}
         for _ in range(ticks):
             self.now += seconds
             last_received = {link: last.get(node, self.now) for node, link in self._links.items()}
@@ -158,12 +162,28 @@ def test_a_member_that_comes_late_gets_what_was_sent_to_the_others_before():
     assert hub.hello("a", 2) == [], "what was sent in another round is over"
 
 
-def test_a_silent_member_is_lost_and_its_connection_closed(hub):
-    assert hub.tick(silent="b", ticks=6) == []
-    found = hub.tick(silent="b", ticks=7)
+@pytest.mark.parametrize(("beats", "seconds"), [(1, 3.0), (13, 1.0)])
+def test_a_silent_member_is_lost_and_its_connection_closed_sooner_if_its_beats_are_known(hub, beats, seconds):
+    assert hub.tick(seconds=0.25, ticks=beats) == []
+    assert hub.tick(silent="b", seconds=0.25, ticks=round(seconds / 0.25)) == []
+    found = hub.tick(silent="b", seconds=0.25)
     assert Send(hub.link("a"), Lost(("b",))) in found
     assert Close(hub.link("b"), "silent") in found
     assert hub.state.view(hub.now).lost == {"b"}
+
+
+@pytest.mark.parametrize("returns", [Hub.hello, lambda hub, node: hub.watch(candidate(node, 2))])
+def test_a_member_that_was_given_up_for_a_pause_and_returns_teaches_how_long_pauses_are(hub, returns):
+    hub.tick(seconds=0.25, ticks=13)
+    assert hub.tick(silent="b", seconds=0.25, ticks=6)
+    hub.close("b")
+    returns(hub, "b")
+    hub.state.enter(replace(SEALED, number=2), hub.now)
+    for node in "abc":
+        hub.hello(node, 2)
+    hub.tick(seconds=0.25, ticks=13)
+    assert hub.tick(silent="c", seconds=0.25, ticks=11) == []
+    assert hub.tick(silent="c", seconds=0.25, ticks=2)
 
 
 def test_a_member_that_ends_its_connection_after_a_pause_of_this_process_is_not_lost(hub):
@@ -219,7 +239,7 @@ def test_a_member_of_a_round_that_is_over_is_sent_the_newer_one(hub):
 def test_a_silent_waiting_node_is_dropped(hub):
     hub.state.watching(hub.link("x"), "x", "i-x", Watch(1), hub.now)
     assert hub.tick(silent="x", ticks=18) == []
-    assert hub.tick(silent="x", ticks=19) == [Close(hub.link("x"), "silent")]
+    assert hub.tick(silent="x") == [Close(hub.link("x"), "silent")]
 
 
 # --- spares ----------------------------------------------------------------------------------------------------------

@@ -156,6 +156,37 @@ def test_nodes_meet_at_the_first_hub_and_write_their_rows_later_if_ever():
     assert node.feed(on.HubSent(SealPosition(0))) == on.TakeCandidates(), "it shall seal"
 
 
+def candidate_that_wrote_the_round(*known: str) -> tuple[Node, Round]:
+    """Rank 0 of a round that made room for c, which it has reopened itself."""
+    node, round_ = Node(minimum=2), Round(2, previous=("me", "b"), expected=("me", "b", "c"))
+    assert node.feed(on.Started(round_, {each: member(each) for each in known})) == on.Prepare(round_)
+    node.row = replace(node.row, round=2)
+    node.feed(on.Prepared(node.row, wrote_round=True))
+    return node, round_
+
+
+def test_rank_0_of_a_round_that_has_lost_nobody_seals_the_next_by_what_its_hub_has_received():
+    node, round_ = candidate_that_wrote_the_round("me", "b")
+    node.feed(on.CandidatesTaken([]))
+    assert node.feed(on.Woken(should_seal=True)) == on.TakeCandidates()
+    assert node.feed(on.CandidatesTaken([member("b", 2)])) is None, "c is expected, too"
+    node.feed(on.Woken(should_seal=True))
+    write = node.feed(on.CandidatesTaken([member("b", 2), member("c", 2)]))
+    assert write == on.WriteRound(replace(round_, state="sealed", members=(node.row, member("b", 2), member("c", 2))))
+
+
+def test_rank_0_reads_the_rows_where_not_all_come_soon_or_a_member_is_lost():
+    node, _ = candidate_that_wrote_the_round("me", "b")
+    node.feed(on.CandidatesTaken([]), on.Woken(should_seal=True), on.CandidatesTaken([]))
+    node.now += 0.1
+    action = node.feed(on.TimerFired())
+    while isinstance(action, on.TakeCandidates):
+        action = node.feed(on.CandidatesTaken([]))
+    assert action == on.ReadRows()
+    other, _ = candidate_that_wrote_the_round("me", "b", "lost")
+    assert other.feed(on.CandidatesTaken([])) == on.ReadRows()
+
+
 def test_a_candidate_whose_hub_ends_goes_to_the_next_one_and_is_the_first_in_the_end():
     node = Node(minimum=2)
     round_ = Round(2, previous=("a", "b", "me"), expected=("a", "b", "me"))

@@ -130,6 +130,13 @@ def test_a_node_that_receives_changes_reads_seldom_but_in_time_for_its_turn():
     assert schedule.seconds_left(20.0) == pytest.approx(3.0)
 
 
+def test_who_knows_all_reads_only_when_they_do_not_come():
+    schedule = ReadSchedule(0.0, knows_all=True)
+    schedule.set_active(True, 5.0)
+    assert not schedule.should_read(5.09)
+    assert schedule.should_read(5.1)
+
+
 def test_many_messages_lead_to_one_decision():
     schedule = ReadSchedule(0.0)
     schedule.set_active(True, 0.0)

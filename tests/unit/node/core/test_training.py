@@ -163,7 +163,7 @@ def test_a_lost_node_explains_a_failure():
 def test_a_broken_connection_waits_until_silence_would_have_been_noticed():
     round_ = TrainingRound(*ABC)
     fail(round_, "b", failure("peer"))
-    assert round_.wait(3.4, "b")["b"] == []
+    assert round_.wait(4.9, "b")["b"] == []
     assert only(round_.wait(0.1, "b")["b"], do.Reopen).failures[0].charge == 0
 
 

@@ -75,6 +75,25 @@ def test_blocks_at_the_top_level_count_and_functions_do_not(project):
     assert modules(script) == ["typing", "typing", "csv", "json", "shelve", "zipfile", "tarfile", "bz2", "uuid"]
 
 
+def test_this_library_is_imported_last_where_only_functions_import_it(project):
+    script = project(
+        script="""
+        class Trainer:
+            def fit(self):
+                import wave, azureml_elastic.train
+        def main():
+            if True:
+                from azureml_elastic import train
+                from .azureml_elastic import nothing
+        import json
+        """
+    )
+    own = (Import("azureml_elastic.train"), Import("azureml_elastic", ("train",)))
+    assert find_imports("script", script).imports == (Import("json"), *own)
+    project(script="import os\nos.environ['WHATEVER'] = '1'\ndef main():\n    from azureml_elastic import train\n")
+    assert "azureml_elastic" not in modules(script)
+
+
 def test_alternatives_are_read_only_where_the_first_choice_is_missing(project):
     script = project(
         script="""

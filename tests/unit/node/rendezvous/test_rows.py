@@ -103,6 +103,34 @@ def test_a_seal_whose_answer_was_lost_is_ones_own(table, rows, plan):
     assert rows._latest.after(Round()) == Round(2)
 
 
+def test_who_has_sealed_a_round_ends_it_with_one_call(table, rows):
+    rows.read_round()
+    assert rows.replace_round(Round(state="sealed"))
+    calls = []
+    get = table.get
+    table.get = lambda key: calls.append(key) or get(key)
+    assert rows.end_round(1, Round(2))
+    assert not calls
+    assert rows.has_written(Round(2))
+    other = make_rows(table, lambda _: None)
+    assert other.read_round() == Round(2)
+    assert not other.has_written(Round(2))
+    assert other.replace_round(Round(2, "sealed"))
+    assert not rows.replace_round(Round(2, "sealed"))
+    rows.read_round()
+    assert not rows.has_written(Round(2, "sealed"))
+
+
+def test_a_round_that_another_node_has_ended_is_not_ended_again(table, rows):
+    rows.read_round()
+    assert rows.replace_round(Round(state="sealed"))
+    other = make_rows(table, lambda _: None)
+    other.read_round()
+    assert other.end_round(1, Round(2, reason="other"))
+    assert not rows.end_round(1, Round(2))
+    assert rows.read_round() == Round(2, reason="other")
+
+
 def test_an_equal_write_of_another_node_is_not_taken_for_ones_own(table, rows):
     other = make_rows(table, lambda _: None)
     rows.read_round()

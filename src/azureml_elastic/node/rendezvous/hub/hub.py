@@ -54,7 +54,7 @@ class Hub:
         self._receive_shard = receive_shard
         self._reached_leader = reached_leader
         self._lock = threading.Lock()
-        self._state = HubState(context.limits, context.timings, context.clock())
+        self._state = HubState(context.limits, context.timings, context.clock(), context.silence)
         self._links = itertools.count()
         self._connections: dict[int, Connection] = {}
         self.port: int = listener.getsockname()[1]
@@ -118,7 +118,10 @@ class Hub:
     def _on_message(self, connection: Connection, fields: Mapping[str, Any]) -> None:
         message = messages.CODEC.receive(connection, fields)
         match message:
-            case None | messages.Beat():
+            case None:
+                return
+            case messages.Beat():
+                self._context.silence.learn(message.pause, self._context.clock())
                 return
             case messages.LeaderQuery():
                 _send(connection, messages.LeaderAnswer(self._reached_leader(message.round)))
@@ -151,7 +154,8 @@ class Hub:
             member = self._state.member_of(link)
             match message:
                 case messages.Hello():
-                    actions = self._state.greeted(link, peer.name, peer.incarnation, message.round)
+                    now = self._context.clock()
+                    actions = self._state.greeted(link, peer.name, peer.incarnation, message.round, now)
                 case messages.Watch():
                     actions = self._state.watching(link, peer.name, peer.incarnation, message, self._context.clock())
                 case messages.Done():
@@ -176,7 +180,7 @@ class Hub:
         with self._lock:
             last_received = {link: connection.last_received for link, connection in self._connections.items()}
             actions = self._state.ticked(self._context.clock(), last_received)
-        self._perform([SendAll(messages.Beat())])
+        self._perform([SendAll(messages.Beat(self._context.silence.pause))])
         self._perform_and_wake(actions)
 
     def _link(self, connection: Connection) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from azureml_elastic.ipc import Connection, MessageClient, Peer
 from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.join_events import HubSent, LinkEnded
-from azureml_elastic.node.core.pauses import PauseDetector
+from azureml_elastic.node.core.pauses import BeatWatch, PauseDetector
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.inbox import FromLeader
@@ -46,6 +46,7 @@ class Link:
         self._context = context
         self._pauses = PauseDetector(context.clock(), context.tick)
         self._last_received = context.clock()
+        self._beats = BeatWatch(context.silence, self._pauses, self._last_received)
         self._round = greeting.round
         self._has_answered = False
         self.broken = False
@@ -85,9 +86,11 @@ class Link:
         message = messages.CODEC.receive(connection, fields)
         if message is None:
             return
-        match message:
-            case messages.Beat() if self._has_answered:
+        if isinstance(message, messages.Beat):
+            self._context.silence.learn(message.pause, self._last_received)
+            if self._has_answered:
                 return
+        match message:
             case messages.Broadcast():
                 self._context.inbox.put(FromLeader(self._round, message.body))
             case messages.RoundChanged(round=Round() as round_) if not self._context.latest.accept(round_):
@@ -99,7 +102,8 @@ class Link:
         self._context.wake.set()
 
     def _on_close(self, connection: Connection) -> None:
-        was_given_up = self._pauses.was_given_up(self._context.heartbeat_timeout, self._context.clock())
+        now = self._context.clock()
+        was_given_up = self._pauses.was_given_up(self._context.silence.smallest(now), now)
         self.broken = True
         self._put(LinkEnded(connection.refused, was_given_up))
         self._context.wake.set()
@@ -112,6 +116,6 @@ class Link:
             return
         now = self._context.clock()
         self._pauses.tick(now)
-        self.send(messages.Beat())
-        if self._pauses.silence(self._last_received, now) > self._context.heartbeat_timeout:
+        self.send(messages.Beat(self._context.silence.pause))
+        if self._beats.is_lost(self._last_received, now):
             self._client.connection.close("the hub is silent")

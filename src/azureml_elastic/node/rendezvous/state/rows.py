@@ -60,6 +60,8 @@ class Rows:
         self._pause = pause
         self._latest = latest
         self._round_etag: str | None = None
+        self._round_seen: Round | None = None  # the version with this etag
+        self._etag_written: str | None = None  # of the version that this node has written last
         self._member_etag: str | None = None
         self.has_left = False
         self.persistent = False
@@ -170,12 +172,24 @@ class Rows:
         etag = self._write(ROUND_KEY, to.to_value(), self._round_etag)
         if etag is None:
             return False
-        self._round_etag = etag
+        self._round_etag = self._etag_written = etag
+        self._round_seen = to
         self._latest.observe(to)
         return True
 
+    def has_written(self, round_: Round) -> bool:
+        """Return whether the row holds this version, by what was read last, and this node has written it.
+
+        No later round has run then. A compare-and-swap with this version shows whether that is still so.
+        """
+        return self._round_etag is not None and self._round_etag == self._etag_written and self._round_seen == round_
+
     def end_round(self, number: int, to: Round) -> bool:
         """Write the round's row if it still holds this sealed round, or lost it; return whether it was written."""
+        seen = self._round_seen
+        # Who has sealed the round knows the version of its row: a compare-and-swap shows whether it still has it.
+        if seen is not None and (seen.number, seen.state) == (number, "sealed") and self.replace_round(to):
+            return True
         while True:
             known = self._latest.newest
             current = self._retry(self._get_round)
@@ -245,6 +259,7 @@ class Rows:
     def _read(self, row: Row | None) -> Round:
         round_ = _parsed(Round.from_value, row) if row is not None else Round()
         self._round_etag = row.etag if row is not None else None
+        self._round_seen = round_
         self._latest.observe(round_)
         return round_
 
