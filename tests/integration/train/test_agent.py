@@ -62,7 +62,7 @@ def test_refusals_become_errors(agent, channel, answer, kind):
 
 def prepare(agent, boundary, step, action="save"):
     agent.server.broadcast({"op": "prepare", "boundary": boundary, "step": step, "action": action})
-    ((_, answer),) = agent.wait_for("prepared")
+    ((_, answer),) = agent.wait_for("vote")
     assert answer["boundary"] == boundary
     return answer["ok"], answer["step"]
 
@@ -125,7 +125,7 @@ def test_all_workers_leave_at_the_agreed_step_and_the_next_round_goes_on(agent, 
     announce(agent, "leave", 20, at=3)
     arguments = (tmp_path / "c", 10_000, None, 3, tmp_path / "announced")
     world = World(2, workers.agent_session, *arguments, **environment(agent, 1))
-    answers = agent.wait_for("prepared", 2)
+    answers = agent.wait_for("vote", 2)
     arguments[-1].touch()
     assert [answer["ok"] for _, answer in answers] == [True, True]
     agent.server.broadcast({"op": "decide", "boundary": 1, "go": True})
@@ -141,7 +141,7 @@ def test_all_workers_leave_at_the_agreed_step_and_the_next_round_goes_on(agent, 
     world = World(1, workers.agent_session, *arguments, **environment(agent, 2))
     ((_, restored),) = agent.wait_for("restored")
     assert restored["step"] == 23
-    agent.wait_for("prepared")
+    agent.wait_for("vote")
     arguments[-1].touch()
     agent.server.broadcast({"op": "decide", "boundary": 1, "go": True})
     assert world.values() == [[23, 50]]

@@ -61,7 +61,7 @@ class Agent:
                 replies = {"pointer": "pointer_reply", "memory": "memory_reply"}
                 connection.send({"re": message["id"], "op": replies.get(message["op"], "accepted")})
             self.said.append(message["op"])
-            if message["op"] == "prepared":
+            if message["op"] == "vote":
                 connection.send({"op": "decide", "boundary": 1, "go": message["ok"]})
                 if not message["ok"]:  # the worker had completed that step
                     self._margin *= 2
