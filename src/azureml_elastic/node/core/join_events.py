@@ -99,7 +99,7 @@ class TimerFired:
 
 @dataclass(frozen=True)
 class NewerRound:
-    """A newer version of the round is known than the one that the machine acts on, whoever has brought it."""
+    """A newer version of the round is known than the one that the machine acts on, from wherever."""
 
     round: Round
 

@@ -501,8 +501,8 @@ def live(rng: random.Random) -> None:
             break
         if isinstance(action, on.Call):
             newer = version()
-            heard = rng.random() < 0.1 and newer.is_newer_than(node.joiner.round)
-            action = node.feed(on.NewerRound(newer) if heard else answer(action))
+            is_newer = rng.random() < 0.1 and newer.is_newer_than(node.joiner.round)
+            action = node.feed(on.NewerRound(newer) if is_newer else answer(action))
             continue
         assert node.joiner.deadline < node.now + 100, f"{node.joiner.state} waits for ever"
         news = [on.Woken(rng.random() < 0.5, rng.random() < 0.2), on.LinkEnded(rng.random() < 0.3)]
