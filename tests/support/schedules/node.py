@@ -14,7 +14,7 @@ from azureml_elastic.node.core import messages
 from azureml_elastic.node.core import training_actions as do
 from azureml_elastic.node.core import training_events as ev
 from azureml_elastic.node.core.hub_reports import HubReports
-from azureml_elastic.node.core.hub_state import Close, HubState, Send, SendAll
+from azureml_elastic.node.core.hub_state import Close, HubState, HubView, Send, SendAll
 from azureml_elastic.node.core.joiner import Joiner, JoinState
 from azureml_elastic.node.core.joining import greeting_of
 from azureml_elastic.node.core.newest_round import NewestRound
@@ -561,20 +561,16 @@ class Node:
         """Return what is known of the round, as ``Rendezvous.status`` does."""
         round_, reports = self.round, self.reports
         leads = round_.members[0].node == self.name
-        view = self.hub.view(self.clock)
-        lost = reports.lost | (view.lost if leads else frozenset())
-        given_up = (leads and view.was_given_up) or reports.was_given_up
+        view = self.hub.view(self.clock) if leads else HubView()
         if self.must_look or reports.take_read_request():
             self.must_look = False
             self.call(lambda: self.world.table.round or Round(), partial(self._looked, round_))
-        newer = self.newest.after(round_) is not None
-        self.over = self.over or given_up or reports.broken or newer
-        if reports.broken and not given_up:
-            lost |= {round_.members[0].node} - {self.name}
-        is_full = len(round_.members) >= self.limits.maximum
+        given_up = view.was_given_up or reports.was_given_up
+        self.over = self.over or given_up or reports.broken or self.newest.after(round_) is not None
         debounce = self.timings.rescale_debounce.total_seconds()
-        waiting = frozenset() if is_full or not leads else view.spares(self.clock, debounce)
-        return ev.RoundSeen(lost - {self.name}, self.over or self.name in lost, waiting, reports.all_done, given_up)
+        return reports.see(
+            round_, self.name, view, over=self.over, limits=self.limits, debounce=debounce, now=self.clock
+        )
 
     def _looked(self, round_: Round, row: Round) -> None:
         if self.round is round_ and (row.number, row.state) != (round_.number, round_.state):

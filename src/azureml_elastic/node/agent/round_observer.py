@@ -12,7 +12,6 @@ from azureml_elastic.node.agent.worker_processes import Workers
 from azureml_elastic.node.core import training_events as ev
 from azureml_elastic.node.core.training import Training
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
-from azureml_elastic.node.rendezvous.inbox import FromLeader, FromMember
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.store_process import RoundStore
 
@@ -69,7 +68,7 @@ class RoundObserver:
             training: this node's part in the round.
             store: the round's store.
         """
-        seen = self._look_at_round()
+        seen = self._rdzv.status()
         messages = self._rdzv.inbox.take(self._rdzv.membership.last_round)  # with all that a lost member has sent
         votes = self._channel.workers.take_votes()
         codes = self._workers.exit_codes
@@ -77,8 +76,8 @@ class RoundObserver:
         if training.runs_engine and training.are_all(report.finished) and self._is_new("ended"):
             yield ev.ProgramEnded()  # whatever has happened to other nodes since
         for message in messages:
-            if isinstance(message, FromMember):
-                yield ev.FromMember(message.node, message.body)
+            if isinstance(message, ev.FromMember):
+                yield message
         if seen != self._round:
             self._round = seen
             yield seen
@@ -86,8 +85,8 @@ class RoundObserver:
             self._report = report
             yield report
         for message in messages:
-            if isinstance(message, FromLeader):
-                yield ev.FromLeader(message.body)
+            if isinstance(message, ev.FromLeader):
+                yield message
         for local_rank, vote in votes:
             yield ev.WorkerVoted(local_rank, vote)
         yield from self._look_at_notice()
@@ -99,10 +98,6 @@ class RoundObserver:
             yield ev.ProgramSaved()
         yield from self._hangs.look(leads=training.leads)
         yield ev.TimePassed()
-
-    def _look_at_round(self) -> ev.RoundSeen:
-        status = self._rdzv.status()
-        return ev.RoundSeen(status.lost, status.over, status.waiting, status.all_done, status.was_given_up)
 
     def _look_at_notice(self) -> Iterator[ev.TrainingEvent]:
         """Yield a notice, which is final from then on: it is about to be announced."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from azureml_elastic.node.core import messages
+from azureml_elastic.node.core.hub_state import HubView
 from azureml_elastic.node.core.join_events import HubSent, LinkEnded
+from azureml_elastic.node.core.round import Limits, Round
+from azureml_elastic.node.core.training_events import RoundSeen
 
 __all__ = ["HubReports"]
 
@@ -42,6 +45,33 @@ class HubReports:
                 self.all_done = True
             case HubSent(message=messages.RoundChanged(round=None)):
                 self.must_read = True
+
+    def see(
+        self, round_: Round, node: str, view: HubView, *, over: bool, limits: Limits, debounce: float, now: float
+    ) -> RoundSeen:
+        """Return what is known of a round.
+
+        Args:
+            round_: the round.
+            node: the member.
+            view: what its own hub knows, where it is rank 0.
+            over: whether the round has ended in the table.
+            limits: node counts.
+            debounce: seconds in which no further spare may come before room is made.
+            now: monotonic seconds.
+        """
+        lost = self.lost | view.lost
+        was_given_up = view.was_given_up or self.was_given_up
+        if self.broken and not was_given_up:
+            lost |= {round_.members[0].node} - {node}
+        is_full = len(round_.members) >= limits.maximum
+        return RoundSeen(
+            lost=lost - {node},
+            over=over or was_given_up or self.broken or node in lost,
+            waiting=frozenset() if is_full else view.spares(now, debounce),
+            all_done=self.all_done,
+            was_given_up=was_given_up,
+        )
 
     def take_read_request(self) -> bool:
         """Return, once, whether the row must be read."""

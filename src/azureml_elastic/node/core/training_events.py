@@ -59,6 +59,11 @@ class RoundSeen:
     all_done: bool = False
     was_given_up: bool = False
 
+    @property
+    def broken(self) -> bool:
+        """Whether the workers of the round cannot go on."""
+        return self.over or bool(self.lost)
+
 
 @dataclass(frozen=True)
 class WorkersSeen:

@@ -3,48 +3,27 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 
-from azureml_elastic.ipc.agent_messages import BroadcastBody, ReportBody
+from azureml_elastic.node.core.training_events import FromLeader, FromMember
 
-__all__ = ["Event", "FromLeader", "FromMember", "Inbox"]
-
-
-@dataclass(frozen=True)
-class FromLeader:
-    """Broadcast of rank 0's agent."""
-
-    round: int
-    body: BroadcastBody
-
-
-@dataclass(frozen=True)
-class FromMember:
-    """Report of a node's agent to this one, which is rank 0's."""
-
-    round: int
-    node: str
-    body: ReportBody
-
-
-Event = FromLeader | FromMember
+__all__ = ["Inbox"]
 
 
 class Inbox:
-    """Queue of events in the order of their arrival. Thread-safe."""
+    """Queue of messages in the order of their arrival. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._events: list[Event] = []
+        self._messages: list[tuple[int, FromLeader | FromMember]] = []
 
-    def put(self, event: Event) -> None:
-        """Add an event."""
+    def put(self, number: int, message: FromLeader | FromMember) -> None:
+        """Add a message of the round with this number."""
         with self._lock:
-            self._events.append(event)
+            self._messages.append((number, message))
 
-    def take(self, number: int) -> list[Event]:
-        """Remove and return the events of a round; those of earlier rounds are dropped, later ones stay."""
+    def take(self, number: int) -> list[FromLeader | FromMember]:
+        """Remove and return the messages of a round; those of earlier rounds are dropped, later ones stay."""
         with self._lock:
-            events = [event for event in self._events if event.round == number]
-            self._events = [event for event in self._events if event.round > number]
-            return events
+            messages = [message for of, message in self._messages if of == number]
+            self._messages = [(of, message) for of, message in self._messages if of > number]
+            return messages

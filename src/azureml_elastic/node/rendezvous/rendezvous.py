@@ -27,6 +27,7 @@ from azureml_elastic.node.core.joiner import Joiner, JoinState
 from azureml_elastic.node.core.joining import greeting_of, is_landmark
 from azureml_elastic.node.core.messages import RoundChanged, Unreachable
 from azureml_elastic.node.core.round import Limits, Member, Round, is_same_round, reopened
+from azureml_elastic.node.core.training_events import RoundSeen
 from azureml_elastic.node.host.addresses import Ports, format_address, listening_address
 from azureml_elastic.node.host.identity import new_incarnation
 from azureml_elastic.node.rendezvous.context import Context
@@ -39,7 +40,7 @@ from azureml_elastic.node.rendezvous.reachability.reachability import Reachabili
 from azureml_elastic.node.rendezvous.round_end import RoundEnd
 from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.sleeper import Sleeper
-from azureml_elastic.node.rendezvous.state.assignment import Assignment, Status
+from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.rendezvous.state.rows import Rows
 from azureml_elastic.node.rendezvous.state.run_key import RunKey
 from azureml_elastic.node.rendezvous.table_heartbeat import TableHeartbeat
@@ -398,28 +399,25 @@ class Rendezvous:
 
     # --- being a member ----------------------------------------------------------------------------------------------
 
-    def status(self) -> Status:
+    def status(self) -> RoundSeen:
         """Return the state of the round; reads the table only where a hub has sent that the row has changed."""
         self._prober.tick()
         membership = self.membership
         if not membership.connected:
-            return Status()
+            return RoundSeen()
         self._collect()
-        hub, round_ = membership.reports, membership.assignment.round
+        reports, round_ = membership.reports, membership.assignment.round
         view = self.hub.view() if membership.leads else HubView()
-        lost = hub.lost | view.lost
-        was_given_up = view.was_given_up or hub.was_given_up
-        membership.over = membership.over or was_given_up or hub.broken or self._has_changed(round_)
-        if hub.broken and not was_given_up:
-            lost |= {round_.members[0].node} - {self.node}
-        is_full = len(round_.members) >= self._context.limits.maximum
-        debounce = self._context.timings.rescale_debounce.total_seconds()
-        return Status(
-            lost=lost - {self.node},
-            over=membership.over or self.node in lost,
-            waiting=frozenset() if is_full else view.spares(self._context.clock(), debounce),
-            all_done=hub.all_done,
-            was_given_up=was_given_up,
+        was_given_up = view.was_given_up or reports.was_given_up
+        membership.over = membership.over or was_given_up or reports.broken or self._has_changed(round_)
+        return reports.see(
+            round_,
+            self.node,
+            view,
+            over=membership.over,
+            limits=self._context.limits,
+            debounce=self._context.timings.rescale_debounce.total_seconds(),
+            now=self._context.clock(),
         )
 
     def take_unreachable_pair(self) -> UnreachablePair | None:

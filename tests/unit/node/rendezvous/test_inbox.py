@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from azureml_elastic.ipc.agent_messages import Leaving
-from azureml_elastic.node.rendezvous.inbox import FromMember, Inbox
+from azureml_elastic.node.core.training_events import FromMember
+from azureml_elastic.node.rendezvous.inbox import Inbox
 
 
-def test_events_of_earlier_rounds_are_dropped_and_those_of_later_ones_stay():
+def test_messages_of_earlier_rounds_are_dropped_and_those_of_later_ones_stay():
     inbox = Inbox()
-    events = [FromMember(number, "node-0", Leaving()) for number in (1, 3, 2, 2)]
-    for event in events:
-        inbox.put(event)
-    assert inbox.take(2) == events[2:]
+    for number in (1, 3, 2, 2):
+        inbox.put(number, FromMember(f"of {number}", Leaving()))
+    assert inbox.take(2) == 2 * [FromMember("of 2", Leaving())]
     assert inbox.take(2) == []
-    assert inbox.take(3) == [events[1]]
+    assert inbox.take(3) == [FromMember("of 3", Leaving())]

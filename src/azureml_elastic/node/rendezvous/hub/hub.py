@@ -21,8 +21,8 @@ from azureml_elastic.ipc.shards import ShardDescription
 from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.hub_state import Close, HubAction, HubState, HubView, Send, SendAll
 from azureml_elastic.node.core.round import Member, Round
+from azureml_elastic.node.core.training_events import FromMember
 from azureml_elastic.node.rendezvous.context import Context
-from azureml_elastic.node.rendezvous.inbox import FromMember
 
 __all__ = ["Hub"]
 
@@ -166,7 +166,7 @@ class Hub:
                     _LOG.warning("%s.", message.text)
                 case messages.Report() if member is not None:
                     name, number = member
-                    self._context.inbox.put(FromMember(number, name, message.body))
+                    self._context.inbox.put(number, FromMember(name, message.body))
         self._perform(actions)
 
     def _on_close(self, connection: Connection) -> None:

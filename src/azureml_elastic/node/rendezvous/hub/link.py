@@ -10,8 +10,8 @@ from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.join_events import HubSent, LinkEnded
 from azureml_elastic.node.core.pauses import BeatWatch, PauseDetector
 from azureml_elastic.node.core.round import Member, Round
+from azureml_elastic.node.core.training_events import FromLeader
 from azureml_elastic.node.rendezvous.context import Context
-from azureml_elastic.node.rendezvous.inbox import FromLeader
 
 __all__ = ["Link"]
 
@@ -92,7 +92,7 @@ class Link:
                 return
         match message:
             case messages.Broadcast():
-                self._context.inbox.put(FromLeader(self._round, message.body))
+                self._context.inbox.put(self._round, FromLeader(message.body))
             case messages.RoundChanged(round=Round() as round_) if not self._context.latest.accept(round_):
                 self._put(HubSent(message))
                 self._put(HubSent(messages.RoundChanged(None)))
