@@ -77,6 +77,9 @@ class _Link:
     Args:
         to: node of the hub.
         greeting: what this node has sent last.
+        answered: whether the hub has sent anything yet.
+        position: position among the candidates that should seal, as the hub has sent it.
+        received: newest version of the round that the hub has sent.
     """
 
     to: Member
@@ -122,7 +125,7 @@ class _Candidacy:
 
 
 @dataclass
-class _Vigil:
+class _Waiting:
     """What a node knows that waits beside a sealed round, enters it or stays outside of it.
 
     Args:
@@ -186,7 +189,7 @@ class Joiner:
         self._seen: Round | None = None
         self._repeats = 0
         self._candidacy: _Candidacy | None = None
-        self._vigil = self._new_vigil(0.0)
+        self._waiting = self._new_waiting(0.0)
 
     def handle(self, event: on.Event, now: float) -> list[on.Action]:
         """Process what has happened, and return what is to be done.
@@ -256,8 +259,8 @@ class Joiner:
             return [on.Prepare(round_)]
         rank = round_.rank_of(self.me.node, self.me.incarnation)
         if rank is not None and self._is_prepared and self._last_round < round_.number:
-            self.state, self._vigil = JoinState.ENTERING, self._new_vigil(_RETRY_SECONDS[0])
-            self._vigil.rank = rank
+            self.state, self._waiting = JoinState.ENTERING, self._new_waiting(_RETRY_SECONDS[0])
+            self._waiting.rank = rank
             return [on.Enter(round_, rank)]
         if self._last_round == round_.number:
             # This node has left its own round, and the node that should end it may be dead.
@@ -474,8 +477,8 @@ class Joiner:
             later: number of the later round, which has written its heartbeat.
         """
         self.state = JoinState.RESTORING
-        self._vigil = self._new_vigil(self._timings.table_heartbeat_interval.total_seconds() / 2)
-        self._vigil.later = later
+        self._waiting = self._new_waiting(self._timings.table_heartbeat_interval.total_seconds() / 2)
+        self._waiting.later = later
         warning = (
             f"The table's row holds round {self.round.number} (open), but round {later} has run: rows went back in "
             "time or are gone. Waiting for a node of that round."
@@ -485,9 +488,9 @@ class Joiner:
     def _restoring(self, event: on.Event, now: float) -> list[on.Action]:
         match event:
             case on.HeartbeatRead():
-                if self._vigil.heartbeat.see(event.version, now):
-                    return [on.Restore(self.round, Round(self._vigil.later, "sealed"))]
-                self.deadline = now + self._vigil.pause
+                if self._waiting.heartbeat.see(event.version, now):
+                    return [on.Restore(self.round, Round(self._waiting.later, "sealed"))]
+                self.deadline = now + self._waiting.pause
             case on.TimerFired() | on.Woken():
                 return [on.ReadRound()]
             case on.RoundRead():
@@ -499,23 +502,23 @@ class Joiner:
     # --- a spare beside a sealed round -------------------------------------------------------------------------------
 
     def _begin_spare(self, now: float) -> list[on.Action]:
-        self.state, self._vigil = JoinState.SPARE, self._new_vigil(_ALONE_SECONDS[0])
-        self._vigil.dial_at, self._vigil.read_at = now, now + _CHECK_SECONDS
+        self.state, self._waiting = JoinState.SPARE, self._new_waiting(_ALONE_SECONDS[0])
+        self._waiting.dial_at, self._waiting.read_at = now, now + _CHECK_SECONDS
         return self._watch(now)
 
     def _waits_beside(self, event: on.Event, now: float) -> list[on.Action]:
-        vigil = self._vigil
+        waiting = self._waiting
         match event:
             case on.HubSent(message=messages.SealPosition(unreachable_from=names)):
-                if names not in ((), vigil.unreachable_from):
-                    vigil.unreachable_from = names
+                if names not in ((), waiting.unreachable_from):
+                    waiting.unreachable_from = names
                     return [on.NoRoom(self.round, names), *self._watch(now)]
             case on.ConnectFailed():
                 self.me, self._dialled = event.me, None
-                vigil.dial_at, vigil.read_at = now + vigil.pause, now
+                waiting.dial_at, waiting.read_at = now + waiting.pause, now
             case on.LinkEnded():
                 self._link = None
-                vigil.dial_at, vigil.read_at = now + vigil.pause, now
+                waiting.dial_at, waiting.read_at = now + waiting.pause, now
                 if event.refused:
                     return [on.ReadKey()]
             case on.RoundRead():
@@ -523,33 +526,33 @@ class Joiner:
                     return self._moved(event.round, now)
                 if not self._is_answered:
                     return [on.ReadHeartbeat()]
-                vigil.read_at = now + _CHECK_SECONDS
+                waiting.read_at = now + _CHECK_SECONDS
             case on.HeartbeatRead():
-                if vigil.heartbeat.see(event.version, now):
+                if waiting.heartbeat.see(event.version, now):
                     return self._give_round_up()
-                vigil.pause = min(_ALONE_SECONDS[1], vigil.pause * 1.5)
-                vigil.read_at = now + vigil.pause
+                waiting.pause = min(_ALONE_SECONDS[1], waiting.pause * 1.5)
+                waiting.read_at = now + waiting.pause
             case on.RoundWritten(written=True):
                 return self._moved(self._without_members(), now)
             case on.RoundWritten():
-                vigil.read_at = now  # another node has changed it first
+                waiting.read_at = now  # another node has changed it first
         return self._watch(now)
 
     def _watch(self, now: float) -> list[on.Action]:
         """Return what a spare does next: connect, read the round's row, or wait."""
-        vigil, first = self._vigil, self.round.members[0]
+        waiting, first = self._waiting, self.round.members[0]
         actions: list[on.Action] = []
-        if now >= vigil.dial_at or self._is_linked_to(first):
+        if now >= waiting.dial_at or self._is_linked_to(first):
             actions = self._connect(first, f"rank 0 of round {self.round.number}")
             if self._dialled is not None:
                 return actions
         # An accepted connection shows nothing: the kernel accepts for a process that is frozen.
         if self._is_answered:
-            vigil.heartbeat.reset()
-        if self._must_read or now >= vigil.read_at:
+            waiting.heartbeat.reset()
+        if self._must_read or now >= waiting.read_at:
             self._must_read = False
             return [*actions, on.ReadRound()]
-        self.deadline = vigil.read_at if self._link is not None else min(vigil.read_at, vigil.dial_at)
+        self.deadline = waiting.read_at if self._link is not None else min(waiting.read_at, waiting.dial_at)
         return actions
 
     def _give_round_up(self) -> list[on.Action]:
@@ -564,13 +567,13 @@ class Joiner:
     # --- entering a sealed round -------------------------------------------------------------------------------------
 
     def _entering(self, event: on.Event, now: float) -> list[on.Action]:
-        vigil = self._vigil
+        waiting = self._waiting
         match event:
             case on.Entered() | on.EntryFailed():
                 self._last_round, self.deadline = self.round.number, float("inf")
         match event:
-            case on.Entered(refused=True) if vigil.tries < _KEY_TRIES:
-                vigil.tries += 1
+            case on.Entered(refused=True) if waiting.tries < _KEY_TRIES:
+                waiting.tries += 1
                 self.deadline = now + _RETRY_SECONDS[0]
             case on.Entered():
                 self.state = JoinState.IN
@@ -578,20 +581,20 @@ class Joiner:
             case on.TimerFired():
                 return [on.ReadKey()]
             case on.KeyRead():
-                return [on.Enter(self.round, vigil.rank)]
+                return [on.Enter(self.round, waiting.rank)]
             case on.EntryFailed(unreachable=False):
                 return self._without_leader(event.reason)
             case on.EntryFailed():
-                vigil.reason, self.me = event.reason, event.me
+                waiting.reason, self.me = event.reason, event.me
                 return [on.QueryMembers(self.round)]
             case on.MembersAnswered():
                 verdict = is_leader_unreachable(event.answers)
                 if verdict is None:
                     return [on.ReadHeartbeat()]
-                return self._without_leader(vigil.reason) if verdict else self._stay_outside()
+                return self._without_leader(waiting.reason) if verdict else self._stay_outside()
             case on.HeartbeatRead():
                 runs = event.round == self.round.number
-                return self._stay_outside() if runs else self._without_leader(vigil.reason)
+                return self._stay_outside() if runs else self._without_leader(waiting.reason)
             case on.Reopened():
                 self.state = JoinState.CHOOSING
                 return [on.ReadRound()]
@@ -606,32 +609,32 @@ class Joiner:
     def _stay_outside(self) -> list[on.Action]:
         self.state = JoinState.OUTSIDE
         warning = f"Round {self.round.number} may go on without this node, which keeps trying to enter it."
-        me = replace(self.me, state="left", reason=self._vigil.reason)
+        me = replace(self.me, state="left", reason=self._waiting.reason)
         return [on.Warn(warning), on.WriteRow(me, self.round)]
 
     def _outside(self, event: on.Event, now: float) -> list[on.Action]:
-        vigil = self._vigil
+        waiting = self._waiting
         match event:
-            case on.RowWritten() if vigil.entered:
+            case on.RowWritten() if waiting.entered:
                 self.state, self._has_left = JoinState.IN, False
                 return [on.Take()]
             case on.RowWritten():
                 self._has_left = True
                 return [on.ReadHeartbeat()]
             case on.HeartbeatRead():
-                if vigil.heartbeat.see(event.version, now):
-                    return self._without_leader(vigil.reason)
-                self.deadline = now + vigil.pause
-                vigil.pause = min(_RETRY_SECONDS[1], 1.5 * vigil.pause)
+                if waiting.heartbeat.see(event.version, now):
+                    return self._without_leader(waiting.reason)
+                self.deadline = now + waiting.pause
+                waiting.pause = min(_RETRY_SECONDS[1], 1.5 * waiting.pause)
             case on.TimerFired():
                 self.deadline = float("inf")
                 return [on.ReadRound()]
             case on.RoundRead():
                 if event.round.is_newer_than(self.round):
                     return self._go_on(event.round, now)
-                return [on.Enter(self.round, vigil.rank, again=True)]
+                return [on.Enter(self.round, waiting.rank, again=True)]
             case on.Entered():
-                vigil.entered = True
+                waiting.entered = True
                 # Its row says that it has left: the next round would not wait for it.
                 return [on.WriteRow(replace(self.me, round=self.round.number), self.round)]
             case on.EntryFailed(unreachable=False):
@@ -683,5 +686,5 @@ class Joiner:
             case messages.SealPosition():
                 link.position = message.position
 
-    def _new_vigil(self, pause: float) -> _Vigil:
-        return _Vigil(Staleness(2 * self._timings.table_heartbeat_interval.total_seconds()), pause)
+    def _new_waiting(self, pause: float) -> _Waiting:
+        return _Waiting(Staleness(2 * self._timings.table_heartbeat_interval.total_seconds()), pause)
