@@ -7,22 +7,15 @@ that is closed or leaves out a round, is only the reason to read the row.
 
 from __future__ import annotations
 
-import threading
-
 from azureml_elastic.node.core.round import Round
 
 __all__ = ["NewestRound"]
 
 
 class NewestRound:
-    """Newest version of the round's row that this node has read or written, or whose seal it has received. Thread-safe.
-
-    The table client, the hub and the connections to other hubs write to it, so that a change of the round is known
-    whichever of them brings it first.
-    """
+    """Newest version of the round's row that this node has read or written, or whose seal it has received."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._round: Round | None = None
 
     @property
@@ -32,9 +25,8 @@ class NewestRound:
 
     def observe(self, round_: Round) -> None:
         """Keep this version if it is newer."""
-        with self._lock:
-            if round_.is_newer_than(self._round):
-                self._round = round_
+        if round_.is_newer_than(self._round):
+            self._round = round_
 
     def accept(self, round_: Round) -> bool:
         """Keep a received version if it directly follows the one that this node knows, and is not closed.
@@ -42,15 +34,14 @@ class NewestRound:
         Returns:
             Whether it was kept, or nothing newer than what this node knows; otherwise the row must be read.
         """
-        with self._lock:
-            latest = self._round
-            if latest is not None and not round_.is_newer_than(latest):
-                return True
-            following = [(latest.number, "sealed"), (latest.number + 1, "open")] if latest is not None else []
-            if (round_.number, round_.state) not in following:
-                return False
-            self._round = round_
+        latest = self._round
+        if latest is not None and not round_.is_newer_than(latest):
             return True
+        following = [(latest.number, "sealed"), (latest.number + 1, "open")] if latest is not None else []
+        if (round_.number, round_.state) not in following:
+            return False
+        self._round = round_
+        return True
 
     def after(self, round_: Round) -> Round | None:
         """Return the newest version if it is newer than this one."""

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc import Authenticator, Peer
 from azureml_elastic.node.core.join_events import HubSent, LinkEnded
-from azureml_elastic.node.core.newest_round import NewestRound
 from azureml_elastic.node.core.pauses import SilenceLimit
 from azureml_elastic.node.core.round import Limits
 from azureml_elastic.node.rendezvous.inbox import Inbox
 from azureml_elastic.node.rendezvous.runtime import Runtime
+from azureml_elastic.node.rendezvous.state.shared_round import SharedNewestRound
 
 if TYPE_CHECKING:
     from azureml_elastic.node.rendezvous.hub.link import Link
@@ -59,7 +59,7 @@ class Context:
         self.wake = wake or runtime.event()
         self.inbox = Inbox()
         self.received: deque[tuple[Link, HubSent | LinkEnded]] = deque()
-        self.latest = NewestRound()
+        self.latest = SharedNewestRound()
         self.heartbeat_timeout = timings.heartbeat_timeout.total_seconds()
         self.tick = timings.heartbeat_interval.total_seconds() / 2
         self.silence = SilenceLimit(timings)
