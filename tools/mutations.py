@@ -81,8 +81,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nobody-knows-all",
-        "node/core/joiner.py",
-        "previous[:1] == (me.node,) and {*previous} == {*self._known}",
+        "node/core/candidacy.py",
+        "previous[:1] == (me.node,) and {*previous} == {*known}",
         "previous[:1] == (me.node,)",
         ("unit/node/core/test_joiner.py",),
     ),

@@ -25,24 +25,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.node.core import join_events as on
 from azureml_elastic.node.core import messages
-from azureml_elastic.node.core.joining import MeetingPoints, ReadSchedule, Staleness, greeting_of, is_leader_unreachable
+from azureml_elastic.node.core.candidacy import Candidacy, Verdict
+from azureml_elastic.node.core.joining import Staleness, greeting_of, is_leader_unreachable
 from azureml_elastic.node.core.round import Limits, Member, Round, has_gone_back, reopened
-from azureml_elastic.node.core.sealing import SealTimer, candidates, describe_partitions, drop_unresponsive, seal
 
 __all__ = ["JoinState", "Joiner"]
 
 _MAX_BACKOFF_SECONDS = 2.0
 """Longest pause before a version of the round is acted on again, or a new attempt of nodes that could not connect."""
-
-_WRITE_SECONDS = 1.0
-"""Time after which a node that has sent its row to a hub also writes it into the table."""
 
 _ALONE_SECONDS = (0.1, 2.0)
 """First and longest pause between two reads of a spare that rank 0's hub has sent nothing."""
@@ -87,41 +84,6 @@ class _Link:
     answered: bool = False
     position: int | None = None
     received: Round | None = None
-
-
-@dataclass
-class _Candidacy:
-    """What a candidate knows.
-
-    Args:
-        points: where candidates meet.
-        timer: when this node seals.
-        schedule: when it reads the rows.
-        write_at: when it writes its row into the table.
-        written: whether that is done.
-        offered: whether it is a candidate at its own hub.
-        knows_all: whether the rows would show it nothing that it does not know.
-        rows: rows of the nodes, as they were read last.
-        present: the nodes from which it seals.
-        should_seal: whether it is among the first candidates at its own hub.
-        ended: the connection that has ended last.
-        has_read: whether the rows have been read for the next decision.
-        sealed: the version that it writes.
-    """
-
-    points: MeetingPoints
-    timer: SealTimer
-    schedule: ReadSchedule
-    write_at: float
-    written: bool = False
-    offered: bool = False
-    knows_all: bool = False
-    rows: Mapping[str, Member] = field(default_factory=dict)
-    present: list[Member] = field(default_factory=list)
-    should_seal: bool = False
-    ended: _Link | None = None
-    has_read: bool = False
-    sealed: Round = field(default_factory=Round)
 
 
 @dataclass
@@ -188,7 +150,8 @@ class Joiner:
         self._must_read = False
         self._seen: Round | None = None
         self._repeats = 0
-        self._candidacy: _Candidacy | None = None
+        self._ended: _Link | None = None
+        self._candidacy: Candidacy | None = None
         self._waiting = self._new_waiting(0.0)
 
     def handle(self, event: on.Event, now: float) -> list[on.Action]:
@@ -287,16 +250,9 @@ class Joiner:
 
     def _begin_candidacy(self, prepared: on.Prepared, now: float) -> list[on.Action]:
         self.state, self.me, self._is_prepared = JoinState.CANDIDATE, prepared.me, True
-        me, previous = prepared.me, self.round.previous
-        # The rank 0 of a round that has lost nobody, which has written the open one, knows whom to expect, and they
-        # come to its hub. No later round has run then, and the seal is refused where the row has changed since.
-        knows_all = prepared.wrote_round and previous[:1] == (me.node,) and {*previous} == {*self._known}
-        self._candidacy = candidacy = _Candidacy(
-            MeetingPoints(self.round, me, self._known),
-            SealTimer(self.round, self._limits, self._timings),
-            ReadSchedule(now, knows_all=knows_all),
-            write_at=now + _WRITE_SECONDS,
-            knows_all=knows_all,
+        me = prepared.me
+        self._candidacy = candidacy = Candidacy(
+            self.round, me, self._known, self._limits, self._timings, now, wrote_round=prepared.wrote_round
         )
         # In the first round nodes find each other by their rows. Later they know each other, and a message suffices.
         if self.round.number == 1 or self._has_left:
@@ -315,13 +271,13 @@ class Joiner:
             case on.HubSent(message=messages.SealPosition(position=int())):
                 mine.schedule.candidate_came()
             case on.MarksChanged():
-                self._offer_again(mine, now)
+                mine.offer_again(now)
             case on.RowWritten():
                 mine.written, self._has_left = True, False
             case on.ConnectFailed():
                 return self._connect_failed(mine, event, now)
             case on.LinkEnded():
-                mine.ended, self._link = self._link, None
+                self._ended, self._link = self._link, None
                 if event.refused:
                     return [on.ReadKey()]
                 self._choose_another(mine, now)
@@ -330,7 +286,7 @@ class Joiner:
             case on.KeyRead():
                 self._choose_another(mine, now)
             case on.RowsUnavailable():
-                mine.schedule.has_read(now, mine.timer.next_change)
+                mine.could_not_read(now)
             case on.RowsRead():
                 return self._rows_read(mine, event, now)
             case on.CandidatesTaken():
@@ -339,28 +295,25 @@ class Joiner:
                 return self._sealing(mine, event, now)
         return self._look_after(mine, now)
 
-    def _offer_again(self, mine: _Candidacy, now: float) -> None:
-        mine.written = mine.offered = False
-        mine.write_at = now
-
-    def _choose_another(self, mine: _Candidacy, now: float) -> None:
+    def _choose_another(self, mine: Candidacy, now: float) -> None:
         """Record that the connection to a hub has ended: after some times another one is chosen."""
-        if mine.ended is not None and mine.points.connection_broke(mine.ended.to, answered=mine.ended.answered):
+        ended = self._ended
+        if ended is not None and mine.points.connection_broke(ended.to, answered=ended.answered):
             mine.schedule.read_now(now)
 
-    def _connect_failed(self, mine: _Candidacy, failed: on.ConnectFailed, now: float) -> list[on.Action]:
+    def _connect_failed(self, mine: Candidacy, failed: on.ConnectFailed, now: float) -> list[on.Action]:
         assert self._dialled is not None
         was_known = mine.points.connect_failed(self._dialled.to, refused=failed.refused)
         self._dialled = None
         if failed.me != self.me:
             self.me = failed.me
-            self._offer_again(mine, now)
+            mine.offer_again(now)
         if was_known or not failed.refused:
             mine.schedule.read_now(now)
         # An attempt that was not refused took seconds: write this node's row before the next one.
         return self._look_after(mine, now, meets=failed.refused)
 
-    def _look_after(self, mine: _Candidacy, now: float, *, meets: bool = True) -> list[on.Action]:
+    def _look_after(self, mine: Candidacy, now: float, *, meets: bool = True) -> list[on.Action]:
         """Return what a candidate does next: connect, write its row, decide, read, or wait."""
         schedule, actions = mine.schedule, list[on.Action]()
         if not mine.offered:
@@ -390,80 +343,35 @@ class Joiner:
             self.deadline = min(self.deadline, mine.write_at)
         return actions
 
-    def _rows_read(self, mine: _Candidacy, read: on.RowsRead, now: float) -> list[on.Action]:
+    def _rows_read(self, mine: Candidacy, read: on.RowsRead, now: float) -> list[on.Action]:
         if has_gone_back(read.round, self.round):
             return [on.Restore(read.round, self.round)]
         if read.round.is_newer_than(self.round):
             return self._moved(read.round, now)
-        if mine.written and read.roster.get(self.me.node, {}).get("incarnation") != self.me.incarnation:
-            mine.written, mine.write_at = False, now  # the row is gone
-        mine.knows_all = False
-        mine.points.update(read.roster)
-        mine.rows = {node: Member.from_value(value) for node, value in read.roster.items()}
-        mine.has_read = True
+        mine.read(read.roster, self.me, now)
         return [on.TakeCandidates()]
 
-    def _decide(self, mine: _Candidacy, received: Sequence[Member], now: float) -> list[on.Action]:
-        """Decide whether this node seals: by what its hub has received, and if so once more by the rows."""
-        confirmed, mine.has_read = mine.has_read, False
-        if mine.knows_all:
-            here = {member.node for member in received if member.round == self.round.number}
-            mine.present = self._present(mine, received)
-            all_are_here = {*self.round.expected} <= here | {self.me.node}
-            if all_are_here and mine.timer.is_due(mine.present, self.me.node, now):
-                return self._seal(mine, mine.present)
-            return self._look_after(mine, now)
-        mine.present = self._present(mine, received, confirmed=confirmed)
-        is_due = mine.timer.is_due(mine.present, self.me.node, now)
-        if confirmed:
-            if is_due:
+    def _decide(self, mine: Candidacy, received: Sequence[Member], now: float) -> list[on.Action]:
+        match mine.decide(received, self.me, now):
+            case Verdict.SEAL:
+                return [on.WriteRound(mine.sealed)]
+            case Verdict.CONFIRM:
                 return [on.ReadHeartbeat()]
-            mine.schedule.has_read(now, mine.timer.next_change)
-        else:
-            if is_due:
-                mine.schedule.read_now(now)
-            mine.schedule.has_decided(now, mine.timer.next_change)
-        return self._look_after(mine, now)
+            case Verdict.WAIT:
+                return self._look_after(mine, now)
 
-    def _present(self, mine: _Candidacy, received: Sequence[Member], *, confirmed: bool = False) -> list[Member]:
-        """Return all nodes, by what they have sent to this node's hub or, for the others, by their rows.
-
-        Args:
-            mine: what this candidate knows.
-            received: rows that candidates have sent to the hub.
-            confirmed: whether to leave out nodes that have no row of the same incarnation.
-        """
-        left = {row.incarnation for row in mine.rows.values() if row.state == "left"}
-        is_gone = mine.points.is_gone
-        known = {node: replace(row, state="left") if is_gone(row) else row for node, row in mine.rows.items()}
-        here = {member.node: member for member in (*received, self.me) if member.incarnation not in left}
-        if confirmed:
-            incarnations = {row.incarnation for row in mine.rows.values()}
-            here = {node: row for node, row in here.items() if row.incarnation in incarnations or row is self.me}
-        return [*{**known, **here}.values()]
-
-    def _seal(self, mine: _Candidacy, members: Sequence[Member]) -> list[on.Action]:
-        mine.sealed = seal(self.round, members, self._limits)
-        return [on.WriteRound(mine.sealed)]
-
-    def _sealing(self, mine: _Candidacy, event: on.Event, now: float) -> list[on.Action]:
+    def _sealing(self, mine: Candidacy, event: on.Event, now: float) -> list[on.Action]:
         match event:
             case on.HeartbeatRead() if event.round >= self.round.number:
                 return self._begin_restoring(event.round)
             case on.HeartbeatRead():
-                return self._seal(mine, drop_unresponsive(self.round, mine.present, self.me.node, self._limits))
+                mine.confirm(self.me)
+                return [on.WriteRound(mine.sealed)]
             case on.RoundTooLarge():
-                message = (
-                    f"A round of {len(mine.sealed.members)} nodes does not fit the table: {event.error} Lower "
-                    "max_instance_count, or give the nodes shorter names."
-                )
-                mine.sealed = replace(self.round, state="failed", message=message, exit_code=1)
+                mine.fail(event.error)
                 return [on.WriteRound(mine.sealed)]
             case on.RoundWritten(written=True):
-                names = {member.node for member in mine.sealed.members}
-                texts = describe_partitions(candidates(self.round, mine.present), names)
-                warnings = [on.Warn(f"Round {self.round.number} is sealed {text}") for text in texts]
-                return [*warnings, *self._moved(mine.sealed, now)]
+                return [*(on.Warn(text) for text in mine.describe()), *self._moved(mine.sealed, now)]
             case on.RoundRead():
                 return self._moved(event.round, now)
         return [on.ReadRound()]  # another node has changed it first
