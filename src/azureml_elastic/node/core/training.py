@@ -528,7 +528,8 @@ class Training:
             self._then = State.RECOVERING
             if event.mine:
                 self._then = State.SUCCEEDED if self.closed.succeeded else State.FAILED
-        elif event.mine and self._lost is not None:
+        elif event.mine and self._lost is not None and (self.leads or self._round.members[0].node in self._lost):
+            # Who has written in place of a rank 0 that is still there does not know who has announced to leave.
             in_order = self._boundary.leavers | event.left_in_order
             in_order |= {self._node} if self._then is State.LEFT else set()
             faulty = faulty_members(self._round, self._lost, in_order)

@@ -176,6 +176,15 @@ def test_a_node_that_leaves_with_a_failed_worker_says_so_before_it_disconnects()
     assert round_.sent[-1] == Leaving()
 
 
+@pytest.mark.parametrize(("lost", "struck"), [("c", []), ("a", ["host of a"])])
+def test_only_who_stands_in_for_a_lost_rank_0_holds_a_loss_against_a_machine(lost, struck):
+    """While rank 0 is there, it alone knows who has announced to leave."""
+    round_ = TrainingRound(*ABC)
+    round_.sees("b", lost=frozenset(lost))
+    done = round_.feed("b", ev.RowWritten(mine=True))
+    assert sorted(action.host for action in done if isinstance(action, do.Strike)) == struck
+
+
 def test_rank_0_that_leaves_writes_the_row_before_the_others_notice():
     round_ = TrainingRound(*ABC)
     round_.feed("a", ev.Noticed(round_.now + 20.0))
