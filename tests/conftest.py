@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 
 import pytest
 from hypothesis import settings
@@ -47,3 +48,13 @@ def pytest_collection_finish():
     """Collect garbage again, but only what is made from now on."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Close the process group that a module's tests have left open: torch allows one in a process."""
+    torn_down = yield
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and (nextitem is None or nextitem.path != item.path) and dist.is_initialized():
+        dist.destroy_process_group()
+    return torn_down

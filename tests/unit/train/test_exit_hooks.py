@@ -13,8 +13,6 @@ from azureml_elastic.train.session.exit_hooks import all_arrive
 @pytest.fixture
 def store():
     """The default group's store, over which threads meet as if they were ranks."""
-    if dist.is_initialized():  # by a script that another test has run in this process
-        dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
