@@ -97,13 +97,14 @@ class Channel:
         """
         if not keep:
             self.workers.cut()
+        self.record_last_step()  # again: what its workers have trained since its end counts as lost work
         self._sender.begin(members)
         self.workers.begin(RoundState(number, size, pointer), keep=keep)
         if pointer is not None:
             self._pointers.take_over(pointer)
 
     def record_last_step(self) -> None:
-        """Record the last step of a round that ends, of which no more messages count, and its logged values."""
+        """Record the last step of a round so far, and its logged values."""
         self._metrics.flush()
         self._progress.flush()
 
@@ -114,6 +115,7 @@ class Channel:
     def close(self) -> None:
         """Stop serving; workers that still run will exit."""
         self._server.close()
+        self.record_last_step()
         self._sender.close()
         self._pointers.close()
         self._temporary.close()

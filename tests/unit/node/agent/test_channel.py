@@ -113,6 +113,26 @@ def test_steps_commits_and_restores_reach_the_ledger(channel, recorder, table, t
     assert len(list(table.query("event."))) == 2  # steps are too many for the table
 
 
+@pytest.mark.parametrize("ends", ["the next round", "the node"])
+def test_steps_that_a_worker_still_trains_after_the_end_of_its_round_are_in_the_ledger(
+    channel, recorder, tmp_path, ends
+):
+    worker = channel.connect(0)
+    worker.client.send({"op": "step", "step": 4})
+    until(lambda: channel.workers.step == 4)
+    channel.record_last_step()  # the round is over, and the worker has not read that yet
+    for step in (5, 6, 7):
+        worker.client.send({"op": "step", "step": step})
+    until(lambda: channel.workers.step == 7)
+    if ends == "the node":
+        channel.close()
+    else:
+        channel.begin(2, 2, None, keep=True)
+    recorder.close()
+    steps = [event for event in read_events(tmp_path / "events") if isinstance(event, Progress)]
+    assert [(event.step, event.round) for event in steps if event.last] == [(4, 1), (7, 1)]
+
+
 def test_workers_answer_a_proposal_and_stop(channel):
     workers = [channel.connect(rank) for rank in range(2)]
     until(lambda: channel.workers.in_session)
