@@ -93,6 +93,7 @@ def measure_storm(system: str, nodes: int, limit_s: float) -> Storm:
 def _our_joins(nodes: int, counter: Counter) -> list[Callable[[], Any]]:
     from azureml_elastic.config import RendezvousTimings, TableRendezvous
     from azureml_elastic.node.core.round import Limits
+    from azureml_elastic.node.rendezvous.local_node import LocalNode
     from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
     from azureml_elastic.node.rendezvous.torchrun import TableRendezvousHandler
     from azureml_elastic.node.table import open_table
@@ -103,7 +104,9 @@ def _our_joins(nodes: int, counter: Counter) -> list[Callable[[], Any]]:
     announced = threading.Barrier(nodes)
     for number in range(nodes):
         table = CountingTable(open_table(where, run_id, {}), counter)
-        rendezvous = Rendezvous(table, f"node-{number:03d}", "127.0.0.1", 1, Limits(nodes, nodes), RendezvousTimings())
+        rendezvous = Rendezvous(
+            table, LocalNode(f"node-{number:03d}", "127.0.0.1"), Limits(nodes, nodes), RendezvousTimings()
+        )
 
         def join(rendezvous: Rendezvous = rendezvous) -> Any:
             rendezvous.announce()  # part of the measured time here; in a run, imports of seconds follow

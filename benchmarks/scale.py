@@ -159,8 +159,13 @@ def measure_steady(nodes: int, spares: int = 0, seconds: float = 30.0) -> Steady
     """
     from azureml_elastic.config import RendezvousTimings, TableRendezvous
     from azureml_elastic.node.core.round import Limits
+    from azureml_elastic.node.rendezvous.local_node import LocalNode, Surroundings
     from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
     from azureml_elastic.node.table import open_table
+
+    class Leaving(Surroundings):
+        def __init__(self, noticed: threading.Event) -> None:
+            self.must_leave = noticed.is_set
 
     counter, over = Counter(), threading.Event()
     with Azurite() as azurite, contextlib.ExitStack() as stack:
@@ -168,7 +173,11 @@ def measure_steady(nodes: int, spares: int = 0, seconds: float = 30.0) -> Steady
         stack.callback(table.close)
         made = [
             Rendezvous(
-                table, f"node-{number:03d}", "127.0.0.1", 1, Limits(nodes, nodes), RendezvousTimings(), over.is_set
+                table,
+                LocalNode(f"node-{number:03d}", "127.0.0.1"),
+                Limits(nodes, nodes),
+                RendezvousTimings(),
+                Leaving(over),
             )
             for number in range(nodes + spares)
         ]

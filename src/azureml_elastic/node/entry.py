@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import psutil
@@ -22,6 +23,8 @@ from azureml_elastic.config.command.program import Program, require_script
 from azureml_elastic.config.command.program_files import program_files
 from azureml_elastic.config.exit_codes import UNHEALTHY
 from azureml_elastic.errors import MissingExtra, RunFailed, RunSucceeded
+from azureml_elastic.ipc import Connection
+from azureml_elastic.ipc.shards import ShardDescription
 from azureml_elastic.ledger.events import HealthChecked, NodeLeft, NodeStarted
 from azureml_elastic.node.agent.agent import NodeAgent
 from azureml_elastic.node.agent.channel import Channel
@@ -55,6 +58,7 @@ from azureml_elastic.node.preemption.watcher import PreemptionWatcher
 from azureml_elastic.node.preload.client import PreloadServer
 from azureml_elastic.node.preload.early_start import begin_preload
 from azureml_elastic.node.publishing.opening import open_publishing
+from azureml_elastic.node.rendezvous.local_node import LocalNode, Surroundings
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.replacement.on_node import start_replacement_thread
 from azureml_elastic.node.table import open_table
@@ -94,7 +98,7 @@ def run_node(
         return _Node(identity, program, stack, early_preload, start_preload).run()
 
 
-class _Node:
+class _Node(Surroundings):
     """The parts of one node, made in the order in which time is best used: whatever is slow begins early.
 
     Each part gets only parts that were made before it.
@@ -139,30 +143,28 @@ class _Node:
         )
         stack.callback(recorder.close)
         memory = AgentMemory(_local_snapshots(identity))
-        receiver = ShardReceiver(memory)
+        self._receiver = receiver = ShardReceiver(memory)
         stack.callback(receiver.close)
         self._rendezvous = rendezvous = Rendezvous(
             table=table,
-            node=identity.node,
-            host=identity.host,
-            slots=self._slots,
+            node=LocalNode(
+                identity.node,
+                identity.host,
+                self._slots,
+                host_id=identity.host_id,
+                incarnation=identity.incarnation,
+                ports=distribution.rendezvous.port_range,
+                probes_other_ports=not distribution.listens_in_range,
+                program=plan.program,
+            ),
             limits=Limits(
                 plan.resources.min_instance_count,
                 plan.resources.max_instance_count,
                 distribution.health.quarantine_strikes,
             ),
             timings=timings,
-            cancelled=self._preemption.commit_to_leave,
-            host_id=identity.host_id,
-            strikes=lambda fresh: strikes.mine(fresh=fresh),
-            ports=distribution.rendezvous.port_range,
-            probes_other_ports=not distribution.listens_in_range,
-            incarnation=identity.incarnation,
+            surroundings=self,
             wake=wake,
-            record=recorder.record,
-            receive_shard=receiver.receive,
-            progress=self._progress,
-            program=plan.program,
         )
         stack.callback(rendezvous.shutdown)
         rendezvous.announce()
@@ -261,7 +263,23 @@ class _Node:
         self._preemption.acknowledge()
         return self._preemption.exit_code, reason
 
-    def _progress(self) -> dict[str, int | str | None]:
+    def must_leave(self) -> bool:
+        """Return whether there is a notice, which is final from then on."""
+        return self._preemption.commit_to_leave()
+
+    def live_strikes(self, *, fresh: bool) -> int:
+        """Return the number of live strikes against this machine."""
+        return self._strikes.mine(fresh=fresh)
+
+    def record(self, kind: type[Any], number: int, **fields: Any) -> None:
+        """Record an event in the ledger."""
+        self._recorder.record(kind, number, **fields)
+
+    def receive_shard(self, connection: Connection, shard: ShardDescription) -> None:
+        """Receive a snapshot shard of another node into this one's memory."""
+        self._receiver.receive(connection, shard)
+
+    def progress(self) -> dict[str, int | str | None]:
         """Return the step that training has reached, the number of steps of the run, and what new nodes wait for."""
         workers = self._channel.workers
         return {"step": workers.step or None, "steps": workers.expected, "waits": self._newcomers.waits or None}

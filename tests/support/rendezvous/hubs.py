@@ -9,6 +9,7 @@ from azureml_elastic.ipc import KEY_BYTES, Peer
 from azureml_elastic.node.core.round import Limits, Member
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub.hub import Hub
+from azureml_elastic.node.rendezvous.hub.membership import Membership
 from azureml_elastic.node.rendezvous.runtime import Runtime
 
 __all__ = ["PausableRuntime", "hub_at", "make_context", "start_hub"]
@@ -36,4 +37,5 @@ def hub_at(port: int) -> Member:
 
 def start_hub(context: Context | None = None) -> Hub:
     context = context or make_context()
-    return Hub(context, context.runtime.listen("127.0.0.1", 100))
+    me = Member(context.authenticator.me.name, context.authenticator.me.incarnation)
+    return Hub(context, context.runtime.listen("127.0.0.1", 100), Membership(context, me))

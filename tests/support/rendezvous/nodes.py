@@ -9,6 +9,7 @@ from datetime import timedelta
 
 from azureml_elastic.config import RendezvousTimings, TableRendezvous
 from azureml_elastic.node.core.round import Limits
+from azureml_elastic.node.rendezvous.local_node import LocalNode, Surroundings
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
@@ -70,6 +71,16 @@ class Slow:
         return slow
 
 
+class Leaving(Surroundings):
+    """An agent that leaves once an event is set."""
+
+    def __init__(self, noticed: threading.Event) -> None:
+        self._noticed = noticed
+
+    def must_leave(self) -> bool:
+        return self._noticed.is_set()
+
+
 class Nodes:
     """Makes nodes, joins them in parallel, and ends them as SIGKILL would."""
 
@@ -101,13 +112,10 @@ class Nodes:
         limits = Limits(minimum, maximum)
         node = Rendezvous(
             table or self.table,
-            name,
-            "127.0.0.1",
-            slots,
+            LocalNode(name, "127.0.0.1", slots, program=program),
             limits,
             self.timings,
-            cancelled=(noticed or self.over).is_set,
-            program=program,
+            Leaving(noticed or self.over),
             runtime=runtime,
         )
         self.made.append(node)

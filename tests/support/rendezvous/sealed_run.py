@@ -14,6 +14,7 @@ from azureml_elastic.ipc.authentication import Authenticator, Peer
 from azureml_elastic.node.agent.shard_receiver import ShardReceiver
 from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.round import Limits
+from azureml_elastic.node.rendezvous.local_node import LocalNode, Surroundings
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY, RUN_KEY
 from azureml_elastic.node.table import open_table
@@ -40,6 +41,13 @@ SHARD_TRANSFERS = 12
 """Shards that a node receives at the same time."""
 
 
+class Receiving(Surroundings):
+    """An agent that takes the shards of others."""
+
+    def __init__(self, receiver: ShardReceiver) -> None:
+        self.receive_shard = receiver.receive
+
+
 class Run:
     """Two nodes in a sealed round, each with an agent's loop on a thread, and a third one that waits beside it."""
 
@@ -49,7 +57,7 @@ class Run:
         self.receivers = [ShardReceiver(memory, SHARD_SECONDS, SHARD_TRANSFERS) for memory in self.memories]
         self.nodes = [
             Rendezvous(
-                self.table, f"node-{k}", "127.0.0.1", 1, Limits(2, 2), TIMINGS, receive_shard=self.receivers[k].receive
+                self.table, LocalNode(f"node-{k}", "127.0.0.1"), Limits(2, 2), TIMINGS, Receiving(self.receivers[k])
             )
             for k in range(2)
         ]

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.node.core.round import Limits, Round
+from azureml_elastic.node.rendezvous.local_node import LocalNode
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY, RUN_KEY, node_of
 from tests.support.rendezvous.simulated_runtime import Costs, End, SimulatedRuntime, SimulatedServer
@@ -124,7 +125,7 @@ class Node:
     def _take_part(self) -> None:
         cluster = self.cluster
         self.rendezvous = Rendezvous(
-            SimulatedTable(cluster.storage, self), self.name, self.host, 1, self._limits, cluster.timings,
+            SimulatedTable(cluster.storage, self), LocalNode(self.name, self.host), self._limits, cluster.timings,
             runtime=SimulatedRuntime(self),
         )  # fmt: skip
         if self._imports_s >= 0:

@@ -12,6 +12,7 @@ from azureml_elastic.node.core.join_events import HubSent, LinkEnded
 from azureml_elastic.node.core.pauses import SilenceLimit
 from azureml_elastic.node.core.round import Limits
 from azureml_elastic.node.rendezvous.inbox import Inbox
+from azureml_elastic.node.rendezvous.local_node import Surroundings
 from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.shared_round import SharedNewestRound
 
@@ -29,6 +30,7 @@ class Context:
         timings: heartbeat interval and timeouts.
         runtime: clock, threads and sockets.
         me: this node's name and incarnation.
+        surroundings: the rest of the node; by default none.
         wake: event for the agent's thread; ``None`` for a new one.
 
     Attributes:
@@ -49,11 +51,13 @@ class Context:
         timings: RendezvousTimings,
         runtime: Runtime,
         me: Peer,
+        surroundings: Surroundings | None = None,
         wake: threading.Event | None = None,
     ) -> None:
         self.limits = limits
         self.timings = timings
         self.runtime = runtime
+        self.surroundings = surroundings or Surroundings()
         self.authenticator = Authenticator(me, "hub")
         self.clock = runtime.clock
         self.wake = wake or runtime.event()
@@ -63,7 +67,3 @@ class Context:
         self.heartbeat_timeout = timings.heartbeat_timeout.total_seconds()
         self.tick = timings.heartbeat_interval.total_seconds() / 2
         self.silence = SilenceLimit(timings)
-
-    def adopt_key(self, key: bytes) -> None:
-        """Use this key of the run in all handshakes from now on. Thread-safe."""
-        self.authenticator.key = key

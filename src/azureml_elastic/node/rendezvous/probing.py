@@ -17,7 +17,7 @@ from azureml_elastic.ipc import Connection
 from azureml_elastic.node.core.messages import Reached
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.context import Context
-from azureml_elastic.node.rendezvous.membership import Membership
+from azureml_elastic.node.rendezvous.hub.membership import Membership
 from azureml_elastic.node.rendezvous.reachability.reachability import Reachability, Target, is_unreachable
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
 

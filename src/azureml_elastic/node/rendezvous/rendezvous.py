@@ -13,12 +13,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from azureml_elastic.config import RendezvousTimings
-from azureml_elastic.errors import RunFailed, RunSucceeded, TableUnavailable
-from azureml_elastic.ipc import Connection, Peer
-from azureml_elastic.ipc.shards import ShardDescription
+from azureml_elastic.errors import RunFailed, RunSucceeded
+from azureml_elastic.ipc import Peer
 from azureml_elastic.ledger import events
 from azureml_elastic.node.core import join_events as on
 from azureml_elastic.node.core.hub_state import HubView
@@ -26,18 +24,19 @@ from azureml_elastic.node.core.join_events import Roster
 from azureml_elastic.node.core.joiner import Joiner, JoinState
 from azureml_elastic.node.core.joining import greeting_of, is_landmark
 from azureml_elastic.node.core.messages import RoundChanged, Unreachable
-from azureml_elastic.node.core.round import Limits, Member, Round, is_same_round, reopened
+from azureml_elastic.node.core.round import Limits, Member, Round, reopened
 from azureml_elastic.node.core.training_events import RoundSeen
 from azureml_elastic.node.host.addresses import Ports, format_address, listening_address
-from azureml_elastic.node.host.identity import new_incarnation
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub.hub import Hub
+from azureml_elastic.node.rendezvous.hub.membership import Membership
 from azureml_elastic.node.rendezvous.hub.watch import HubWatch
-from azureml_elastic.node.rendezvous.membership import Membership
+from azureml_elastic.node.rendezvous.local_node import LocalNode, Surroundings
 from azureml_elastic.node.rendezvous.probing import DataPort, PeerProber
 from azureml_elastic.node.rendezvous.reachability.quorum_check import query_members
 from azureml_elastic.node.rendezvous.reachability.reachability import Reachability, UnreachablePair, is_unreachable
 from azureml_elastic.node.rendezvous.round_end import RoundEnd
+from azureml_elastic.node.rendezvous.round_look import RoundLook
 from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.sleeper import Sleeper
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
@@ -65,24 +64,12 @@ class Rendezvous:
 
     Args:
         table: table of the run.
-        node: name of this node, unique in the run.
-        host: address under which the other nodes reach this one.
-        slots: number of workers of this node.
+        node: this node.
         limits: node counts.
         timings: heartbeat interval and timeouts.
-        cancelled: function that returns whether to end a wait with ``InterruptedError``.
-        host_id: identifier of the machine, against which strikes are counted.
-        strikes: function that returns the number of live strikes against the machine; the argument is whether
-            other nodes may have written new ones.
+        surroundings: the rest of the node; by default none.
         runtime: clock, threads and sockets; by default those of this machine.
-        ports: first and last port to listen on; ``None`` for any.
-        probes_other_ports: whether the others test a port outside of ``ports``, because workers listen on such ports.
-        incarnation: random identifier of this process; ``None`` for a new one.
         wake: event to set when there is something to do; ``None`` for a new one.
-        record: callback for events, with the class, the round's number and the fields.
-        receive_shard: callback that takes over a connection to the hub whose client offers a snapshot shard.
-        progress: function that returns the heartbeat's fields for how far training is; called on rank 0's node.
-        program: digest of the program of this node's job; nodes of another one are refused.
 
     Attributes:
         node: name of this node.
@@ -101,59 +88,51 @@ class Rendezvous:
     def __init__(
         self,
         table: Table,
-        node: str,
-        host: str,
-        slots: int,
+        node: LocalNode,
         limits: Limits,
         timings: RendezvousTimings,
-        cancelled: Callable[[], bool] = lambda: False,
-        host_id: str = "",
-        strikes: Callable[[bool], int] = lambda _: 0,
+        surroundings: Surroundings | None = None,
         runtime: Runtime | None = None,
-        ports: tuple[int, int] | None = None,
-        probes_other_ports: bool = True,
-        incarnation: str | None = None,
         wake: threading.Event | None = None,
-        record: Callable[..., None] = lambda *_, **__: None,
-        receive_shard: Callable[[Connection, ShardDescription], None] | None = None,
-        progress: Callable[[], Mapping[str, Any]] = dict,
-        program: str | None = None,
     ) -> None:
         # Each object gets only objects that were made before it.
-        self.node = node
-        self.incarnation = incarnation or new_incarnation()
-        self._strikes = strikes
-        self._record = record
-        self._interface = listening_address(host)
+        self.node = node.name
+        self.incarnation = node.incarnation
+        self._interface = listening_address(node.host)
+        runtime = runtime or Runtime(Ports(node.ports))
         self._context = context = Context(
-            limits, timings, runtime or Runtime(Ports(ports)), Peer(node, self.incarnation), wake
+            limits, timings, runtime, Peer(node.name, node.incarnation), surroundings, wake
         )
+        self._surroundings = context.surroundings
         self.wake = context.wake
         self.inbox = context.inbox
         self.authenticator = context.authenticator
-        hub_listener = context.runtime.listen(self._interface, 4096)
-        self._data_port = DataPort(context, self._interface) if ports is not None and probes_other_ports else None
+        hub_listener = runtime.listen(self._interface, 4096)
+        probes = node.ports is not None and node.probes_other_ports
+        self._data_port = DataPort(context, self._interface) if probes else None
         me = Member(
-            node,
-            self.incarnation,
-            host=host,
+            node.name,
+            node.incarnation,
+            host=node.host,
             hub_port=hub_listener.getsockname()[1],
-            slots=slots,
-            host_id=host_id,
+            slots=node.slots,
+            host_id=node.host_id,
             data_port=self._data_port.number if self._data_port is not None else 0,
         )
         self.membership = membership = Membership(context, me)
-        self._reachability = reach = Reachability(node, host, context.clock, ports, self._report_unreachable)
+        self._reachability = reach = Reachability(
+            node.name, node.host, context.clock, node.ports, self._report_unreachable
+        )
         self._prober = PeerProber(context, reach, membership)
-        self._sleeper = Sleeper(context, self._prober, cancelled)
-        key = RunKey(table, context.clock, context.adopt_key, program)
+        self._sleeper = Sleeper(context, self._prober)
+        key = RunKey(table, context.clock, context.authenticator, node.program)
         self._rows = rows = Rows(table, self._sleeper.sleep, context.latest, key)
-        self.hub = hub = Hub(context, hub_listener, membership.reached_leader, receive_shard)
-        self._must_look = False
+        self.hub = hub = Hub(context, hub_listener, membership)
+        self._look = RoundLook(context, rows)
         self._has_woken = False
         self._listener: socket.socket | None = None
         self._events: deque[on.Event] = deque()
-        self._heartbeat = TableHeartbeat(context, table, hub.request_read, self._look_at_round, progress)
+        self._heartbeat = TableHeartbeat(context, table, hub, self._look)
         self._watch = HubWatch(context, reach)
         self.round_end = RoundEnd(context, membership, rows, hub, self._watch, reach)
 
@@ -183,7 +162,7 @@ class Rendezvous:
         Raises:
             RunSucceeded: the run has succeeded; nothing is left to do.
             RunFailed: the run has failed, with this message.
-            InterruptedError: ``cancelled`` returned true.
+            InterruptedError: this node must leave.
             TableForbidden, TableNotFound: the table cannot be used.
             UsageError: the run has another program.
         """
@@ -226,7 +205,7 @@ class Rendezvous:
         """Wait for what happens next.
 
         Raises:
-            InterruptedError: the wait was cancelled.
+            InterruptedError: this node must leave.
         """
         context = self._context
         while True:
@@ -387,11 +366,11 @@ class Rendezvous:
             self._listener = self._context.runtime.listen(self._interface, 2048)
         # A former member that is not a survivor was lost to the others, which may have written strikes against it.
         was_member = self.membership.last_round > 0
-        strikes = self._strikes(was_member and self.node not in round_.previous)
+        strikes = self._surroundings.live_strikes(fresh=was_member and self.node not in round_.previous)
         quarantine = self._context.limits.quarantine
         if quarantine is not None and strikes >= quarantine:
             host_id = self.membership.me.host_id
-            self._record(events.HostQuarantined, self.membership.last_round, host=host_id, strikes=strikes)
+            self._surroundings.record(events.HostQuarantined, self.membership.last_round, host=host_id, strikes=strikes)
         self.membership.me = me = replace(self.membership.me, strikes=strikes)
         failures_before = self.membership.assignment.round.failures if was_member else ()
         self._reachability.suspect_workers = round_.failed_rounds > 0 or len(round_.failures) > len(failures_before)
@@ -450,7 +429,7 @@ class Rendezvous:
 
     def _decline(self, reason: str) -> None:
         """Reopen a round that was sealed with this node while it was leaving: the others would wait for it."""
-        round_ = self._rows.look_at_round()
+        round_ = self._rows.observe(self._rows.look())
         is_member = round_.rank_of(self.node, self.incarnation) is not None
         if round_.state != "sealed" or not is_member or round_.number <= self.membership.last_round:
             return
@@ -472,27 +451,16 @@ class Rendezvous:
             self._data_port.close()
 
     def _has_changed(self, round_: Round) -> bool:
-        """Return whether a newer version of the round is known; reads the row if rank 0's hub has sent to read it."""
+        """Return whether a newer version of the round is known; looks at the row where a hub has sent to do so."""
         if self._context.latest.after(round_) is not None:
             return True
-        if not (self.membership.reports.take_read_request() or self._must_look):
-            return False
-        self._must_look = False
-        try:
-            current = self._rows.look_at_round()
-        except TableUnavailable:
-            self._must_look = True
-            return False
-        return not is_same_round(current, round_)
-
-    def _look_at_round(self) -> None:
-        """Have the agent's thread read the round's row and the run's key. Thread-safe."""
-        self._must_look = True
-        self.wake.set()
+        if self.membership.reports.take_read_request():
+            self._look.request()
+        return self._look.has_changed(round_)
 
     def _report_unreachable(self, pair: UnreachablePair) -> None:
         """Record a pair and report it to rank 0's node. Thread-safe."""
         fields = {"host": pair.host, "peer": pair.peer, "address": pair.address, "purpose": pair.purpose}
-        self._record(events.Unreachable, self.membership.last_round, **fields, error=pair.error)
+        self._surroundings.record(events.Unreachable, self.membership.last_round, **fields, error=pair.error)
         if not self.membership.leads:
             self.membership.send_to_leader(Unreachable(str(pair)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from azureml_elastic.node.rendezvous.context import Context
@@ -24,24 +23,22 @@ class Sleeper:
     Args:
         context: clock and event that ends a sleep.
         prober: prober whose due probes are started before each sleep.
-        cancelled: function that returns whether to raise ``InterruptedError`` after a sleep.
     """
 
     context: Context
     prober: PeerProber
-    cancelled: Callable[[], bool]
 
     def wait(self, seconds: float) -> bool:
         """Sleep until woken, at most for this time; return whether the node was woken.
 
         Raises:
-            InterruptedError: the wait was cancelled.
+            InterruptedError: this node must leave.
         """
         self.prober.tick()
         longest = _PROBING_SECONDS if self.prober.reachability.pairs() else _MAX_SECONDS
         woken = self.context.wake.wait(min(seconds, longest))
         self.context.wake.clear()
-        if self.cancelled():
+        if self.context.surroundings.must_leave():
             raise InterruptedError("the node is leaving the run")
         return woken
 
@@ -49,7 +46,7 @@ class Sleeper:
         """Sleep for this time, even if woken.
 
         Raises:
-            InterruptedError: the wait was cancelled.
+            InterruptedError: this node must leave.
         """
         until = self.context.clock() + seconds
         while (left := until - self.context.clock()) > 0:

@@ -13,12 +13,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from azureml_elastic.errors import ElasticError, RowChanged, RowExists
 from azureml_elastic.node.rendezvous.context import Context
+from azureml_elastic.node.rendezvous.hub.hub import Hub
+from azureml_elastic.node.rendezvous.round_look import RoundLook
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
 from azureml_elastic.node.table import Row, Table
 
@@ -36,29 +38,21 @@ class TableHeartbeat:
     """Writer of the row while this node is rank 0, and reader while it is not.
 
     Args:
-        context: interval between two writes, clock and threads.
+        context: interval between two writes, clock and threads, and how far training is.
         table: table of the run.
-        superseded: callback from the heartbeat's thread when a newer round writes the row, which shows that this node
-            was given up.
-        doubted: callback from the heartbeat's thread, at most once in each interval, when the row is not as this node
+        hub: this node's hub. When a newer round writes the row, this node was given up: all nodes at its hub have to
+            read the round's row.
+        look: what looks at the round's row, at most once in each interval, when the heartbeat's row is not as this node
             has left it, or another node does not accept this node's key.
-        progress: function that returns the fields by which the row shows how far training is.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        table: Table,
-        superseded: Callable[[], None],
-        doubted: Callable[[], None],
-        progress: Callable[[], Mapping[str, Any]] = dict,
-    ) -> None:
+    def __init__(self, context: Context, table: Table, hub: Hub, look: RoundLook) -> None:
         self._interval = context.timings.table_heartbeat_interval.total_seconds()
         self._runtime = context.runtime
         self._table = table
-        self._superseded = superseded
-        self._doubted = doubted
-        self._progress = progress
+        self._hub = hub
+        self._look = look
+        self._surroundings = context.surroundings
         self._authenticator = context.authenticator
         self._me = context.authenticator.me.incarnation
         self._stopped = self._runtime.event()
@@ -103,9 +97,11 @@ class TableHeartbeat:
         while not stopped.is_set():
             beats += 1
             try:
-                etag = self._beat({**self._progress(), "round": number, "beats": beats, "by": self._me}, etag)
+                etag = self._beat(
+                    {**self._surroundings.progress(), "round": number, "beats": beats, "by": self._me}, etag
+                )
                 if not confirmed and not self._holds(number):
-                    self._doubted()  # what was lost before the first beat does not show in this row
+                    self._look.request()  # what was lost before the first beat does not show in this row
                 confirmed = beats
             except (RowExists, RowChanged):
                 row = self._read()
@@ -114,7 +110,7 @@ class TableHeartbeat:
                     return
                 etag = row.etag if row is not None else None
                 if confirmed and (row is None or row.value.get("by") != self._me or row.value["beats"] < confirmed):
-                    self._doubted()
+                    self._look.request()
                 if not is_repeated:
                     is_repeated = True
                     continue
@@ -123,7 +119,7 @@ class TableHeartbeat:
             is_repeated = False
             if self._authenticator.refusals != refusals:
                 refusals = self._authenticator.refusals
-                self._doubted()
+                self._look.request()
             stopped.wait(self._interval)
 
     def _beat(self, value: Mapping[str, Any], etag: str | None) -> str:
@@ -138,11 +134,11 @@ class TableHeartbeat:
 
     def _give_way(self, stopped: threading.Event) -> None:
         """Have the members read the round's row, and this node again, as the newer round may not be in it yet."""
-        self._superseded()
+        self._hub.request_read()
         for _ in range(_LOOKS):
             stopped.wait(2 * self._interval)
             if not stopped.is_set():
-                self._doubted()
+                self._look.request()
 
     def _read(self) -> Row | None:
         """Return the row, ``None`` also where it holds what no node has written."""

@@ -32,6 +32,7 @@ from azureml_elastic.errors import RunFailed, RunSucceeded, UsageError
 from azureml_elastic.node.core.round import Limits
 from azureml_elastic.node.host.addresses import advertised_address
 from azureml_elastic.node.preload.store_server import STORE_TIMEOUT
+from azureml_elastic.node.rendezvous.local_node import LocalNode
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.rendezvous.store import open_store
@@ -152,12 +153,13 @@ def create_handler(parameters: RendezvousParameters) -> TableRendezvousHandler:
     )
     rendezvous = Rendezvous(
         table=open_table(where, parameters.run_id, os.environ),
-        node=f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}",
-        host=parameters.local_addr or advertised_address(where, os.environ).host,
-        slots=1,
+        node=LocalNode(
+            f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}",
+            parameters.local_addr or advertised_address(where, os.environ).host,
+            ports=where.port_range,
+        ),
         limits=Limits(parameters.min_nodes, parameters.max_nodes),
         timings=timings,
-        ports=where.port_range,
     )
     rendezvous.announce()
     return TableRendezvousHandler(rendezvous, parameters.run_id)

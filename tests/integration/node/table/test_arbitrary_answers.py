@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from azureml_elastic.errors import RowChanged, RowExists, TableError, TableForbidden, TableNotFound, TableUnavailable
+from azureml_elastic.ipc import Authenticator, Peer
 from azureml_elastic.node.azure.credentials import TableCredential
 from azureml_elastic.node.core.newest_round import NewestRound
 from azureml_elastic.node.core.round import Member, Round
@@ -243,7 +244,7 @@ def test_a_member_of_a_round_only_ever_waits(impostor, hasty, said):
         raise Enough
 
     for look in (
-        lambda rows: rows.look_at_round(),
+        lambda rows: rows.observe(rows.look()),
         lambda rows: rows.read_all(),
         lambda rows: rows.read_member("node"),
         lambda rows: rows.refresh_key(),
@@ -252,7 +253,7 @@ def test_a_member_of_a_round_only_ever_waits(impostor, hasty, said):
         lambda rows: rows.write_member(Member("node", "i", "h", 1)),
     ):
         impostor.say(*said)
-        rows = Rows(hasty, pause, NewestRound(), RunKey(hasty, time.monotonic, lambda _: None))
+        rows = Rows(hasty, pause, NewestRound(), RunKey(hasty, time.monotonic, Authenticator(Peer("a", "i-a"), "hub")))
         rows.persistent = True
         with suppress(TableUnavailable, Enough):
             look(rows)

@@ -12,6 +12,7 @@ from azureml_elastic.config import HealthPolicy, RendezvousTimings, TableRendezv
 from azureml_elastic.errors import RunSucceeded
 from azureml_elastic.node.core.round import Limits
 from azureml_elastic.node.failures.host_strikes import HostStrikes
+from azureml_elastic.node.rendezvous.local_node import LocalNode, Surroundings
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.row_keys import member_key
 from azureml_elastic.node.table import open_table
@@ -39,21 +40,18 @@ class Cluster:
     def node(self, name, limits, strikes=None):
         self.asked[name] = []
 
-        def count(fresh):
-            self.asked[name].append(fresh)
-            return strikes(fresh) if strikes else 0
+        cluster = self
 
-        node = Rendezvous(
-            self.table,
-            name,
-            "127.0.0.1",
-            1,
-            limits,
-            TIMINGS,
-            cancelled=self.over.is_set,
-            host_id=f"host-of-{name}",
-            strikes=count,
-        )
+        class Agent(Surroundings):
+            def must_leave(self):
+                return cluster.over.is_set()
+
+            def live_strikes(self, *, fresh):
+                cluster.asked[name].append(fresh)
+                return strikes(fresh) if strikes else 0
+
+        here = LocalNode(name, "127.0.0.1", host_id=f"host-of-{name}")
+        node = Rendezvous(self.table, here, limits, TIMINGS, Agent())
         self.made.append(node)
         return node
 

@@ -30,6 +30,7 @@ from azureml_elastic.node.core.sealing import (
 )
 from azureml_elastic.node.host.addresses import Ports
 from azureml_elastic.node.rendezvous.hub.link import Link
+from azureml_elastic.node.rendezvous.local_node import LocalNode
 from azureml_elastic.node.rendezvous.probing import peers_to_probe
 from azureml_elastic.node.rendezvous.reachability.quorum_check import query_members
 from azureml_elastic.node.rendezvous.reachability.reachability import (
@@ -114,7 +115,8 @@ def test_nodes_of_one_machine_share_a_range_through_many_rounds(tmp_path, free_r
     low, high = free_range(7)
     table = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", {})
     nodes = [
-        Rendezvous(table, f"node-{k}", HERE, 1, Limits(2, 2), RendezvousTimings(), ports=(low, high)) for k in range(2)
+        Rendezvous(table, LocalNode(f"node-{k}", HERE, ports=(low, high)), Limits(2, 2), RendezvousTimings())
+        for k in range(2)
     ]
     stores = {}
     seen = {node.hub.port for node in nodes}
@@ -147,7 +149,7 @@ def test_a_node_without_a_free_port_says_so(tmp_path, free_range):
         for port in range(low, high + 1):
             stack.enter_context(socket.create_server((HERE, port)))
         with pytest.raises(UsageError, match=f"port_range={low}-{high}"):
-            Rendezvous(table, "node", HERE, 1, Limits(1, 1), RendezvousTimings(), ports=(low, high))
+            Rendezvous(table, LocalNode("node", HERE, ports=(low, high)), Limits(1, 1), RendezvousTimings())
     table.close()
 
 
@@ -348,7 +350,7 @@ def test_the_majority_decides_whether_rank_0_is_cut_off(answers, verdict):
 def test_members_answer_whether_they_have_reached_rank_0(tmp_path, monkeypatch):
     monkeypatch.setattr("azureml_elastic.node.rendezvous.reachability.quorum_check._TIMEOUT_SECONDS", 30.0)
     table = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", {})
-    nodes = [Rendezvous(table, f"node-{k}", HERE, 1, Limits(4, 4), RendezvousTimings()) for k in range(4)]
+    nodes = [Rendezvous(table, LocalNode(f"node-{k}", HERE), Limits(4, 4), RendezvousTimings()) for k in range(4)]
     with ThreadPoolExecutor(4) as pool:
         assignment, *_ = pool.map(Rendezvous.join, nodes)
 
@@ -446,7 +448,7 @@ def test_the_row_of_a_node_without_gaps_is_as_short_as_before():
 def test_no_thread_stays_behind(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     table = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", {})
-    nodes = [Rendezvous(table, f"node-{k}", HERE, 1, Limits(3, 3), RendezvousTimings()) for k in range(3)]
+    nodes = [Rendezvous(table, LocalNode(f"node-{k}", HERE), Limits(3, 3), RendezvousTimings()) for k in range(3)]
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(Rendezvous.join, nodes))
     limit = time.monotonic() + 10

@@ -12,11 +12,13 @@ import pytest
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.errors import RunFailed, TableForbidden, TableNotFound, TableUnavailable, ValueTooLarge
+from azureml_elastic.ipc import Authenticator, Peer
 from azureml_elastic.ipc.line_codec import MAX_LINE, encode
 from azureml_elastic.node.core.joining import is_landmark
 from azureml_elastic.node.core.messages import CODEC, RoundChanged, unpack
 from azureml_elastic.node.core.newest_round import NewestRound
 from azureml_elastic.node.core.round import Limits, Member, Round, reopened
+from azureml_elastic.node.rendezvous.local_node import LocalNode
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.row_keys import LANDMARK_PREFIX, ROUND_KEY, member_key, node_of
 from azureml_elastic.node.rendezvous.state.rows import Rows
@@ -66,7 +68,7 @@ def pauses():
 
 
 def make_rows(table, pause):
-    return Rows(table, pause, NewestRound(), RunKey(table, time.monotonic, lambda _: None))
+    return Rows(table, pause, NewestRound(), RunKey(table, time.monotonic, Authenticator(Peer("a", "i-a"), "hub")))
 
 
 @pytest.fixture
@@ -268,7 +270,7 @@ def test_too_many_nodes_fail_the_run_for_everyone_with_the_limit(table):
         for number in range(100):
             member = Member(f"{number:063}", f"{number:012x}", **where)
             table.insert(member_key(member.node), member.to_value())
-        node = Rendezvous(table, "0", "127.0.0.1", 1, Limits(1, 3000), RendezvousTimings())
+        node = Rendezvous(table, LocalNode("0", "127.0.0.1"), Limits(1, 3000), RendezvousTimings())
         with pytest.raises(RunFailed, match=r"A round of 10\d nodes .* at most 921,600.* Lower max_instance_count"):
             node.join()
         node.shutdown()

@@ -12,17 +12,17 @@ import itertools
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from azureml_elastic.ipc import Connection, Peer
 from azureml_elastic.ipc.agent_messages import BroadcastBody
-from azureml_elastic.ipc.shards import ShardDescription
 from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.hub_state import Close, HubAction, HubState, HubView, Send, SendAll
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.core.training_events import FromMember
 from azureml_elastic.node.rendezvous.context import Context
+from azureml_elastic.node.rendezvous.hub.membership import Membership
 
 __all__ = ["Hub"]
 
@@ -35,24 +35,15 @@ class Hub:
     Args:
         context: settings; ``wake`` is set when the view has changed, and reports are put into ``inbox``.
         listener: listening socket, which the hub owns from now on.
-        reached_leader: function that returns whether this node has reached rank 0's hub of a round, ``None`` while
-            it still tries.
-        receive_shard: callback that takes over a connection whose client offers a snapshot shard; ``None`` refuses.
+        membership: the round that this node has joined last.
 
     Attributes:
         port: port on which the hub listens.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        listener: socket.socket,
-        reached_leader: Callable[[int], bool | None] = lambda _: None,
-        receive_shard: Callable[[Connection, ShardDescription], None] | None = None,
-    ) -> None:
+    def __init__(self, context: Context, listener: socket.socket, membership: Membership) -> None:
         self._context = context
-        self._receive_shard = receive_shard
-        self._reached_leader = reached_leader
+        self._membership = membership
         self._lock = threading.Lock()
         self._state = HubState(context.limits, context.timings, context.clock(), context.silence)
         self._links = itertools.count()
@@ -124,13 +115,10 @@ class Hub:
                 self._context.silence.learn(message.pause, self._context.clock())
                 return
             case messages.LeaderQuery():
-                _send(connection, messages.LeaderAnswer(self._reached_leader(message.round)))
+                _send(connection, messages.LeaderAnswer(self._membership.reached_leader(message.round)))
                 return
             case messages.ShardOffer():
-                if self._receive_shard is None:
-                    connection.close("this node holds no shards")
-                else:
-                    self._receive_shard(connection, message.shard)
+                self._context.surroundings.receive_shard(connection, message.shard)
                 return
             case messages.RoundChanged(round=None):
                 self.request_read()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from azureml_elastic.node.rendezvous.state.row_keys import (
 from azureml_elastic.node.rendezvous.state.run_key import RunKey
 from azureml_elastic.node.table import Row, Table
 
-__all__ = ["Rows"]
+__all__ = ["RowLook", "Rows"]
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -37,6 +38,14 @@ _KEY_SECONDS = 0.05
 
 _NONCE = "written_by"
 """Field with a random value for each write, by which a node recognises its own."""
+
+
+@dataclass(frozen=True)
+class RowLook:
+    """The rows of the round and of the run's key as they were at a moment."""
+
+    round: Row | None
+    key: Row | None
 
 
 class Rows:
@@ -103,14 +112,24 @@ class Rows:
         known = self._latest.newest
         return self.restore(self._retry(self._get_round), known)
 
-    def look_at_round(self) -> Round:
-        """Return the round that the row holds now, older or not, and check the run's key.
+    def look(self) -> RowLook:
+        """Read the rows of the round and of the run's key, for :meth:`observe`. Thread-safe.
 
         Raises:
             TableUnavailable: the table is unavailable.
         """
-        self._call(self.key.check)
-        return self._call(self._get_round)
+        key = self._call(self._table.get, RUN_KEY)
+        return RowLook(self._call(self._table.get, ROUND_KEY), key)
+
+    def observe(self, look: RowLook) -> Round:
+        """Return the round that the row has held, older or not, and adopt or restore the run's key.
+
+        Raises:
+            UsageError: the table holds the key of another program's run.
+            TableUnavailable: the table is unavailable, or the row holds what no node has written.
+        """
+        self._call(self.key.observe, look.key)
+        return self._call(self._read, look.round)
 
     def restore(self, row: Round, known: Round | None) -> Round:
         """Write the round's row again where it went back in time or is gone, and return the current round.

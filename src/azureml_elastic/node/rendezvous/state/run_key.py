@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable
 
 from azureml_elastic.errors import RowExists, UsageError
-from azureml_elastic.ipc import KEY_BYTES
+from azureml_elastic.ipc import KEY_BYTES, Authenticator
 from azureml_elastic.node.rendezvous.state.row_keys import RUN_KEY
 from azureml_elastic.node.table import Row, Table
 
@@ -32,7 +32,7 @@ class RunKey:
     Args:
         table: table of the run.
         clock: clock in monotonic seconds.
-        adopted: callback with each key that this node uses from now on.
+        authenticator: this node's part in the handshakes with other nodes, which gets each key.
         program: digest of the program of this node's job; ``None`` if it is unknown.
 
     Attributes:
@@ -43,12 +43,12 @@ class RunKey:
         self,
         table: Table,
         clock: Callable[[], float],
-        adopted: Callable[[bytes], None],
+        authenticator: Authenticator,
         program: str | None = None,
     ) -> None:
         self._table = table
         self._clock = clock
-        self._adopted = adopted
+        self._authenticator = authenticator
         self._program = program
         self._refresh_at = 0.0
         self.value: bytes | None = None
@@ -120,8 +120,7 @@ class RunKey:
     def _adopt(self, key: bytes) -> None:
         if self.value not in (None, key):
             _LOG.warning("The table holds another key of the run, as after it was cleaned; this node uses that one.")
-        self.value = key
-        self._adopted(key)
+        self.value = self._authenticator.key = key
 
 
 def _parse_key(row: Row) -> bytes:
