@@ -7,7 +7,11 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from azureml_elastic.checkpoint.format import catalogue
+from azureml_elastic.checkpoint.storage.opening import open_storage
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.ledger.samples import restored_steps
 from tests.support.stacks import (
@@ -89,6 +93,20 @@ def test_a_worker_is_lost_in_an_evaluation(run_script, tmp_path, undisturbed):
     assert list(restored.values()) == [0, STEPS // 3]
     assert_same_rates(rates(run), rates(undisturbed))
     assert set(run.record["accuracies"]) == {"0", "1", "2"}
+
+
+@pytest.mark.parametrize("end", ["end_training", "destroy_process_group", "exit", "del"])
+def test_the_last_step_counts_however_the_script_ends(tmp_path, end):
+    """Within its loop, on one node of one process, whose process group nothing but the session needs."""
+    script = SCRIPT.with_name("ending_script.py")
+    run = run_stock(script, tmp_path / "run", "--end", end, nodes=(1, 1), imports=SCRIPT)
+    assert run.report.last_step == 5
+    assert len(run.report.rounds) == 1
+    storage = open_storage(run.report.paths.run_dir / "checkpoints")
+    newest = catalogue.newest_whole(storage)
+    assert newest.step == 5
+    catalogue.export(storage, newest, "model", tmp_path / "weights")
+    torch.testing.assert_close(load_file(tmp_path / "weights")["weight"], torch.tensor(run.record))
 
 
 def test_nodes_that_their_command_starts(tmp_path):
