@@ -154,10 +154,26 @@ def test_weights_do_not_depend_on_the_world_size(run_script, tmp_path, accumulat
 )
 def test_data_that_are_left_to_accelerate_are_named_once_they_are_trained(tmp_path, kind, reason):
     """And an evaluation's are not."""
-    run = run_stock(SCRIPT.with_name("accelerate_left_script.py"), tmp_path / "run", "--kind", kind, nodes=(2, 2),
-                    imports=SCRIPT)  # fmt: skip
-    logs = "".join(path.read_text() for path in (run.folder.parent / "run" / "logs").iterdir())
-    warnings = [line for line in logs.splitlines() if "does not divide among the ranks" in line]
+    run = run_left(tmp_path, kind)
+    warnings = [line for line in logged(run) if "does not divide among the ranks" in line]
     assert len(warnings) == 1
     assert reason in warnings[0]
     assert run.record == {"steps": 4, "seen": 16}
+
+
+def test_two_iterations_at_once_are_named_and_each_has_its_batches(tmp_path):
+    run = run_left(tmp_path, "twice")
+    warnings = [line for line in logged(run) if "after it has begun another" in line]
+    assert len(warnings) == 1
+    assert "training them is not counted" in warnings[0]
+    assert run.record == {"steps": 4, "seen": 16}
+
+
+def run_left(folder, kind):
+    script = SCRIPT.with_name("accelerate_left_script.py")
+    return run_stock(script, folder / "run", "--kind", kind, nodes=(2, 2), imports=SCRIPT)
+
+
+def logged(run):
+    """Return the lines that all nodes have printed."""
+    return [line for path in run.report.paths.logs.iterdir() for line in path.read_text().splitlines()]
