@@ -1,4 +1,4 @@
-"""Trains one epoch of data that accelerate alone divides, in one of several ways; an evaluation comes first."""
+"""Trains an epoch of data that the session cannot count, in one of several ways; an evaluation comes first."""
 
 import argparse
 import contextlib
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--folder", type=Path)
-parser.add_argument("--kind", choices=["sampler", "iterable", "dispatch", "second", "local"])
+parser.add_argument("--kind", choices=["sampler", "iterable", "dispatch", "second", "local", "twice"])
 args = parser.parse_args()
 
 
@@ -34,6 +34,7 @@ loader = {
     "dispatch": lambda: DataLoader(data, shuffle=True, batch_size=4),
     "second": lambda: DataLoader(TensorDataset(points, -targets), shuffle=True, batch_size=4),
     "local": lambda: DataLoader(data, shuffle=True, batch_size=4),
+    "twice": lambda: DataLoader(data, shuffle=True, batch_size=4),
 }[args.kind]()
 division = DataLoaderConfiguration(dispatch_batches=True if args.kind == "dispatch" else None)
 accelerator = Accelerator(dataloader_config=division)
@@ -47,8 +48,9 @@ with torch.no_grad():
 steps, local = 0, contextlib.nullcontext()
 if args.kind == "local":
     local = LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2)
+pairs = ((x, y) for (x, y), _ in zip(loader, loader, strict=True)) if args.kind == "twice" else loader
 with local:
-    for x, y in loader:
+    for x, y in pairs:
         accelerator.backward(nn.functional.mse_loss(model(x), y))
         optimizer.step()
         optimizer.zero_grad()

@@ -7,7 +7,11 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from azureml_elastic.checkpoint.format import catalogue
+from azureml_elastic.checkpoint.storage.opening import open_storage
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.ledger.samples import restored_steps
 from tests.support.stacks import (
@@ -91,6 +95,20 @@ def test_a_worker_is_lost_in_an_evaluation(run_script, tmp_path, undisturbed):
     assert set(run.record["accuracies"]) == {"0", "1", "2"}
 
 
+@pytest.mark.parametrize("end", ["end_training", "destroy_process_group", "exit", "del"])
+def test_the_last_step_counts_however_the_script_ends(tmp_path, end):
+    """Within its loop, on one node of one process, whose process group nothing but the session needs."""
+    script = SCRIPT.with_name("ending_script.py")
+    run = run_stock(script, tmp_path / "run", "--end", end, nodes=(1, 1), imports=SCRIPT)
+    assert run.report.last_step == 5
+    assert len(run.report.rounds) == 1
+    storage = open_storage(run.report.paths.run_dir / "checkpoints")
+    newest = catalogue.newest_whole(storage)
+    assert newest.step == 5
+    catalogue.export(storage, newest, "model", tmp_path / "weights")
+    torch.testing.assert_close(load_file(tmp_path / "weights")["weight"], torch.tensor(run.record))
+
+
 def test_nodes_that_their_command_starts(tmp_path):
     faults = {"nodes": (1, 2), "chaos": "kill=rank0@step:33"}
     run = run_stock(SCRIPT, tmp_path / "run", "--pause", "0", start="command", **faults)
@@ -136,10 +154,26 @@ def test_weights_do_not_depend_on_the_world_size(run_script, tmp_path, accumulat
 )
 def test_data_that_are_left_to_accelerate_are_named_once_they_are_trained(tmp_path, kind, reason):
     """And an evaluation's are not."""
-    run = run_stock(SCRIPT.with_name("accelerate_left_script.py"), tmp_path / "run", "--kind", kind, nodes=(2, 2),
-                    imports=SCRIPT)  # fmt: skip
-    logs = "".join(path.read_text() for path in (run.folder.parent / "run" / "logs").iterdir())
-    warnings = [line for line in logs.splitlines() if "does not divide among the ranks" in line]
+    run = run_left(tmp_path, kind)
+    warnings = [line for line in logged(run) if "does not divide among the ranks" in line]
     assert len(warnings) == 1
     assert reason in warnings[0]
     assert run.record == {"steps": 4, "seen": 16}
+
+
+def test_two_iterations_at_once_are_named_and_each_has_its_batches(tmp_path):
+    run = run_left(tmp_path, "twice")
+    warnings = [line for line in logged(run) if "after it has begun another" in line]
+    assert len(warnings) == 1
+    assert "training them is not counted" in warnings[0]
+    assert run.record == {"steps": 4, "seen": 16}
+
+
+def run_left(folder, kind):
+    script = SCRIPT.with_name("accelerate_left_script.py")
+    return run_stock(script, folder / "run", "--kind", kind, nodes=(2, 2), imports=SCRIPT)
+
+
+def logged(run):
+    """Return the lines that all nodes have printed."""
+    return [line for path in run.report.paths.logs.iterdir() for line in path.read_text().splitlines()]

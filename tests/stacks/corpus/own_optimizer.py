@@ -1,6 +1,7 @@
-"""Trains with an optimizer that has states of its own, made at its first step, and two modes."""
+"""Trains two models with one optimizer that has states of its own, made at its first step, and two modes."""
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 
@@ -51,37 +52,42 @@ class Averaging(torch.optim.Optimizer):
                 if not state:
                     state["other"] = parameter.clone()
                     state["history"] = {"norms": [], "moments": (torch.zeros_like(parameter), torch.zeros(()))}
+                    state["signs"], state["map"] = torch.zeros_like(parameter, dtype=torch.uint8), torch.ones(256)
                 parameter.sub_(parameter.grad, alpha=group["lr"])
                 state["other"].lerp_(parameter, 1 / group["k"])
                 state["history"]["norms"] = [*state["history"]["norms"], float(parameter.grad.norm())][-5:]
+                state["signs"].add_(parameter.grad > 0)
                 state["history"]["moments"][0].lerp_(parameter.grad, 0.1)
 
 
 accelerator = Accelerator()
 torch.manual_seed(13)
-model = toy.perceptron()
+encoder, head = nn.Sequential(nn.Linear(8, 16), nn.ReLU()), nn.Linear(16, 1)
 train_dataloader = DataLoader(toy.Points(), shuffle=True, batch_size=4)
 eval_dataloader = DataLoader(toy.Points(16, seed=1), batch_size=4)
-optimizer = Averaging(model.parameters())
-model, optimizer, train_dataloader, eval_dataloader = accelerator.prepare(
-    model, optimizer, train_dataloader, eval_dataloader
+optimizer = Averaging(itertools.chain(encoder.parameters(), head.parameters()))
+encoder, head, optimizer, train_dataloader, eval_dataloader = accelerator.prepare(
+    encoder, head, optimizer, train_dataloader, eval_dataloader
 )
 steps, loss = 0, 0.0
 for _ in range(2):
-    model.train()
+    encoder.train()
+    head.train()
     optimizer.train()
     for x, y in train_dataloader:
-        accelerator.backward(nn.functional.mse_loss(model(x), y))
+        accelerator.backward(nn.functional.mse_loss(head(encoder(x)), y))
         optimizer.step()
         optimizer.zero_grad()
         steps += 1
-    model.eval()
+    encoder.eval()
+    head.eval()
     optimizer.eval()
     with torch.no_grad():
-        parts = [accelerator.gather_for_metrics((model(x) - y).square()) for x, y in eval_dataloader]
+        parts = [accelerator.gather_for_metrics((head(encoder(x)) - y).square()) for x, y in eval_dataloader]
     loss = torch.cat(parts).mean().item()
+state = next(iter(optimizer.state.values()))
 if accelerator.is_main_process:
     found = {"completed_steps": steps, "loss": loss, "k": optimizer.param_groups[0]["k"],
-             "norms": len(next(iter(optimizer.state.values()))["history"]["norms"])}  # fmt: skip
+             "norms": len(state["history"]["norms"]), "signs": str(state["signs"].dtype)}  # fmt: skip
     (args.output_dir / "all_results.json").write_text(json.dumps(found))
 accelerator.end_training()

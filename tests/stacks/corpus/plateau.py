@@ -1,4 +1,4 @@
-"""Lowers the learning rate when the validation's loss stays, and keeps the best epoch."""
+"""Lowers the learning rate when the validation's loss stays, keeps the best epoch, and names epochs more than once."""
 
 import argparse
 import json
@@ -25,7 +25,8 @@ model, optimizer, train_dataloader, val_dataloader, lr_scheduler = accelerator.p
     model, optimizer, train_dataloader, val_dataloader, lr_scheduler
 )
 steps, best = 0, None
-for _ in range(5):
+for epoch in range(5):
+    train_dataloader.set_epoch(epoch // 3)
     model.train()
     for x, y in train_dataloader:
         optimizer.zero_grad()

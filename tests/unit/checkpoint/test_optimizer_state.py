@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from azureml_elastic.checkpoint.state.compatibility import kinds_of
 from azureml_elastic.checkpoint.state.tracked import canonical_names
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
+from azureml_elastic.errors import UsageError
 
 
 class Counting(torch.optim.Optimizer):
@@ -31,6 +33,29 @@ class Counting(torch.optim.Optimizer):
                 parameter.sub_(parameter.grad, alpha=group["lr"])
 
 
+class Quantized(torch.optim.Optimizer):
+    """Momentum in eight bits: indices into a map of values that parameters share, and a scale for each row."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+        self.values = torch.linspace(-1, 1, 256)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    indices = torch.full_like(parameter, 128, dtype=torch.uint8)
+                    state.update(state1=indices, qmap1=self.values, absmax1=torch.ones(len(parameter)))
+                scale = state["absmax1"].view(-1, *[1] * (parameter.dim() - 1))
+                momentum = (state["qmap1"][state["state1"].int()] * scale).lerp_(parameter.grad.float(), 0.1)
+                state["absmax1"] = momentum.abs().reshape(len(parameter), -1).amax(1).clamp(min=1e-9)
+                scale = state["absmax1"].view_as(scale)
+                state["state1"] = torch.bucketize(momentum / scale, state["qmap1"][:-1]).to(torch.uint8)
+                parameter.sub_(momentum, alpha=group["lr"])
+
+
 class Compiled(nn.Module):
     """A wrapper with the name for its module that ``torch.compile`` has."""
 
@@ -47,12 +72,17 @@ def network():
     return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
 
 
+def half_network():
+    return network().bfloat16()
+
+
 def train(model, optimizer, steps=3):
     for step in range(steps):
 
         def closure(step=step):
             optimizer.zero_grad()
-            loss = model(torch.full((2, 3), 1.0 + step)).square().mean()
+            x = torch.full((2, 3), 1.0 + step, dtype=optimizer.param_groups[0]["params"][0].dtype)
+            loss = model(x).square().mean()
             loss.backward()
             return loss
 
@@ -65,8 +95,16 @@ def train(model, optimizer, steps=3):
     return model, optimizer
 
 
-@pytest.mark.parametrize("make", [Counting, lbfgs, lambda parameters: torch.optim.AdamW(parameters, fused=True)])
-def test_a_new_optimizer_continues_and_is_not_made_to_step(make):
+def fused(parameters):
+    return torch.optim.AdamW(parameters, fused=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "network"),
+    [(Counting, network), (lbfgs, network), (fused, network), (Quantized, network), (Quantized, half_network)],
+)
+def test_a_new_optimizer_continues_and_is_not_made_to_step(make, network):
+    """Its state has the types that it had: torch would load numbers of eight bits as those of the parameters."""
     model = network()
     old, optimizer = train(model, make(model.parameters()))
     plain, tensors = copy.deepcopy(TrackedState({"model": old, "optimizer": optimizer}).collect(is_main=True))
@@ -86,6 +124,41 @@ def test_a_new_optimizer_continues_and_is_not_made_to_step(make):
     assert new.param_groups[0].get("steps") == optimizer.param_groups[0].get("steps")
 
 
+def test_an_optimizer_of_several_models_continues():
+    """It has the parameters of all, a part of each: no name of a model is one that a module cannot have."""
+
+    def make():
+        models = {name: network() for name in ("train", "other", "frozen")}
+        for parameter in models["other"][0].parameters():
+            parameter.requires_grad_(False)
+        kept = itertools.chain(*(models[name].parameters() for name in ("train", "other")))
+        optimizer = torch.optim.AdamW([parameter for parameter in kept if parameter.requires_grad])
+        return models, optimizer, TrackedState({**models, "optimizer": optimizer})
+
+    def step(models, optimizer):
+        train(lambda x: models["other"](models["train"](x)[:, :1].expand(2, 3)), optimizer)
+
+    models, optimizer, state = make()
+    step(models, optimizer)
+    plain, tensors = copy.deepcopy(state.collect(is_main=True))
+    assert {"train.0.weight", "train.1.bias", "other.1.weight"} <= set(plain["optimizer"]["state"])
+    again, new, state = make()
+    assert state.check("here", plain, state.classes, kinds_of(tensors)) is None
+    state.restore(plain, tensors)
+    step(models, optimizer)
+    step(again, new)
+    for name, model in models.items():
+        for one, other in zip(model.parameters(), again[name].parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_an_optimizer_with_a_parameter_of_no_model_is_refused():
+    model = network()
+    optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(1))])
+    with pytest.raises(UsageError, match=r"do not all belong to tracked modules.* tracked are \['model'\]"):
+        TrackedState({"model": model, "optimizer": optimizer})
+
+
 def test_a_new_optimizer_is_refused_the_state_of_another_shape():
     """The optimizer has no state yet that would show it."""
     model = network()
@@ -94,7 +167,7 @@ def test_a_new_optimizer_is_refused_the_state_of_another_shape():
     other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 7))
     state = TrackedState({"model": other, "optimizer": torch.optim.AdamW(other.parameters())}, partial=["model"])
     refusal = state.check("here", plain, state.classes, kinds_of(tensors))
-    assert "optimizer: 1.bias/exp_avg, 1.bias/exp_avg_sq were float32[2], and now float32[7]" in str(refusal)
+    assert "optimizer: 1.bias had the shape [2], and now [7]" in str(refusal)
 
 
 def test_wrappers_leave_no_trace_in_names(tmp_path):

@@ -18,6 +18,7 @@ __all__ = [
     "optimizer_differences",
     "parameter_differences",
     "refuse",
+    "shape_differences",
     "tensor_differences",
     "unlike",
 ]
@@ -94,6 +95,20 @@ def optimizer_differences(stored: Kinds, present: Kinds) -> list[str]:
     return tensor_differences(
         *({name.removeprefix(prefix): each[name] for name in common} for each in (stored, present))
     )
+
+
+def shape_differences(stored: Mapping[str, Sequence[int]], present: Mapping[str, Sequence[int]]) -> list[str]:
+    """Return sentences about parameters that had another shape.
+
+    Args:
+        stored: shapes by name of those whose state the checkpoint holds.
+        present: shapes of those that the script's optimizer has.
+    """
+    changes: defaultdict[str, list[str]] = defaultdict(list)
+    for name in sorted(stored.keys() & present.keys()):
+        if stored[name] != present[name]:
+            changes[f"had the shape {stored[name]}, and now {present[name]}"].append(name)
+    return [f"{_names(names)} {what}" for what, names in changes.items()]
 
 
 def parameter_differences(stored: Collection[str], present: Collection[str]) -> list[str]:

@@ -33,6 +33,7 @@ from azureml_elastic.checkpoint.state.compatibility import (
     group_differences,
     optimizer_differences,
     parameter_differences,
+    shape_differences,
     tensor_differences,
 )
 
@@ -210,7 +211,7 @@ class OptimizerState(Tracked):
         found, names = self.optimizer.state_dict(), self._names()
         groups = [{**group, "params": [names[index] for index in group["params"]]} for group in found["param_groups"]]
         state = {names.get(key, key): value for key, value in found["state"].items()}
-        return tree.split(self.name, {"state": state, "param_groups": groups})
+        return tree.split(self.name, {"state": state, "param_groups": groups, "parameters": self._parameters()})
 
     @property
     @override
@@ -222,27 +223,19 @@ class OptimizerState(Tracked):
         names = {name for group in self.collect()[0]["param_groups"] for name in group["params"]}
         return [
             *self._group_differences(plain),
-            *optimizer_differences(stored, {**self._expected(stored), **present}),
+            *self._shape_differences(plain),
+            *optimizer_differences(stored, present),
             *parameter_differences(_keys(plain["state"]), names),
         ]
-
-    def _expected(self, stored: Kinds) -> dict[str, TensorKind]:
-        """Return the kinds that the tensors of a checkpoint should have: many have the shape of their parameter."""
-        found = {}
-        for parameter, path in self._paths():
-            prefix = f"{path.removeprefix(f'{self.name}/')}/"
-            for name, kind in stored.items():
-                if name.startswith(prefix) and len(kind.shape) == parameter.dim():
-                    found[name] = TensorKind(tuple(parameter.shape), kind.dtype)
-        return found
 
     @override
     def fitting(self, plain: Any, tensors: Tensors) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
-        for parameter, path in self._paths():
-            own = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{path}/")}
-            if all(tensor.dim() != parameter.dim() or tensor.shape == parameter.shape for tensor in own.values()):
-                found |= own
+        parameters = self._parameters()
+        for name, before in plain["parameters"].items():
+            if name in parameters and before["shape"] == parameters[name]["shape"]:
+                prefix = f"{self.name}/state/{name}/"
+                found |= {key: tensor for key, tensor in tensors.items() if key.startswith(prefix)}
         return found
 
     @override
@@ -254,7 +247,7 @@ class OptimizerState(Tracked):
         groups = [{**new, **old, "params": new["params"]} for new, old in zip(own, saved["param_groups"], strict=True)]
         indices = {name: index for index, name in self._names().items()}
         state = {indices.get(key, key): value for key, value in saved["state"].items()}
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        self._load({"state": state, "param_groups": groups}, plain)
 
     @override
     def restore_partly(self, plain: Any, tensors: Tensors) -> list[str]:
@@ -262,16 +255,49 @@ class OptimizerState(Tracked):
         complete = {name for name in _keys(saved) if _tensors_of(saved[name]) <= tensors.keys()}
         names = self._names()
         state = {index: tree.join(saved[name], tensors) for index, name in names.items() if name in complete}
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+        self._load({**self.optimizer.state_dict(), "state": state}, plain)
         return sorted(f"{self.name}/state/{name}" for name in names.values() if name not in complete)
 
     @override
     def begin_anew(self) -> list[str]:
         return sorted(path for _, path in self._paths())
 
+    def _load(self, state_dict: dict[str, Any], plain: Any) -> None:
+        """Load a state in the types that it has: torch casts it to those of the parameters, quantized numbers too.
+
+        Floats follow a parameter that has another type than it had.
+
+        Args:
+            state_dict: state
+            plain: its parts as JSON
+        """
+        self.optimizer.load_state_dict(state_dict)
+        names, before, now = self._names(), plain["parameters"], self._parameters()
+        for index, parameter in enumerate(parameter for parameter, _ in self._paths()):
+            if index in state_dict["state"]:
+                name = names[index]
+                same = name in before and before[name]["dtype"] == now[name]["dtype"]
+                own = self.optimizer.state
+                own[parameter] = _uncast(own[parameter], state_dict["state"][index], floats=same)
+
     def _group_differences(self, plain: Any) -> list[str]:
         groups = self.collect()[0]["param_groups"]
         return group_differences(*([group["params"] for group in each] for each in (plain["param_groups"], groups)))
+
+    def _shape_differences(self, plain: Any) -> list[str]:
+        """Return sentences about parameters whose state is that of another shape: a new optimizer has none to show."""
+        begun, now = _keys(plain["state"]), self._parameters()
+        before = {name: each["shape"] for name, each in plain["parameters"].items() if name in begun}
+        return shape_differences(before, {name: each["shape"] for name, each in now.items()})
+
+    def _parameters(self) -> dict[str, dict[str, Any]]:
+        """Return the types and shapes of the whole parameters by name."""
+        names = canonical_names(self.owner)
+        parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        return {
+            names[each]: {"dtype": str(each.dtype).removeprefix("torch."), "shape": list(each.shape)}
+            for each in parameters
+        }
 
     def _names(self) -> dict[int, str]:
         """Return the names of the parameters, by their numbers in the optimizer's state."""
@@ -291,7 +317,8 @@ class ShardedOptimizerState(OptimizerState):
 
     @override
     def collect(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        return tree.split(self.name, get_optimizer_state_dict(self.owner, self.optimizer))
+        found = get_optimizer_state_dict(self.owner, self.optimizer)
+        return tree.split(self.name, {**found, "parameters": self._parameters()})
 
     @override
     def differences(self, plain: Any, stored: Kinds, present: Kinds) -> list[str]:
@@ -305,7 +332,8 @@ class ShardedOptimizerState(OptimizerState):
     @override
     def restore(self, plain: Any, tensors: Tensors) -> None:
         options = StateDictOptions(strict=False)  # a parameter without a gradient has no state yet
-        set_optimizer_state_dict(self.owner, self.optimizer, tree.join(plain, tensors), options=options)
+        saved = tree.join({key: plain[key] for key in ("state", "param_groups")}, tensors)
+        set_optimizer_state_dict(self.owner, self.optimizer, saved, options=options)
 
     @override
     def restore_partly(self, plain: Any, tensors: Tensors) -> list[str]:
@@ -354,6 +382,20 @@ def _copy_in(present: Tensors, tensors: Tensors) -> list[str]:
             if name in present and tensor is not present[name]:
                 present[name].copy_(tensor)
     return sorted(present.keys() - tensors.keys())
+
+
+def _uncast(loaded: Any, saved: Any, *, floats: bool) -> Any:
+    """Return a loaded state of an optimizer with the saved tensors in place of those that were cast."""
+    if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
+        keeps = loaded.dtype == saved.dtype or (saved.is_floating_point() and not floats)
+        return loaded if keeps else saved.to(loaded.device)
+    if isinstance(loaded, dict) and isinstance(saved, Mapping):
+        return {
+            key: _uncast(value, saved[key], floats=floats) if key in saved else value for key, value in loaded.items()
+        }
+    if isinstance(loaded, list | tuple) and isinstance(saved, list | tuple) and len(loaded) == len(saved):
+        return type(loaded)(_uncast(*pair, floats=floats) for pair in zip(loaded, saved, strict=True))
+    return loaded
 
 
 def _keys(state: Any) -> set[str]:
@@ -412,9 +454,26 @@ def _number(value: Any) -> Any:
 
 
 def owner_of(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> nn.Module | None:
-    """Return the module with all parameters of an optimizer, ``None`` without one."""
+    """Return the module with all parameters of an optimizer, one of several modules if no single one has them.
+
+    Args:
+        optimizer: optimizer
+        modules: modules by name
+
+    Returns:
+        ``None`` if there are parameters that no module has.
+    """
     wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return next((each for each in modules.values() if wanted <= set(map(id, each.parameters()))), None)
+    owned = {name: wanted & set(map(id, module.parameters())) for name, module in modules.items()}
+    if set().union(*owned.values()) != wanted:
+        return None
+    whole = next((name for name, found in owned.items() if found == wanted), None)
+    if whole is not None:
+        return modules[whole]
+    joined = nn.Module()
+    owners = {name: modules[name] for name, found in owned.items() if found}
+    joined._modules.update(owners)  # noqa: SLF001 - add_module() refuses names of a module's own attributes
+    return joined
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:

@@ -276,9 +276,10 @@ def _tracked(name: str, value: Any, modules: Mapping[str, nn.Module], engines: M
         owner = owner_of(value, modules)
         if owner is None:
             raise UsageError(
-                f"The parameters of {name!r} ({type(value).__name__}) do not all belong to one tracked module, so "
-                f"they have no names; tracked are {sorted(modules)}. Track the module that the optimizer was "
-                "made for, in the same call; put several into one nn.ModuleDict."
+                f"The parameters of {name!r} ({type(value).__name__}) do not all belong to tracked modules, so that "
+                f"they have no names; tracked are {sorted(modules)}. Track the modules that the optimizer was made "
+                "for in the same call; a script with accelerate gives them to prepare(). A parameter outside of "
+                "modules goes into one."
             )
         if is_zero_redundancy(value):
             return ZeroRedundancyState(name, value, owner)

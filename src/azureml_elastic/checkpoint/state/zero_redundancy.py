@@ -16,7 +16,14 @@ from torch import nn
 from typing_extensions import override
 
 from azureml_elastic.checkpoint.state.compatibility import tensor_differences
-from azureml_elastic.checkpoint.state.tracked import Kinds, Tensors, Tracked, restore_settings, settings_of
+from azureml_elastic.checkpoint.state.tracked import (
+    Kinds,
+    Tensors,
+    Tracked,
+    canonical_names,
+    restore_settings,
+    settings_of,
+)
 from azureml_elastic.errors import UsageError
 
 __all__ = ["ZeroRedundancyState", "is_zero_redundancy"]
@@ -83,7 +90,7 @@ class ZeroRedundancyState(Tracked):
         return {path for _, path in self._owned()}
 
     def _owned(self) -> list[tuple[torch.Tensor, str]]:
-        names = {parameter: key.removeprefix("module.") for key, parameter in self.owner.named_parameters()}
+        names = canonical_names(self.owner)
         return [
             (parameter, f"{self.name}/state/{names[parameter]}")
             for group in self.optimizer.optim.param_groups

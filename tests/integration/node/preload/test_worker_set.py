@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import pytest
+from torch.distributed.elastic.multiprocessing.api import PContext
+
+from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.config.command.program import parse_program
+from azureml_elastic.node.agent.worker_processes import WorkerSet
 from tests.support.paths import SUPPORT
 from tests.support.preload.starting import ENVIRON
+from tests.support.waiting import until
 
 HERE = SUPPORT / "preload"
 
@@ -70,3 +80,55 @@ def test_forked_workers_equal_those_of_torchrun(tmp_path):
     prefixed = sorted(line for line in plain.stdout.splitlines() if line.startswith(PREFIX))
     assert prefixed == ["[worker0]:rank 0 of 2", "[worker1]:rank 1 of 2"]
     assert sorted(line for line in ours.stdout.splitlines() if line.startswith(PREFIX)) == sorted(prefixed * 2)
+
+
+SAVING = """
+import os, signal, sys, time
+from pathlib import Path
+
+def save(*_):
+    Path("saving").touch()
+    while not Path("saved").exists():
+        time.sleep(0.01)
+    os._exit(7)
+
+signal.signal(signal.SIGTERM, save if os.environ["RANK"] == "0" else signal.SIG_DFL)
+Path("ready" + os.environ["RANK"]).touch()
+while True:
+    time.sleep(300)
+"""
+
+
+@pytest.fixture
+def saving(tmp_path, monkeypatch):
+    """Two workers, of which the first one saves on SIGTERM until there is a file ``saved``."""
+    monkeypatch.chdir(tmp_path)
+    Path("worker.py").write_text(SAVING)
+    environments = {rank: {**os.environ, "RANK": str(rank)} for rank in range(2)}
+    workers = WorkerSet(parse_program([sys.executable, "worker.py"]), tmp_path / "output", environments, {})
+    workers.start(None)
+    yield workers
+    workers.close(0)
+
+
+def test_the_wait_for_a_worker_that_saves_ends_when_it_does(saving):
+    until(lambda: Path("ready0").exists() and Path("ready1").exists())
+    closing = threading.Thread(target=saving.close, args=(3600,))
+    closing.start()
+    until(lambda: Path("saving").exists() and saving.exit_codes == {1: -15})
+    assert closing.is_alive()
+    Path("saved").touch()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert saving.exit_codes == {0: 7, 1: -15}
+
+
+def test_a_worker_that_saves_for_longer_than_it_may_is_killed(saving):
+    until(lambda: Path("ready0").exists() and Path("ready1").exists())
+    saving.close(0.1)
+    assert saving.exit_codes == {0: -9, 1: -15}
+
+
+def test_workers_have_the_time_that_torchrun_gives_them():
+    default = inspect.signature(PContext.close).parameters["timeout"].default
+    assert ElasticDistribution().stop_timeout.total_seconds() == default == 30
