@@ -9,6 +9,7 @@ __all__ = [
     "FIRST_NODE",
     "HISTORY",
     "INTEGRATIONS",
+    "IN_PROCESS_ON_GPU",
     "LOCAL_ADDRESS",
     "NODE_ID",
     "PLAN",
@@ -60,6 +61,9 @@ ROUND = "AZUREML_ELASTIC_ROUND"
 INTEGRATIONS = "AZUREML_ELASTIC_INTEGRATIONS"
 """``off`` leaves scripts without a session to themselves: training stacks such as transformers, and ranks and addresses
 of their own."""
+
+IN_PROCESS_ON_GPU = "AZUREML_ELASTIC_IN_PROCESS_ON_GPU"
+"""``1`` lets ``recovery="in_process"`` keep processes with a GPU, which has not been seen on hardware yet."""
 
 WORKER = "AZUREML_ELASTIC_WORKER"
 """Rank and world size of a worker, and host and port of its round's store, as the agent has assigned them."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from azureml_elastic.config import CheckpointPolicy, Plan
 from azureml_elastic.config import environment as names
+from azureml_elastic.distributed.device import device_of
 from azureml_elastic.distributed.forks import freeze_inherited_garbage
 from azureml_elastic.errors import PlanError, UsageError
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
@@ -139,9 +140,11 @@ def open_group(identity: WorkerIdentity, device: torch.device) -> bool:
     freeze_inherited_garbage()
     if dist.is_initialized():
         return False
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    kind = device_of(device)
+    if names.CHANNEL in os.environ:  # else nobody interrupts this process, and torch's watchdog is what ends a hang
+        kind.keep_watchdog_out()
     try:
-        _open(backend, identity)
+        _open(kind.backend, identity)
     except RuntimeError as error:
         transport = os.environ.get(_TRANSPORT)
         if transport is None or _UNSUPPORTED not in str(error):

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.distributed.data_parallel import ElasticDataParallel
+from azureml_elastic.distributed.device import device_of
 from azureml_elastic.distributed.process import close_group, open_group
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 
@@ -89,12 +90,10 @@ class ProcessGroups:
     def abort(self) -> None:
         """Make the present and all later collectives of this process fail. Callable from any thread."""
         with self._aborting:
-            if dist.is_initialized() and self.device.type == "cuda":
-                with contextlib.suppress(RuntimeError, ValueError):
-                    dist.distributed_c10d._abort_process_group()  # noqa: SLF001
             gloo = set(_gloo_descriptors())
             for descriptor in _descriptors():
                 _shut_down(descriptor, self._store, any_peer=descriptor in gloo)
+            device_of(self.device).abort()  # last: it waits for the kernels that it ends
 
 
 def abort_gloo() -> None:

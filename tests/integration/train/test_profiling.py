@@ -20,6 +20,7 @@ from azureml_elastic import train
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, Profile
 from azureml_elastic.config import environment as names
+from azureml_elastic.distributed.device import ends_within
 from azureml_elastic.distributed.process import trace_folder
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.ledger.events import Progress
@@ -27,7 +28,7 @@ from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
-from azureml_elastic.train.session.profiling import Profiling, ends_within
+from azureml_elastic.train.session.profiling import Profiling
 from tests.support.node_server import FORKED, run_script
 from tests.support.paths import SUPPORT
 from tests.support.train import training, workers

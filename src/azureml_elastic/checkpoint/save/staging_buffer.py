@@ -2,22 +2,20 @@
 
 The memory is allocated once, while training goes on, and reused: the page faults of fresh memory cost several times as
 much as the copy. It is shared and anonymous (``memfd_create``), so that nothing is left behind when the process dies.
-With CUDA it is pinned, so that the device copies to it asynchronously.
+For a GPU it is pinned, so that the device copies to it without the host.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import mmap
 import os
-from typing import Any
 
 import torch
 
-__all__ = ["StagingBuffer"]
+from azureml_elastic.distributed.device import device_of
 
-_LOG = logging.getLogger(__name__)
+__all__ = ["StagingBuffer"]
 
 _SPARE = 1.05
 """Factor of the allocated to the requested size: states grow a little, and fresh memory is slow."""
@@ -34,7 +32,7 @@ class StagingBuffer:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = device_of(device)
         self._memory: mmap.mmap | None = None
         self.descriptor = -1
         self._bytes: torch.Tensor | None = None
@@ -65,7 +63,7 @@ class StagingBuffer:
                 for begin in range(0, size, _PIECE):
                     self._memory.madvise(_MADV_POPULATE_WRITE, begin, min(_PIECE, size - begin))
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._pin()
+        self._pinned = self._device.pin(self._bytes)
 
     def view(self, begin: int, end: int) -> memoryview:
         """Return a part of the buffer, for reading."""
@@ -78,7 +76,7 @@ class StagingBuffer:
         self._memory[begin : begin + len(content)] = content
 
     def take(self, begin: int, tensor: torch.Tensor) -> None:
-        """Copy a tensor to an offset; with CUDA asynchronously, see :meth:`synchronize`."""
+        """Copy a tensor to an offset; from a GPU without waiting, see :meth:`synchronize`."""
         assert self._bytes is not None
         if tensor.numel() == 0:
             return
@@ -86,19 +84,19 @@ class StagingBuffer:
         size = source.numel() * source.element_size()
         target = self._bytes[begin : begin + size]
         if begin % source.element_size() == 0:
-            target.view(source.dtype).view(source.shape).copy_(source, non_blocking=self._pinned)
+            target = target.view(source.dtype).view(source.shape)
         else:  # such as an element of three bytes
-            target.copy_(source.contiguous().view(torch.uint8).flatten(), non_blocking=self._pinned)
+            source = source.contiguous().view(torch.uint8).flatten()
+        self._device.copy_out(target, source, pinned=self._pinned)
 
     def synchronize(self) -> None:
         """Wait until all copies are complete."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        self._device.synchronize()
 
     def release(self) -> None:
         """Free the memory; views of it keep it alive."""
         if self._bytes is not None and self._pinned:
-            _runtime().cudaHostUnregister(self._bytes.data_ptr())
+            self._device.unpin(self._bytes)
         self._bytes, self._memory, self._pinned = None, None, False
         if self.descriptor >= 0:
             os.close(self.descriptor)
@@ -112,15 +110,3 @@ class StagingBuffer:
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # at the end of the interpreter CUDA may be unusable already
             self.release()
-
-    def _pin(self) -> None:
-        if self._device.type != "cuda" or self._bytes is None:
-            return
-        code = _runtime().cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0)
-        self._pinned = int(code) == 0
-        if not self._pinned:
-            _LOG.warning("Memory for checkpoints cannot be pinned (CUDA error %s): copies take longer.", code)
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -37,6 +37,8 @@ _GROUP_BYTES = 4 << 20
 
 _ALIGNMENT = 16
 
+_HOST = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class RecoverableState:
@@ -104,8 +106,8 @@ class Snapshot:
     random: torch.Tensor | None = None
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
-    def to_memory(self) -> StagingBuffer:
-        """Return memory that holds a copy.
+    def to_memory(self, device: torch.device = _HOST) -> StagingBuffer:
+        """Return memory that holds a copy of the tensors of a device.
 
         Raises:
             OSError: there is not enough memory, or the system has no ``memfd_create``.
@@ -114,11 +116,12 @@ class Snapshot:
         tensors = {**self.tensors, **({} if self.random is None else {_RANDOM: self.random})}
         ordered = sorted(tensors.items(), key=lambda item: -item[1].numel() * item[1].element_size())
         layout = Layout.of((_chunk(name, tensor) for name, tensor in ordered), json.dumps(self.header()))
-        memory = StagingBuffer(torch.device("cpu"))
+        memory = StagingBuffer(device)
         memory.reserve(layout.nbytes, populate=False)
         memory.put(0, layout.header)
         for entry in layout.entries:
             memory.take(entry.begin, tensors[entry.chunk.name])
+        memory.synchronize()
         return memory
 
     @classmethod

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import xxhash
 
+from azureml_elastic.distributed.device import device_of
 from azureml_elastic.errors import CheckpointDamaged
 
 __all__ = ["begin", "capture", "from_text", "is_tensor_name", "kept", "restore", "seed_of", "tensor_name", "to_text"]
@@ -43,8 +44,9 @@ def is_tensor_name(name: str) -> bool:
 def capture(device: torch.device) -> torch.Tensor:
     """Return the state of all generators as a tensor of bytes, including that of this device."""
     document: dict[str, Any] = {"torch": to_text(torch.get_rng_state()), "python": random.getstate()}
-    if device.type == "cuda":
-        document["cuda"] = to_text(torch.cuda.get_rng_state(device))
+    own = device_of(device).random_state()
+    if own is not None:
+        document["device"] = to_text(own)
     numpy = _numpy_random()
     if numpy is not None:
         kind, keys, *rest = numpy.get_state()
@@ -66,8 +68,8 @@ def restore(state: torch.Tensor, device: torch.device) -> None:
         version, words, gauss = document["python"]
         random.setstate((version, tuple(words), gauss))
         torch.set_rng_state(from_text(document["torch"]))
-        if device.type == "cuda" and "cuda" in document:
-            torch.cuda.set_rng_state(from_text(document["cuda"]), device)
+        if "device" in document:
+            device_of(device).set_random_state(from_text(document["device"]))
         numpy = _numpy_random()
         if numpy is not None and "numpy" in document:
             numpy.set_state(tuple(document["numpy"]))

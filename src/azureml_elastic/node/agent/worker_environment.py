@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import MutableMapping
 
 from azureml_elastic.checkpoint.storage.opening import AZURE_CONNECTION_STRING, is_azure
@@ -70,7 +69,6 @@ def worker_environments(
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         variables.ROUND: str(round_.number),
         variables.HISTORY: f"{round_.losses} {round_.seconds:.0f}",
     }

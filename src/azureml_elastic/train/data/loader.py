@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from azureml_elastic.checkpoint.state.random_state import seed_of
+from azureml_elastic.distributed.device import Device, device_of
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data.batching import Batching
 from azureml_elastic.train.data.position import LoaderState, MicroBatch, Position
@@ -120,7 +121,7 @@ class ElasticLoader(ABC):
 
     def _make(self, dataset: Any, **own: Any) -> DataLoader[Any]:
         """Return a ``DataLoader`` with the script's options, replaced by the given ones."""
-        defaults = {"pin_memory": self._context.device.type == "cuda", "generator": self._generator}
+        defaults = {"pin_memory": device_of(self._context.device).separate, "generator": self._generator}
         return self._context.loader_class(dataset, **{**defaults, **self._context.options, **own})
 
 
@@ -136,14 +137,17 @@ def require_foreign(options: Mapping[str, Any]) -> None:
 
 def to_device(value: Any, device: torch.device) -> Any:
     """Return a batch with its tensors on a device."""
-    if device.type == "cpu":
-        return value
+    kind = device_of(device)
+    return _copied_in(value, kind) if kind.separate else value
+
+
+def _copied_in(value: Any, device: Device) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
+        return device.copy_in(value)
     if isinstance(value, Mapping):
-        return {key: to_device(item, device) for key, item in value.items()}
+        return {key: _copied_in(item, device) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_device(item, device) for item in value))
+        return type(value)(*(_copied_in(item, device) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(to_device(item, device) for item in value)
+        return type(value)(_copied_in(item, device) for item in value)
     return value

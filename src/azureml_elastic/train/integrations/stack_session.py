@@ -323,11 +323,8 @@ class StackSession(Session):
         return total / self.world_size
 
     def all_have_arrived(self) -> None:
-        """Wait until all ranks have run the code up to here, else interrupt it. A collective.
-
-        On a GPU nothing is waited for: a state that is handed over there was complete before this code.
-        """
-        if self.world_size > 1 and self.device.type == "cpu":
+        """Wait until all ranks have run the code up to here, else interrupt it. A collective."""
+        if self.world_size > 1:
             with self._lifecycle.guard(stay=False):
                 self._lifecycle.world.control.all_true(True)
 

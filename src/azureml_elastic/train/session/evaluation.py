@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from azureml_elastic.distributed.device import device_of
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data.loader import require_foreign, to_device
 from azureml_elastic.train.data.map_loader import SizedDataset
@@ -69,7 +70,7 @@ class Evaluation:
         repeated = part.start if part else 0
         indices = [*part, *[repeated] * (passes - len(part))]
         batches = [list(range(begins[index], min(begins[index] + self.batch_size, count))) for index in indices]
-        options = {"pin_memory": lifecycle.device.type == "cuda", **self.options}
+        options = {"pin_memory": device_of(lifecycle.device).separate, **self.options}
         dataset: Any = self.dataset
         sums: dict[str, list[float]] = {}
         for index, batch in enumerate(DataLoader(dataset, batch_sampler=batches, **options)):

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.config.checkpoint import NonFinitePolicy
+from azureml_elastic.distributed.device import Fetched, device_of
 from azureml_elastic.errors import NonFiniteError
 
 __all__ = ["FinitenessWatch"]
@@ -39,7 +40,7 @@ class FinitenessWatch:
         self._weights: list[torch.Tensor] = []
         self._watches_loss = True
         self._loss: torch.Tensor | None = None
-        self._pending: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._pending: deque[tuple[int, Fetched]] = deque()
         self._reported: set[str] = set()
 
     def attach(self, state: TrackedState) -> None:
@@ -70,16 +71,14 @@ class FinitenessWatch:
             bad_weights = torch.stack(found[len(found) - len(self._probes) :]).any() if self._probes else None
             bad_loss = torch.zeros_like(found[0]) if self._loss is None else self._loss
             both = torch.stack([bad_loss, torch.zeros_like(bad_loss) if bad_weights is None else bad_weights])
-            self._pending.append((step, *_fetched(both)))
+            self._pending.append((step, device_of(both.device).fetch(both)))
         self._loss = None
         while self._pending:
-            number, values, event = self._pending[0]
-            if event is not None and not event.query():  # type: ignore[no-untyped-call]
-                if len(self._pending) <= _MOST_PENDING:
-                    break
-                event.synchronize()
+            number, values = self._pending[0]
+            if not values.arrived() and len(self._pending) <= _MOST_PENDING:
+                break
             self._pending.popleft()
-            self._respond(number, *values.tolist())
+            self._respond(number, *values.read().tolist())
 
     def weights_are_sound(self) -> bool:
         """Return whether this process may pass its weights on to the next round. Waits for the device."""
@@ -128,14 +127,3 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _nonempty(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [each for each in parameters if _local(each).numel()]
-
-
-def _fetched(flags: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """Return flags in the memory of the host, and the event after which they are there."""
-    if flags.device.type != "cuda":
-        return flags.cpu(), None
-    host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
-    host.copy_(flags, non_blocking=True)
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return host, event

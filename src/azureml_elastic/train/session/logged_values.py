@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from azureml_elastic.distributed.device import Fetched, device_of
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.metric_names import MOST_VALUES, name_problem
 
@@ -29,8 +30,8 @@ class LoggedValues:
 
     def __init__(self, send: Callable[[int, dict[str, float]], None]) -> None:
         self._send = send
-        self._in_progress: dict[str, float | _DeviceCopy] = {}
-        self._committed: deque[tuple[int, dict[str, float | _DeviceCopy]]] = deque()
+        self._in_progress: dict[str, float | Fetched] = {}
+        self._committed: deque[tuple[int, dict[str, float | Fetched]]] = deque()
         self._names: set[object] = set()
 
     def add(self, values: Mapping[str, Any], step: int | None) -> None:
@@ -83,36 +84,18 @@ class LoggedValues:
         """
         while self._committed:
             step, values = self._committed[0]
-            if not wait and not all(value.arrived() for value in values.values() if isinstance(value, _DeviceCopy)):
+            if not wait and not all(value.arrived() for value in values.values() if isinstance(value, Fetched)):
                 return
             self._committed.popleft()
-            numbers = ((name, value if isinstance(value, float) else value.read()) for name, value in values.items())
+            numbers = (
+                (name, value if isinstance(value, float) else float(value.read().item()))
+                for name, value in values.items()
+            )
             while part := dict(islice(numbers, MOST_VALUES)):
                 self._send(step, part)
 
 
-class _DeviceCopy:
-    """A copy of a value on a GPU in the host's memory, under way."""
-
-    __slots__ = ("_arrived", "_value")
-
-    def __init__(self, value: torch.Tensor) -> None:
-        with torch.cuda.device(value.device):
-            self._value = value.to("cpu", non_blocking=True)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
-
-    def arrived(self) -> bool:
-        """Return whether the copy is complete."""
-        return bool(self._arrived.query())  # type: ignore[no-untyped-call]
-
-    def read(self) -> float:
-        """Return the value, after the copy is complete."""
-        self._arrived.synchronize()
-        return float(self._value.item())
-
-
-def _number(name: str, value: Any) -> float | _DeviceCopy:
+def _number(name: str, value: Any) -> float | Fetched:
     """Return a value as a number, or as a copy that becomes one.
 
     Raises:
@@ -127,7 +110,7 @@ def _number(name: str, value: Any) -> float | _DeviceCopy:
                 "number, such as value.mean()."
             )
         value = value.detach()
-        return _DeviceCopy(value) if value.is_cuda else float(value.item())
+        return device_of(value.device).fetch(value)
     try:
         if isinstance(value, str | bytes):
             raise TypeError  # noqa: TRY301 - float() would read a text

@@ -26,6 +26,7 @@ from torch import nn
 from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.distributed.data_parallel import ElasticDataParallel
+from azureml_elastic.distributed.device import device_of
 from azureml_elastic.distributed.process import pick_device
 from azureml_elastic.distributed.process_groups import ProcessGroups, is_peer_error
 from azureml_elastic.distributed.stuck_collective import is_stuck
@@ -35,6 +36,7 @@ from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.session.context import SessionContext
 from azureml_elastic.train.session.exit_hooks import leave_quickly
 from azureml_elastic.train.session.training_state import TrainingState
+from azureml_elastic.train.session.update_guard import UpdateGuard
 
 __all__ = ["ProcessGroupLifecycle"]
 
@@ -46,6 +48,9 @@ _PEER_SECONDS = 15.0
 _OTHER_SECONDS = 0.5
 """Time for the same where the error does not look like a peer's."""
 
+_DRAIN_SECONDS = 15.0
+"""Time for a GPU to complete what is queued once its collectives are aborted: less than a step, unless it hangs."""
+
 
 class ProcessGroupLifecycle:
     """The process group of the round, and the transition to the next one.
@@ -55,6 +60,7 @@ class ProcessGroupLifecycle:
         device: device of this process
         world: process groups of the round
         position: position in the data
+        updates: guard of the optimizers' updates
         training_state: state that is handed over and restored, set by the session
         discarded: whether the current step does not count: its round has ended, or it repeats code after a resume
         over: whether the session has ended, so that no state is handed over
@@ -71,11 +77,15 @@ class ProcessGroupLifecycle:
         self.discarded = False
         self.over = False
         self.exits_quickly = False
+        self._leaving = False
         self.device = pick_device(context.identity)
+        self._device = device_of(self.device)
+        self.updates = UpdateGuard(self._device, self._agent)
         self.world = ProcessGroups(self._first_place() if self._agent.stays else context.identity, self.device)
         self._thread = threading.get_ident()
         self._agent.when_interrupted(self._on_interrupt)
         self._open()
+        self.updates.enter(self.world.identity.world_size)
         self.position = Position(self.world.identity)
         self._audit.enter(self.world.identity)
 
@@ -85,6 +95,20 @@ class ProcessGroupLifecycle:
             absorb = self._absorb if self._agent.stays else lambda _: False
             self.models.append(ElasticDataParallel(model, absorb, lambda: self.discarded, **options))
         return self.models[-1]
+
+    def guard_updates(self, tracked: TrackedState) -> None:
+        """Have no update of a tracked optimizer follow a collective that a lost peer has broken."""
+        self.updates.attach(tracked)
+        for optimizer in tracked.optimizers:
+            optimizer.register_step_pre_hook(self._before_update)
+
+    def complete_update(self) -> None:
+        """Wait for a step whose update was not guarded, or has collectives behind it, before it is counted."""
+        if not self.updates.step_is_covered():
+            # What has changed the state is not known here, so it is that of no step until everything is complete.
+            self._state.half_step = True
+            with self.guard(stay=False):
+                self.updates.wait()
 
     def discard_step(self) -> None:
         """Discard the current step: :meth:`end_discarded_step` undoes its changes."""
@@ -170,8 +194,6 @@ class ProcessGroupLifecycle:
         return (
             self.training_state is not None
             and self.training_state.holds_full_state
-            # The kernels of a GPU may be in the middle of a step that looks complete to this process.
-            and self.device.type == "cpu"
             and not (self.position.code_pending and self._tracked.scales_gradients)
         )
 
@@ -182,11 +204,18 @@ class ProcessGroupLifecycle:
     def _can_stay(self) -> bool:
         return (
             self._agent.stays
+            and self._device.may_stay
             and self._hands_over
             and self.world.owns_group
             and not self.position.code_pending
             and not self._tracked.scales_gradients
         )
+
+    def _before_update(self, *_: Any) -> None:
+        if torch.compiler.is_compiling() or self.discarded or self._leaving:
+            return  # a compiled step would wait when it is compiled, and never again: complete_update() does
+        with self.guard():
+            self.updates.wait()
 
     def _absorb(self, error: RuntimeError) -> bool:
         """Enter the next round after an error of the forward pass; return whether a lost peer was its cause."""
@@ -197,6 +226,8 @@ class ProcessGroupLifecycle:
 
     def _rejoin(self) -> None:
         """Enter the next round with the furthest state among its ranks, and discard the current step."""
+        if not self._settle_device():
+            self._exit()
         self._tracked.drop_gradients()
         while True:
             self._state.abandon_save()
@@ -214,6 +245,7 @@ class ProcessGroupLifecycle:
                 if isinstance(error, RoundBroken) or not self._is_interrupted(error) or not self._can_stay():
                     _LOG.warning("This process cannot enter the next round and exits; a new one continues: %s", error)
                     self._give_way()
+        self.updates.enter(self.world.identity.world_size)
         self.position.enter(self.world.identity)
         self._audit.enter(self.world.identity)
         if self.position.opened:
@@ -258,11 +290,29 @@ class ProcessGroupLifecycle:
 
     def _give_way(self) -> NoReturn:
         """Exit, so that a new process continues from the state that this one hands over."""
+        self._leaving = True
         undo = self._undo if self.discarded or self.position.code_pending else lambda: None
-        if self._hands_over and undo is not None:
+        if self._settle_device() and self._hands_over and undo is not None:
             undo()
             self._state.hand_over()
         self._exit()
+
+    def _settle_device(self) -> bool:
+        """Let the device complete what is queued, and restore buffers that a step in progress has changed.
+
+        Returns:
+            Whether the device is idle, so that the state can be read.
+        """
+        if not self._device.drain(_DRAIN_SECONDS):
+            _LOG.warning(
+                "%s has failed, or has not completed its work within %g s after its collectives were aborted. The "
+                "state of this process is not handed over; another one's is taken, or the last snapshot.",
+                self.device,
+                _DRAIN_SECONDS,
+            )
+            return False
+        self.updates.undo_step()
+        return True
 
     def _exit(self) -> NoReturn:
         self._agent.gave_way()  # the exit code means nothing to the agent: a script may end with any

@@ -10,18 +10,18 @@ import contextlib
 import logging
 import math
 import re
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerAction, ProfilerActivity, profile
+from torch.profiler import ProfilerAction, profile
 
 from azureml_elastic.config.profile import Profile, recorded_after
+from azureml_elastic.distributed.device import device_of
 from azureml_elastic.ipc.agent_interface import Agent, WorkerIdentity
 
-__all__ = ["Profiling", "ends_within"]
+__all__ = ["Profiling"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Profiling:
         self._wanted = wanted
         self._folder = folder
         self._node = re.sub(r"[^\w.-]", "_", node)
-        self._device = device
+        self._device = device_of(device)
         self._agent = agent
         self._identity: WorkerIdentity | None = None
         self._entered = 0
@@ -71,7 +71,7 @@ class Profiling:
 
     def close(self) -> None:
         """Release the profiler: an interpreter that ends while it runs crashes."""
-        if self._profiler is None or self._device.type != "cuda" or ends_within(_IDLE_SECONDS, self._wait_for_gpu):
+        if self._profiler is None or self._device.drain(_IDLE_SECONDS):
             self._drop()
 
     def _look_ahead(self, steps: int) -> None:
@@ -100,11 +100,8 @@ class Profiling:
     def _start(self, begin: int, first: int, last: int) -> None:
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001 - it would be replaced
             raise RuntimeError("the script runs a profiler of its own")
-        activities = [ProfilerActivity.CPU]
-        if self._device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
         profiler = profile(
-            activities=activities,
+            activities=self._device.profiler_activities,
             schedule=lambda step: ProfilerAction.WARMUP if max(step, begin) < first else ProfilerAction.RECORD,
             on_trace_ready=self._write,
             record_shapes=self._wanted.record_shapes,
@@ -159,15 +156,3 @@ class Profiling:
             if not self._failed:
                 _LOG.warning("The profiler has failed and stays off; training continues: %r", error)
             self._failed = True
-
-    def _wait_for_gpu(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            torch.cuda.synchronize(self._device)
-
-
-def ends_within(seconds: float, action: Callable[[], None]) -> bool:
-    """Run an action that may hang on a thread of its own, and return whether it has ended in time."""
-    thread = threading.Thread(target=action, name="may-hang", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return not thread.is_alive()

@@ -17,6 +17,7 @@ from typing_extensions import Self
 
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.config import FixedPerWorkerBatch
+from azureml_elastic.distributed.device import device_of
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train.integrations.deepspeed.session_config import config_for
 from azureml_elastic.train.optim.gradient_averaging import require_averaging
@@ -64,7 +65,7 @@ class Session(Training):
             return model
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
-        options = {"device_ids": [self.device] if self.device.type == "cuda" else None, **options}
+        options = {"device_ids": [self.device] if device_of(self.device).separate else None, **options}
         return self._lifecycle.parallel(model, **options)
 
     def deepspeed_config(
@@ -126,6 +127,7 @@ class Session(Training):
             )
         self._gradients.attach(state)
         self._rate.attach(state.optimizers)
+        self._lifecycle.guard_updates(state)
         with self._lifecycle.guard(stay=False):
             self._state.track(state)
         if self._context.profiling is not None:

@@ -48,8 +48,10 @@ class StepCommits:
             self._values.drop()
             self._lifecycle.end_discarded_step()
         else:
+            self._lifecycle.complete_update()
             self._values.commit(self._state.steps + 1)
             self._state.complete_step()
+            self._lifecycle.updates.end_step()
             self._context.audit.done(self._state.steps)
             self._position.code_pending |= pending
             if self._position.code_pending:

@@ -282,8 +282,11 @@ class Training:
         with self._lifecycle.guard():
             self._state.observe(loss)
             self._gradients.backward(loss, micro, None if count is None else int(count))
+            if not self.accumulating:
+                self._lifecycle.updates.wait_before_scaler()
 
     def _opened(self, loader: LoaderState, micro: MicroBatch) -> None:
+        self._lifecycle.updates.begin_step()
         self._gradients.begin(micro)
         if self._schedule_check is not None:
             self._schedule_check.begin_step(self._state.tracked)

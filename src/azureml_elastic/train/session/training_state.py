@@ -268,7 +268,7 @@ class TrainingState:
         if self._identity.local_rank != 0:
             return True  # local rank 0 hands the same state over
         try:
-            memory = self._snapshot().to_memory()
+            memory = self._snapshot().to_memory(self._world.device)
             self._agent.hand_over(self.steps, memory.descriptor)
             memory.release()
         except (OSError, ElasticError, RuntimeError) as error:

@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from wrapt import wrap_function_wrapper
 
+from azureml_elastic.distributed.device import device_of
 from azureml_elastic.train.integrations.accelerate.training_data import SequentialLoader, TrainingData
 from azureml_elastic.train.integrations.deepspeed.other_stacks import preparing
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
@@ -45,7 +46,7 @@ def attach_to_state(module: ModuleType) -> None:
 
     def begin(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
         session = stack_session()
-        if session is not None and session.device.type == "cpu":
+        if session is not None and not device_of(session.device).separate:
             # else the ranks of a machine without a GPU train apart
             args, kwargs = (), {**kwargs, **({"backend": "gloo"} if _uses_deepspeed() else {"cpu": True})}
         return wrapped(*args, **kwargs)

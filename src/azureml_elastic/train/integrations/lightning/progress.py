@@ -10,7 +10,8 @@ import copy
 from enum import Enum
 from typing import Any
 
-from azureml_elastic.train.integrations.lightning import epoch_metrics
+from azureml_elastic.distributed.device import Fetched
+from azureml_elastic.train.integrations.lightning import epoch_metrics, replay
 
 __all__ = ["Progress", "Stage"]
 
@@ -58,7 +59,7 @@ class Progress:
         self.loaded = False
         self.stage = Stage.DONE
         self.sums: epoch_metrics.Sums = {}
-        self.record: dict[str, dict[str, float]] = {}
+        self.record: dict[str, dict[str, float | Fetched]] = {}
 
     def capture(self, stage: Stage) -> None:
         """Take over the trainer's current state."""
@@ -90,7 +91,8 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the last capture."""
-        return self._captured
+        record = {"record": replay.numbers(self._captured["record"])} if self._captured else {}
+        return {**self._captured, **record}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue with the state of a former process."""

@@ -9,15 +9,32 @@ from typing import Any
 
 import torch
 
-__all__ = ["recorded", "run_hooks", "same_names"]
+from azureml_elastic.distributed.device import Fetched, device_of
+
+__all__ = ["numbers", "recorded", "run_hooks", "same_names"]
 
 
-def recorded(trainer: Any, outputs: Any) -> dict[str, dict[str, float]]:
-    """Return the metrics of the current step as they are before its hooks, and the numbers among its outputs."""
+def recorded(trainer: Any, outputs: Any) -> dict[str, dict[str, float | Fetched]]:
+    """Return the metrics of the current step as they are before its hooks, and the numbers among its outputs.
+
+    Those of a GPU are on their way, so that no step waits for them; see :func:`numbers`.
+    """
     metrics = trainer._logger_connector.metrics["log"]  # noqa: SLF001
     found = outputs.items() if isinstance(outputs, Mapping) else ()
-    numbers = {name: float(value) for name, value in found if isinstance(value, torch.Tensor) and value.numel() == 1}
-    return {"metrics": {name: float(value) for name, value in metrics.items()}, "outputs": numbers}
+    outputs = {name: _fetched(value) for name, value in found if isinstance(value, torch.Tensor) and value.numel() == 1}
+    return {"metrics": {name: _fetched(value) for name, value in metrics.items()}, "outputs": outputs}
+
+
+def numbers(record: Mapping[str, Mapping[str, float | Fetched]]) -> dict[str, dict[str, float]]:
+    """Return what :func:`recorded` has returned, and wait for what has not arrived."""
+    return {
+        part: {name: float(value.read()) if isinstance(value, Fetched) else value for name, value in values.items()}
+        for part, values in record.items()
+    }
+
+
+def _fetched(value: Any) -> float | Fetched:
+    return device_of(value.device).fetch(value) if isinstance(value, torch.Tensor) else float(value)
 
 
 def run_hooks(trainer: Any, batch: Any, record: Mapping[str, Mapping[str, float]]) -> None:
@@ -26,7 +43,7 @@ def run_hooks(trainer: Any, batch: Any, record: Mapping[str, Mapping[str, float]
     Args:
         trainer: trainer whose loops are as after these hooks
         batch: collated batch, on the CPU
-        record: what :func:`recorded` returned in the former process
+        record: what :func:`recorded` returned in the former process, as numbers
     """
     loop, module, connector = trainer.fit_loop.epoch_loop, trainer.lightning_module, trainer._logger_connector  # noqa: SLF001
     call = importlib.import_module(type(trainer.fit_loop).__module__.replace("loops.fit_loop", "trainer.call"))

@@ -185,8 +185,7 @@ class TrainingLoop:
         self._completed = True
         due = epoch_loop._should_check_val_fx(self._trainer.fit_loop._data_fetcher)  # noqa: SLF001
         self._changes_state = bool(due or epoch_loop.batch_progress.is_last_batch)
-        if self._session.device.type == "cpu":  # on a GPU no state is handed over from here, and reading would wait
-            self._progress.record = replay.recorded(self._trainer, outputs)
+        self._progress.record = replay.recorded(self._trainer, outputs)
         self._progress.capture(Stage.STEP)
         self._session.complete_step(changes_state=self._changes_state)
 
@@ -198,7 +197,7 @@ class TrainingLoop:
         epoch_loop = self._trainer.fit_loop.epoch_loop
         epoch_loop.val_loop.restarting = False
         if self._pending is Stage.STEP and self._loader is not None:
-            replay.run_hooks(self._trainer, self._loader.repeat(), self._progress.record)
+            replay.run_hooks(self._trainer, self._loader.repeat(), replay.numbers(self._progress.record))
         epoch_loop.on_advance_end(fetcher)
         epoch_loop.on_iteration_done()
 

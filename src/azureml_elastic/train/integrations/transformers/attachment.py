@@ -9,6 +9,7 @@ from typing import Any
 
 from wrapt import wrap_function_wrapper
 
+from azureml_elastic.distributed.device import device_of
 from azureml_elastic.train.integrations.stack_session import stack_session
 from azureml_elastic.train.integrations.transformers import checkpoint_folders
 from azureml_elastic.train.integrations.transformers.evaluation import evaluating
@@ -28,7 +29,7 @@ def attach_to_arguments(module: ModuleType) -> None:
 
     def setup_devices(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
         session = stack_session()
-        if session is not None and session.device.type == "cpu" and not instance.deepspeed:
+        if session is not None and not device_of(session.device).separate and not instance.deepspeed:
             instance.use_cpu = True  # without it the ranks of a machine without a GPU train apart
         return wrapped(*args, **kwargs)
 

@@ -1,0 +1,147 @@
+"""The guard before an update: on a device that runs behind the host, no update follows a broken collective.
+
+The host of a GPU queues the backward pass, its all-reduces and the optimizer's update long before the device gets to
+them. When a peer is lost, the all-reduces that wait for it are aborted: their kernels end and leave garbage in the
+gradients, and an update that was queued behind them would apply it. A step like that looks complete to the host.
+
+Before the first kernel of an update is queued, the host therefore waits until the device has completed all work of the
+backward pass, and then asks whether the round is still whole. If it is, the update needs no peer any more: the state is
+that of a completed step as soon as the device has drained, whatever happens to the peers. If it is not, the step is
+discarded, as on a CPU, where the collective itself would have failed.
+
+*Why a collective that an abort has ended is never taken for a complete one.* The thread that receives the agent's
+message sets the flag of the interruption first, and aborts the communicators after that. A kernel that the abort has
+ended is complete later than the abort has begun, and so is the mark behind it; the flag is read after the mark has been
+reached, so it is set then. Nobody else aborts: :data:`~azureml_elastic.distributed.device._WATCHDOG` keeps torch's
+watchdog from it, and where a user's settings let it, it records the error before it aborts, which is asked for as well.
+A kernel whose peer is gone does not end by itself: it waits for data in its memory, which no one writes any more.
+
+A collective that is complete with the flag set is discarded, too. Another survivor may have taken the same step for
+complete; then its state is a step further, and all continue from that, as after any loss.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from azureml_elastic.checkpoint.state.tracked_state import TrackedState
+from azureml_elastic.distributed.device import Device
+from azureml_elastic.errors import RoundBroken
+from azureml_elastic.ipc.agent_interface import Agent
+
+__all__ = ["UpdateGuard"]
+
+_LOG = logging.getLogger(__name__)
+
+_SHORTEST_SECONDS = 50e-6
+_LONGEST_SECONDS = 1e-3
+_PAUSE_SHARE = 0.01
+"""Pauses between two questions to the device, as a share of the wait so far: so late is an update at most."""
+
+_UNSEEN_STEPS = 3
+"""Steps in a row whose update no optimizer has announced, after which that is no accident."""
+
+
+class UpdateGuard:
+    """The guard of one process.
+
+    Args:
+        device: device of the process.
+        agent: connection to the node's agent, which interrupts the round.
+    """
+
+    def __init__(self, device: Device, agent: Agent) -> None:
+        self._device = device
+        self._agent = agent
+        self._several = False
+        self._scales = False
+        self._covered = 0  # collectives that were complete in a whole round
+        self._announced = False  # whether an update has been queued behind a passed guard since the last step
+        self._unseen = 0
+        self._buffers: list[torch.Tensor] = []
+        self._copies: list[torch.Tensor] = []
+        self._in_step = False
+
+    @property
+    def _needed(self) -> bool:
+        # Without an agent that holds states nobody interrupts a round, and nothing would be handed over.
+        return self._several and self._device.runs_behind and self._agent.holds_snapshots
+
+    def enter(self, world_size: int) -> None:
+        """Begin a round, whose groups are new."""
+        self._several = world_size > 1
+        self._covered = 0
+        self._announced = self._in_step = False
+
+    def attach(self, state: TrackedState) -> None:
+        """Keep the buffers of the tracked modules."""
+        self._scales = state.scales_gradients
+        self._buffers = list({id(each): each for module in state.modules for each in module.buffers()}.values())
+
+    def wait(self) -> None:
+        """Wait until all queued work is complete.
+
+        Raises:
+            RoundBroken: the round was interrupted meanwhile, so that collectives may have been aborted.
+            RuntimeError: a communicator has failed.
+        """
+        if not self._needed or self._device.recording():
+            return
+        queued = self._device.queued_collectives()
+        if queued == self._covered:  # such as before the second of two optimizers
+            self._announced = True
+            return
+        mark, begun, interrupted = self._device.mark(), time.monotonic(), False
+        while not (interrupted or mark.reached()):
+            pause = (time.monotonic() - begun) * _PAUSE_SHARE
+            interrupted = self._agent.wait_interrupted(min(max(pause, _SHORTEST_SECONDS), _LONGEST_SECONDS))
+            self._require_sound()
+        self._require_sound()
+        # Not before: see the top of this module for the order of flag, abort, end of a kernel and this question.
+        if self._agent.wait_interrupted(0):
+            raise RoundBroken("The round was interrupted before the gradients of this step were complete.")
+        self._covered, self._announced = queued, True
+
+    def wait_before_scaler(self) -> None:
+        """Wait where a ``GradScaler`` follows: by garbage it would leave the step out and change its scale."""
+        if self._scales:
+            self.wait()
+
+    def step_is_covered(self) -> bool:
+        """Return whether no collective was queued behind the guard of this step's update, if it had one."""
+        return not self._needed or (self._announced and self._device.queued_collectives() == self._covered)
+
+    def begin_step(self) -> None:
+        """Keep the buffers as they are before a step, whose forward pass may be broken off while it receives them."""
+        if self._in_step or not (self._needed and self._buffers):
+            return
+        if not self._copies:
+            self._copies = [torch.empty_like(each) for each in self._buffers]
+        self._device.copy(self._copies, self._buffers)
+        self._in_step = True
+
+    def end_step(self) -> None:
+        """Note that a step is complete."""
+        self._unseen = 0 if self._announced or not self._needed else self._unseen + 1
+        if self._unseen == _UNSEEN_STEPS and not self._scales:
+            _LOG.warning(
+                "The last %d steps were updated without a call of a tracked optimizer's step(), as by a CUDA graph or "
+                "a compiled step. Each step is waited for, and the sudden loss of a node costs the steps since the "
+                "last snapshot. Leave optimizer.step() outside of the graph.",
+                _UNSEEN_STEPS,
+            )
+        self._announced = self._in_step = False
+
+    def undo_step(self) -> None:
+        """Restore the buffers of the last complete step, if another one has begun."""
+        if self._in_step:
+            self._device.copy(self._buffers, self._copies)
+            self._in_step = False
+
+    def _require_sound(self) -> None:
+        error = self._device.communicator_error()
+        if error is not None:
+            raise RuntimeError(error)
