@@ -32,6 +32,7 @@ from torch import nn
 
 from azureml_elastic.checkpoint.save.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot
+from azureml_elastic.checkpoint.snapshots.transfer import send_to_others
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.config import CheckpointPolicy
@@ -216,7 +217,9 @@ def _restore(state: State, tracked: TrackedState, ours: Checkpoints, world: Proc
             tracked.restore(kept.state, kept.tensors)
 
     def from_peer() -> None:
-        received = Snapshot.broadcast(snapshot if world.control.rank == 0 else None, 0, world.control)
+        own = snapshot if world.control.rank < world.control.world_size - 1 else None
+        holders = range(world.control.world_size - 1)
+        received = send_to_others(own, world.control, holders, tracked.equal_on_all_ranks, tracked.targets)
         with torch.no_grad():
             tracked.restore(received.state, received.tensors)
 

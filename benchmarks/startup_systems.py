@@ -54,12 +54,16 @@ class System:
         kind: how its nodes are started.
         python: interpreter of its nodes.
         path: folder whose packages take precedence, ``None`` for those of the interpreter.
+        recovery: recovery mode, of this library.
+        variables: environment variables of all its processes.
     """
 
     name: str
     kind: Kind
     python: str = sys.executable
     path: Path | None = None
+    recovery: str = "restart"
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ours(self) -> bool:
@@ -83,7 +87,7 @@ class System:
         own = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "RES_OPTIONS": "attempts:0"}
         if self.path is not None:
             own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(self.path), os.environ.get("PYTHONPATH")]))
-        return {**inherited, **own, "BENCH_OBSERVER": str(os.getpid())}
+        return {**inherited, **own, "BENCH_OBSERVER": str(os.getpid()), **self.variables}
 
     def problem(self) -> str | None:
         """Import the system once, so that its byte code and files are cached; return why it cannot be measured."""
@@ -142,6 +146,7 @@ def _ours(system: System, folder: Path, nodes: tuple[int, int], azurite: Azurite
         "endpoint": endpoint,
         "checkpoints": str(folder / "checkpoints"),
         "run_id": f"bench-{secrets.token_hex(4)}",
+        "recovery": system.recovery,
     }
     words = [system.python, str(_SCRIPTS / "plan.py"), json.dumps(given)]
     plan = subprocess.run(words, env=system.environment(), capture_output=True, text=True, check=True).stdout.strip()

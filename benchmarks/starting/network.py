@@ -20,6 +20,9 @@ GLOBAL_BATCH_SIZE = 60
 STEP_SECONDS = float(os.environ.get("BENCH_STEP_SECONDS", "0.05"))
 """Waiting time of each step, as if for a GPU."""
 
+STATE_TENSORS = int(os.environ.get("BENCH_STATE_MIB", "0")) // 8
+"""Number of frozen weights of 8 MiB beside the network, which are sent and restored as all others are."""
+
 
 def dataset() -> TensorDataset:
     """Return as many images as scikit-learn's digits, of their shape."""
@@ -28,7 +31,7 @@ def dataset() -> TensorDataset:
 
 def network() -> nn.Module:
     """Return the network of samples/digits.py."""
-    return nn.Sequential(
+    layers = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),
         nn.Conv2d(16, 32, 3, stride=2, padding=1),
@@ -38,6 +41,9 @@ def network() -> nn.Module:
         nn.ReLU(),
         nn.Linear(64, 10),
     )
+    for number in range(STATE_TENSORS):
+        layers.register_parameter(f"frozen{number}", nn.Parameter(torch.full((1024, 2048), 1.0), requires_grad=False))
+    return layers
 
 
 def prepare() -> None:

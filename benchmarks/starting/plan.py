@@ -1,6 +1,6 @@
 """Print the plan of a run as JSON. Runs with the measured checkout of this library, which may be an older one.
 
-The only argument is a JSON object: ``nodes``, ``endpoint``, ``checkpoints`` and ``run_id``.
+The only argument is a JSON object: ``nodes``, ``endpoint``, ``checkpoints``, ``run_id`` and ``recovery``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def main() -> None:
         distribution=ElasticDistribution(
             process_count_per_instance=1,
             max_restarts=1_000_000,
+            recovery=given["recovery"],
             health=HealthPolicy(strike_decay=0),  # workers are killed on purpose, always on this host
             preemption=PreemptionPolicy(scheduled_events=None),
             rendezvous=TableRendezvous(endpoint=given["endpoint"]),

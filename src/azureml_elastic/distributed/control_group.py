@@ -22,7 +22,10 @@ T = TypeVar("T")
 
 
 class ControlGroup:
-    """A group for agreements between the ranks. Every method but ``close`` is a collective."""
+    """A group for agreements between the ranks.
+
+    Every method but ``close``, ``send`` and ``receive`` is a collective.
+    """
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
@@ -63,9 +66,13 @@ class ControlGroup:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Overwrite a CPU tensor with that of one rank."""
-        dist.broadcast(tensor, src=source, group=self.group)
+    def send(self, tensor: torch.Tensor, rank: int, number: int) -> dist.Work:
+        """Begin to send a CPU tensor to a rank that receives it; it must not change until the end."""
+        return cast("dist.Work", dist.isend(tensor, rank, group=self.group, tag=number))
+
+    def receive(self, tensor: torch.Tensor, rank: int, number: int) -> dist.Work:
+        """Begin to overwrite a CPU tensor with one of its size that a rank sends under this number."""
+        return cast("dist.Work", dist.irecv(tensor, rank, group=self.group, tag=number))
 
     def all_true(self, value: bool) -> bool:
         """Return whether the value is true on every rank."""

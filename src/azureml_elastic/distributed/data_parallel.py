@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,6 +33,7 @@ class _Elastic:
     absorb: Callable[[RuntimeError], bool]
     discarded: Callable[[], bool]
     options: dict[str, Any]
+    awaits_state: bool
 
     def __deepcopy__(self, _: Any) -> _Elastic:
         return self
@@ -45,29 +47,63 @@ class ElasticDataParallel(DistributedDataParallel):
         absorb: handler of errors of the forward pass. Where it returns true, the step is discarded, and the pass is
             repeated without the other ranks.
         discarded: predicate that is true while the current step is discarded.
+        awaits_state: whether :meth:`settle` follows, so that the weights of rank 0 are not sent to the others now.
         options: options of ``DistributedDataParallel``.
     """
 
     def __init__(
-        self, module: nn.Module, absorb: Callable[[RuntimeError], bool], discarded: Callable[[], bool], **options: Any
+        self,
+        module: nn.Module,
+        absorb: Callable[[RuntimeError], bool],
+        discarded: Callable[[], bool],
+        *,
+        awaits_state: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(module, **options)
-        self._elastic = _Elastic(absorb, discarded, options)
+        super().__init__(module, **_without_weights(options) if awaits_state else options)
+        self._elastic = _Elastic(absorb, discarded, options, awaits_state)
+        if awaits_state:
+            self._send_buffers()
 
-    def reform(self) -> None:
+    def reform(self, *, awaits_state: bool = False) -> None:
         """Continue with the present default process group. A collective, as the constructor is.
 
         If another rank is lost meanwhile, this fails, and can be called again with the next process group.
+
+        Args:
+            awaits_state: whether :meth:`settle` follows.
         """
         kept = {name: getattr(self, name) for name in _KEPT if hasattr(self, name)}
         module, elastic = self.module, self._elastic
         self.dissolve()
+        elastic.awaits_state = awaits_state
         try:
-            DistributedDataParallel.__init__(self, module, **elastic.options)
+            options = elastic.options
+            DistributedDataParallel.__init__(self, module, **_without_weights(options) if awaits_state else options)
+            if awaits_state:
+                self._send_buffers()
         finally:
             self.module, self._elastic = module, elastic
             for name, value in kept.items():
                 setattr(self, name, value)
+
+    def settle(self, restored: Collection[int]) -> None:
+        """Overwrite the weights with those of rank 0 that were awaited and not restored. A collective.
+
+        Args:
+            restored: numbers (``id``) of the parameters that were restored, and so are equal on all ranks.
+        """
+        if self._elastic.awaits_state and self._elastic.options.get("init_sync", True):
+            for name, parameter in self.module.named_parameters():
+                if id(parameter) not in restored and name not in self.parameters_to_ignore:
+                    dist.broadcast(parameter.detach(), src=0, group=self.process_group)
+        self._elastic.awaits_state = False
+
+    def _send_buffers(self) -> None:
+        """Overwrite the buffers with those of rank 0, as ``DistributedDataParallel`` does with the weights."""
+        options = self._elastic.options
+        if options.get("init_sync", True) and options.get("broadcast_buffers") is not False and self.modules_buffers:
+            self._sync_buffers()  # type: ignore[no-untyped-call]
 
     def dissolve(self) -> None:
         """Release the process group and remove the hooks on the parameters.
@@ -97,3 +133,7 @@ class ElasticDataParallel(DistributedDataParallel):
             if not self._elastic.absorb(error):
                 raise
             return self.module(*inputs, **named)
+
+
+def _without_weights(options: dict[str, Any]) -> dict[str, Any]:
+    return {**options, "init_sync": False}

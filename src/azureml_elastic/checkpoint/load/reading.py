@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from azureml_elastic.checkpoint.format.shard_file import Entry
 from azureml_elastic.checkpoint.format.write_plan import Chunk
 from azureml_elastic.checkpoint.state.compatibility import TensorKind
 from azureml_elastic.checkpoint.state.layout import Read, reads, require_complete
+from azureml_elastic.checkpoint.state.memory import memory_of
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import UsageError
@@ -105,18 +105,12 @@ def _copy(fill: Callable[[int, memoryview], None], entry: Entry, read: Read) -> 
     together = read.sizes[1:] == chunk.sizes[1:]
     begin = entry.begin + (read.offsets[0] * row if read.sizes and together else 0)
     if together and target.device.type == "cpu" and target.is_contiguous():
-        fill(begin, _memory(target))
+        fill(begin, memory_of(target))
         return
     sizes = read.sizes if together else chunk.sizes
     copy = torch.empty(sizes, dtype=target.dtype)
-    fill(begin, _memory(copy))
+    fill(begin, memory_of(copy))
     if not together:
         for dimension, (offset, size) in enumerate(zip(read.offsets, read.sizes, strict=True)):
             copy = copy.narrow(dimension, offset, size)
     target.copy_(copy)
-
-
-def _memory(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor, for writing."""
-    size = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")

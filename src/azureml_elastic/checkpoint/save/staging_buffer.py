@@ -43,10 +43,8 @@ class StagingBuffer:
         """The size of the buffer."""
         return 0 if self._bytes is None else self._bytes.numel()
 
-    def reserve(self, nbytes: int, *, populate: bool = True) -> None:
+    def reserve(self, nbytes: int) -> None:
         """Allocate at least this size; the content may be lost.
-
-        To map all pages now (``populate``) pays where the buffer is reused.
 
         Raises:
             OSError: there is not enough memory.
@@ -58,10 +56,9 @@ class StagingBuffer:
         self.descriptor = os.memfd_create("azureml-elastic-staging", os.MFD_CLOEXEC)
         os.posix_fallocate(self.descriptor, 0, size)  # an error here, not a SIGBUS later
         self._memory = mmap.mmap(self.descriptor, size)
-        if populate:  # in pieces: each call blocks the interpreter
-            with contextlib.suppress(OSError, ValueError):  # before Linux 5.14
-                for begin in range(0, size, _PIECE):
-                    self._memory.madvise(_MADV_POPULATE_WRITE, begin, min(_PIECE, size - begin))
+        with contextlib.suppress(OSError, ValueError):  # before Linux 5.14
+            for begin in range(0, size, _PIECE):  # in pieces: each call blocks the interpreter
+                self._memory.madvise(_MADV_POPULATE_WRITE, begin, min(_PIECE, size - begin))
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._pinned = self._device.pin(self._bytes)
 

@@ -8,10 +8,9 @@ an agent that ends makes a checkpoint: see :mod:`~azureml_elastic.checkpoint.sna
 
 from __future__ import annotations
 
-import itertools
 import json
 import mmap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -21,21 +20,15 @@ import torch
 from azureml_elastic.checkpoint.format.shard_file import Layout, read_header
 from azureml_elastic.checkpoint.format.write_plan import Chunk
 from azureml_elastic.checkpoint.save.staging_buffer import StagingBuffer
+from azureml_elastic.checkpoint.snapshots.anonymous_memory import AnonymousMemory
 from azureml_elastic.checkpoint.state import random_state
-from azureml_elastic.distributed.control_group import ControlGroup
+from azureml_elastic.distributed.device import device_of
 from azureml_elastic.errors import CheckpointDamaged
 
-__all__ = ["RecoverableState", "Snapshot", "choose", "position_key"]
-
+__all__ = ["RecoverableState", "Snapshot", "choose", "chunk_of", "position_key"]
 
 _RANDOM = random_state.tensor_name(0)
 """Name of the tensor of :attr:`Snapshot.random`: as in a checkpoint, whose rank 0 continues these generators."""
-
-
-_GROUP_BYTES = 4 << 20
-"""Size up to which tensors are sent together."""
-
-_ALIGNMENT = 16
 
 _HOST = torch.device("cpu")
 
@@ -106,7 +99,7 @@ class Snapshot:
     random: torch.Tensor | None = None
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
-    def to_memory(self, device: torch.device = _HOST) -> StagingBuffer:
+    def to_memory(self, device: torch.device = _HOST) -> AnonymousMemory | StagingBuffer:
         """Return memory that holds a copy of the tensors of a device.
 
         Raises:
@@ -115,13 +108,23 @@ class Snapshot:
         # Large tensors first: in the file there is no padding, and the small ones would misalign them.
         tensors = {**self.tensors, **({} if self.random is None else {_RANDOM: self.random})}
         ordered = sorted(tensors.items(), key=lambda item: -item[1].numel() * item[1].element_size())
-        layout = Layout.of((_chunk(name, tensor) for name, tensor in ordered), json.dumps(self.header()))
-        memory = StagingBuffer(device)
-        memory.reserve(layout.nbytes, populate=False)
-        memory.put(0, layout.header)
-        for entry in layout.entries:
-            memory.take(entry.begin, tensors[entry.chunk.name])
-        memory.synchronize()
+        layout = Layout.of((chunk_of(name, tensor) for name, tensor in ordered), json.dumps(self.header()))
+        if device_of(device).separate:  # such a device copies to pinned memory, which has to be mapped
+            staging = StagingBuffer(device)
+            staging.reserve(layout.nbytes)
+            staging.put(0, layout.header)
+            for entry in layout.entries:
+                staging.take(entry.begin, tensors[entry.chunk.name])
+            staging.synchronize()
+            return staging
+        memory = AnonymousMemory(layout.nbytes)
+        try:
+            memory.put(0, layout.header)
+            for entry in layout.entries:
+                memory.put_tensor(entry.begin, tensors[entry.chunk.name])
+        except BaseException:
+            memory.release()
+            raise
         return memory
 
     @classmethod
@@ -153,28 +156,6 @@ class Snapshot:
         except (TypeError, ValueError) as error:
             raise CheckpointDamaged(f"{path} holds no snapshot: {error}") from error
 
-    @classmethod
-    def broadcast(cls, own: Snapshot | None, source: int, control: ControlGroup) -> Snapshot:
-        """Return the snapshot of the source rank, which alone needs its own, on all ranks. A collective."""
-        sent: tuple[dict[str, Any], list[Chunk]] | None = None
-        held: Mapping[str, torch.Tensor] = {}
-        if control.rank == source:
-            assert own is not None
-            held, sent = own.tensors, (own.header(), [_chunk(name, tensor) for name, tensor in own.tensors.items()])
-        header, chunks = control.from_rank(source, sent)
-        tensors: dict[str, torch.Tensor] = {}
-        for group in _grouped(chunks):
-            if control.rank == source:
-                parts = [held[chunk.name].detach().cpu().contiguous() for chunk in group]
-                content = parts[0].flatten().view(torch.uint8) if len(group) == 1 else _joined(group, parts)
-            else:
-                content = torch.empty(sum(map(_padded, group)), dtype=torch.uint8)
-                parts = _parts(group, content)
-            if size := sum(chunk.nbytes for chunk in group):
-                control.broadcast(content[:size] if len(group) == 1 else content, source)
-            tensors.update(zip((chunk.name for chunk in group), parts, strict=True))
-        return cls(**header, tensors=tensors)
-
     @property
     def position(self) -> str:
         """The position in the data as text, see :func:`position_key`."""
@@ -185,41 +166,6 @@ class Snapshot:
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("random", "tensors")}
 
 
-def _padded(chunk: Chunk) -> int:
-    """Return the bytes of a tensor in a group, so that the next one is aligned."""
-    return -(-chunk.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _parts(group: Sequence[Chunk], content: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors of a group as views of its bytes."""
-    ends = itertools.accumulate(map(_padded, group))
-    return [
-        content[end - _padded(chunk) :][: chunk.nbytes].view(getattr(torch, chunk.dtype)).view(chunk.shape)
-        for chunk, end in zip(group, ends, strict=True)
-    ]
-
-
-def _joined(group: Sequence[Chunk], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the bytes of a group of tensors."""
-    content = torch.zeros(sum(map(_padded, group)), dtype=torch.uint8)
-    for part, tensor in zip(_parts(group, content), tensors, strict=True):
-        part.copy_(tensor)
-    return content
-
-
-def _grouped(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
-    """Yield tensors that are sent together: a broadcast of a small tensor takes as long as that of some megabytes."""
-    group: list[Chunk] = []
-    size = 0
-    for chunk in chunks:
-        if group and size + chunk.nbytes > _GROUP_BYTES:
-            yield group
-            group, size = [], 0
-        group.append(chunk)
-        size += _padded(chunk)
-    if group:
-        yield group
-
-
-def _chunk(name: str, tensor: torch.Tensor) -> Chunk:
+def chunk_of(name: str, tensor: torch.Tensor) -> Chunk:
+    """Return the description of a whole tensor."""
     return Chunk.of_whole(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.element_size())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -160,6 +160,17 @@ class TrackedState:
                 found = {key: tensor for key, tensor in found.items() if key in keep}
             tensors.update(found)
         return plain, tensors
+
+    def equal_on_all_ranks(self, names: Iterable[str]) -> set[str]:
+        """Return those of a replicated state's tensors that do not differ between ranks, by their names."""
+        found: set[str] = set()
+        for each in self._tracked:
+            own = {name for name in names if name.startswith(f"{each.name}/")}
+            if isinstance(each, ModuleState):
+                found |= own & each.common(each.collect()[1])
+            elif isinstance(each, OptimizerState):  # a new one has no tensors yet, and all are common
+                found |= own
+        return found
 
     def targets(self, plain: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return tensors by name to read a checkpoint into, whose state as JSON is ``plain``.

@@ -73,6 +73,7 @@ class ProcessGroupLifecycle:
         self._audit = context.audit
         self.training_state: TrainingState | None = None
         self.models: list[ElasticDataParallel] = []
+        self._made_before_track: list[ElasticDataParallel] = []
         self._undo: Callable[[], None] | None = None
         self.discarded = False
         self.over = False
@@ -93,8 +94,20 @@ class ProcessGroupLifecycle:
         """Return a module that averages the gradients of a model over the ranks of every round. A collective."""
         with self.guard(stay=False):
             absorb = self._absorb if self._agent.stays else lambda _: False
-            self.models.append(ElasticDataParallel(model, absorb, lambda: self.discarded, **options))
-        return self.models[-1]
+            before_track = self.training_state is None or self.training_state.tracked is None
+            awaits = before_track and self._state_follows()
+            made = ElasticDataParallel(model, absorb, lambda: self.discarded, awaits_state=awaits, **options)
+            self.models.append(made)
+            if before_track:
+                self._made_before_track.append(made)
+        return made
+
+    def settle_weights(self) -> None:
+        """Make the weights of models that have awaited a state equal on all ranks. A collective, after a restore."""
+        modules = self._tracked.modules if self._state.weights_restored else []
+        restored = {id(parameter) for module in modules for parameter in module.parameters()}
+        for model in self.models:
+            model.settle(restored)
 
     def guard_updates(self, tracked: TrackedState) -> None:
         """Have no update of a tracked optimizer follow a collective that a lost peer has broken."""
@@ -197,6 +210,14 @@ class ProcessGroupLifecycle:
             and not (self.position.code_pending and self._tracked.scales_gradients)
         )
 
+    def _state_follows(self) -> bool:
+        """Return whether a rank's memory has a state, which overwrites the weights of all. A collective.
+
+        Sending the weights of rank 0 to all before, as data parallelism does, takes as long as sending the state.
+        """
+        live = self.training_state is not None and self.training_state.holds_full_state
+        return not self.world.control.all_true(not live and self._agent.handed_over() is None)
+
     def _is_interrupted(self, error: BaseException) -> bool:
         peer = is_peer_error(error) or isinstance(error, RoundBroken)
         return self._agent.wait_interrupted(_PEER_SECONDS if peer else _OTHER_SECONDS)
@@ -237,9 +258,10 @@ class ProcessGroupLifecycle:
                 self.world.identity = self._agent.wait_for_place()
                 self.world.open()
                 self._agent.connected()
-                for model in self.models:
-                    model.reform()
+                for model in self.models:  # the collectives that a new process makes model by model
+                    model.reform(awaits_state=model in self._made_before_track and self._state_follows())
                 self._state.enter()
+                self.settle_weights()
                 break
             except (RuntimeError, ElasticError) as error:
                 if isinstance(error, RoundBroken) or not self._is_interrupted(error) or not self._can_stay():

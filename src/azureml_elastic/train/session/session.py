@@ -130,6 +130,7 @@ class Session(Training):
         self._lifecycle.guard_updates(state)
         with self._lifecycle.guard(stay=False):
             self._state.track(state)
+            self._lifecycle.settle_weights()
         if self._context.profiling is not None:
             self._context.profiling.between_steps(self._lifecycle.world.identity, self.steps)
         return self.steps

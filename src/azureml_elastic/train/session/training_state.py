@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +13,14 @@ from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.checkpoint.save.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.save.schedule import CheckpointSchedule
 from azureml_elastic.checkpoint.snapshots.snapshot import RecoverableState, Snapshot, choose, position_key
+from azureml_elastic.checkpoint.snapshots.transfer import send_to_others
 from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.distributed.process import read_history
 from azureml_elastic.distributed.process_groups import ProcessGroups
-from azureml_elastic.errors import CheckpointDamaged, ElasticError, RoundBroken
+from azureml_elastic.errors import CheckpointDamaged, ElasticError, RoundBroken, UsageError
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.optim.learning_rate import LearningRate
@@ -42,6 +43,7 @@ class TrainingState:
         steps: optimizer steps completed, over all rounds
         half_step: whether the optimizer has stepped since the last completed step
         finite: whether the weights were finite at the last save or snapshot
+        weights_restored: whether the last restore was that of a state in memory, so that all ranks have its weights
     """
 
     def __init__(self, context: SessionContext, world: ProcessGroups, position: Position, rate: LearningRate) -> None:
@@ -65,6 +67,7 @@ class TrainingState:
         self._incomplete = False
         self._finiteness = FinitenessWatch(policy.on_nonfinite)
         self.finite = True
+        self.weights_restored = False
         self.steps = 0
         self.half_step = False
 
@@ -334,10 +337,10 @@ class TrainingState:
         same = [each == chosen for each in states]
         snapshot = inherited
         if not all(same):
-            mine = self._snapshot() if live and control.rank == source else inherited
-            snapshot = Snapshot.broadcast(mine, source, control)
+            snapshot = self._exchange(inherited, same, source, live=live)
         if live and same[control.rank]:
             self._begin(self._schedule.unsaved_seconds)  # the schedules of all ranks must start from the same step
+            self.weights_restored = True
         else:
             assert snapshot is not None
             self._apply(snapshot, live=live)
@@ -349,6 +352,28 @@ class TrainingState:
         if any(each is not None and each.save_pending and each.step == chosen.step for each in states):
             self.save()
 
+    def _exchange(self, inherited: Snapshot | None, same: Sequence[bool], source: int, *, live: bool) -> Snapshot:
+        """Send the state of some ranks, of which the source is one, to the others. A collective."""
+        control = self._world.control
+        holders = sorted((rank for rank, holds in enumerate(same) if holds), key=lambda rank: rank != source)
+        own = None
+        if same[control.rank]:
+            own = self._snapshot() if live else inherited
+        # Into place, unless this process has a state of its own: it may be the only one left if a holder is lost now.
+        elif not live:
+            self._incomplete = True
+        objects = self._objects
+        return send_to_others(
+            own, control, holders, objects.equal_on_all_ranks, (lambda _: {}) if live else self._in_place
+        )
+
+    def _in_place(self, plain: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+        """Return the tensors of the tracked objects; none where the state does not fit, which its restore will say."""
+        try:
+            return self._objects.targets(plain)
+        except UsageError:
+            return {}
+
     def _compare(self, local: RecoverableState | None) -> tuple[list[RecoverableState | None], Reference | None]:
         """Return the states that the ranks can restore, and the committed checkpoint. A collective."""
         found = self._world.control.gather((local, self._checkpoints.look_up_committed()))
@@ -356,6 +381,7 @@ class TrainingState:
 
     def _restore_from_storage(self, *, live: bool) -> str | None:
         self._incomplete = True  # until all tensors are restored
+        self.weights_restored = False
         restored = self._checkpoints.restore(self._objects)
         self.steps = 0 if restored is None else restored.step
         self._restore_position(None if restored is None else restored.data, live=live)
@@ -368,7 +394,7 @@ class TrainingState:
     def _apply(self, snapshot: Snapshot, *, live: bool) -> None:
         self._incomplete = True
         with torch.no_grad():
-            self._objects.restore(snapshot.state, snapshot.tensors)
+            self.weights_restored = not self._objects.restore(snapshot.state, snapshot.tensors)
         self.steps = snapshot.step
         self._restore_position(snapshot.data, live=live)
         self._begin(snapshot.unsaved_seconds)

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from azureml_elastic.checkpoint.format.shard_file import Layout
-from azureml_elastic.checkpoint.snapshots import snapshot
 from azureml_elastic.checkpoint.snapshots.snapshot import RecoverableState, Snapshot, choose
 from azureml_elastic.errors import CheckpointDamaged
 
@@ -50,42 +49,6 @@ def test_readers_share_no_memory_with_the_writer_or_each_other():
     first.tensors["x"].fill_(2)
     memory.release()
     assert second.tensors["x"].eq(0).all()
-
-
-class Relay:
-    """The collectives of two ranks, one after the other: the source sends all before the other one receives."""
-
-    def __init__(self):
-        self.rank = 0
-        self.sent = []
-
-    def from_rank(self, source, value):
-        if self.rank == source:
-            self.sent.append(value)
-        return value if self.rank == source else self.sent.pop(0)
-
-    def broadcast(self, tensor, source):
-        if self.rank == source:
-            self.sent.append(tensor.clone())
-        else:
-            tensor.copy_(self.sent.pop(0))
-
-
-def test_small_tensors_are_sent_to_the_other_ranks_together_and_large_ones_are_not_copied(monkeypatch):
-    monkeypatch.setattr(snapshot, "_GROUP_BYTES", 300)
-    large = torch.arange(100.0)
-    tensors = {"nothing first": torch.empty(0), **TENSORS, "large": large, "last": torch.randn(2, dtype=torch.float64)}
-    own, control = Snapshot(7, {"model": None}, None, tensors=tensors), Relay()
-    assert Snapshot.broadcast(own, 0, control).tensors["large"].data_ptr() == large.data_ptr()
-    assert len(control.sent) == 1 + 3  # the description, and all before, the large one, and all after
-    control.rank = 1
-    received = Snapshot.broadcast(None, 0, control)
-    assert not control.sent
-    assert received.header() == own.header()
-    assert [*received.tensors] == [*tensors]
-    for name, tensor in tensors.items():
-        assert received.tensors[name].dtype == tensor.dtype
-        assert torch.equal(received.tensors[name], tensor)
 
 
 @pytest.mark.parametrize(
