@@ -12,16 +12,18 @@ import itertools
 import json
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from azureml_elastic.checkpoint.format.shard_file import Layout, read_header
 from azureml_elastic.checkpoint.format.write_plan import Chunk
 from azureml_elastic.checkpoint.save.staging_buffer import StagingBuffer
 from azureml_elastic.checkpoint.state import random_state
+from azureml_elastic.checkpoint.state.layout import Piece, held
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import CheckpointDamaged
 
@@ -89,6 +91,7 @@ class Snapshot:
         storage: path or URL of the run's checkpoints, empty where nothing else is to be known of them.
         parent: last committed checkpoint as JSON, ``None`` without one.
         classes: class of each tracked optimizer and learning rate scheduler, by name.
+        apart: names of tensors that may differ between ranks, in a part of a sharded state.
         random: random number generators of the process, see :mod:`~azureml_elastic.checkpoint.state.random_state`.
         tensors: tensors by name; they may alias those of the model.
     """
@@ -101,29 +104,41 @@ class Snapshot:
     storage: str = ""
     parent: Mapping[str, Any] | None = None
     classes: Mapping[str, str] = field(default_factory=dict)
+    apart: Sequence[str] = field(default_factory=list)
     random: torch.Tensor | None = None
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def to_memory(self) -> StagingBuffer:
-        """Return memory that holds a copy.
+        """Return memory that holds a copy, of a sharded tensor that of this process's shard.
 
         Raises:
             OSError: there is not enough memory, or the system has no ``memfd_create``.
         """
         # Large tensors first: in the file there is no padding, and the small ones would misalign them.
         tensors = {**self.tensors, **({} if self.random is None else {_RANDOM: self.random})}
-        ordered = sorted(tensors.items(), key=lambda item: -item[1].numel() * item[1].element_size())
-        layout = Layout.of((_chunk(name, tensor) for name, tensor in ordered), json.dumps(self.header()))
+        boxes = (box for name, tensor in tensors.items() for box in _boxes(name, tensor))
+        layout = Layout.of(sorted(boxes, key=lambda box: -box.nbytes), json.dumps(self.header()))
         memory = StagingBuffer(torch.device("cpu"))
         memory.reserve(layout.nbytes, populate=False)
         memory.put(0, layout.header)
         for entry in layout.entries:
-            memory.take(entry.begin, tensors[entry.chunk.name])
+            memory.take(entry.begin, Piece(entry.chunk, entry.chunk.offsets, 0).of(tensors))
         return memory
 
     @classmethod
     def from_memory(cls, path: str) -> Snapshot:
-        """Map what :meth:`to_memory` wrote; the tensors are views of private memory.
+        """Map what :meth:`to_memory` wrote of a whole state; the tensors are views of private memory.
+
+        Raises:
+            CheckpointDamaged: the content is something else.
+            OSError: the memory was released.
+        """
+        header, chunks = cls.map_memory(path)
+        return replace(header, tensors={chunk.name: tensor for chunk, tensor in chunks.items()})
+
+    @classmethod
+    def map_memory(cls, path: str) -> tuple[Snapshot, dict[Chunk, torch.Tensor]]:
+        """Map what :meth:`to_memory` wrote: everything but the tensors, and the parts of these as views.
 
         Raises:
             CheckpointDamaged: the content is something else.
@@ -136,17 +151,18 @@ class Snapshot:
             target[:] = memory[begin : begin + len(target)]
 
         entries, note = read_header(fill, path)
-        tensors = {}
+        chunks = {}
         for entry in entries:
-            dtype, shape = getattr(torch, entry.chunk.dtype), entry.chunk.shape
+            dtype, sizes = getattr(torch, entry.chunk.dtype), entry.chunk.sizes
             count = entry.chunk.nbytes // entry.chunk.itemsize
-            tensors[entry.chunk.name] = (
-                torch.frombuffer(memory, dtype=dtype, count=count, offset=entry.begin).reshape(shape)
+            chunks[entry.chunk] = (
+                torch.frombuffer(memory, dtype=dtype, count=count, offset=entry.begin).reshape(sizes)
                 if count
-                else torch.empty(shape, dtype=dtype)
+                else torch.empty(sizes, dtype=dtype)
             )
+        random = next((chunk for chunk in chunks if chunk.name == _RANDOM), None)
         try:
-            return cls(**json.loads(note or ""), random=tensors.pop(_RANDOM, None), tensors=tensors)
+            return cls(**json.loads(note or ""), random=None if random is None else chunks.pop(random)), chunks
         except (TypeError, ValueError) as error:
             raise CheckpointDamaged(f"{path} holds no snapshot: {error}") from error
 
@@ -216,6 +232,11 @@ def _grouped(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
         size += _padded(chunk)
     if group:
         yield group
+
+
+def _boxes(name: str, tensor: torch.Tensor) -> list[Chunk]:
+    """Return the parts of a tensor that this process holds."""
+    return held({name: tensor}) if isinstance(tensor, DTensor) else [_chunk(name, tensor)]
 
 
 def _chunk(name: str, tensor: torch.Tensor) -> Chunk:
