@@ -15,6 +15,7 @@ from azureml_elastic.config import (
     ElasticResources,
     Framework,
     MetricsPolicy,
+    Plan,
     Recovery,
 )
 from azureml_elastic.errors import UsageError
@@ -37,6 +38,9 @@ def local(
         str, typer.Option(help="Number of nodes: MIN:MAX, or one number for both. MAX are started.", metavar="MIN:MAX")
     ] = "1:3",
     nproc_per_node: Annotated[int, typer.Option(help="Workers per node.")] = 1,
+    nodes_per_replica: Annotated[
+        str, typer.Option(help="Nodes that hold one copy of a model that is sharded on run.mesh().", metavar="N|all")
+    ] = "1",
     chaos: Annotated[
         str | None,
         typer.Option(
@@ -90,9 +94,16 @@ def local(
     counts = parse_nodes(nodes)
     check_time_limit("--timeout", timeout)
     # Invalid options are refused before a folder is created.
-    ElasticResources(min_instance_count=counts[0], max_instance_count=counts[1])
     distribution = ElasticDistribution(
-        process_count_per_instance=nproc_per_node, max_restarts=max_restarts, recovery=recovery, framework=framework
+        process_count_per_instance=nproc_per_node,
+        nodes_per_replica=nodes_per_replica,
+        max_restarts=max_restarts,
+        recovery=recovery,
+        framework=framework,
+    )
+    Plan(
+        resources=ElasticResources(min_instance_count=counts[0], max_instance_count=counts[1]),
+        distribution=distribution,
     )
     CheckpointPolicy(every_steps=checkpoint_steps)
     require_script(parse_program(program))

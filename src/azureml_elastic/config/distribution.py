@@ -139,6 +139,11 @@ class ElasticDistribution(ConfigModel):
             node of the round. ``docs/explanation/engines.md`` states which guarantees hold.
         process_count_per_instance: number of workers per node, or ``"auto"`` for one per GPU (one on a node without
             GPUs).
+        nodes_per_replica: number of nodes that together hold one copy of a model that is sharded on ``run.mesh()``. A
+            round has whole replicas, and nodes that are left over wait until a further replica is complete; the minimum
+            is rounded up to whole replicas. ``"all"`` shards over all nodes of a round, whatever their number: nothing
+            is left over, but the loss of a node costs the steps since the last snapshot or checkpoint. Has no effect on
+            models that are not sharded on that mesh, except that rounds have whole replicas.
         max_restarts: number of worker failures that the *whole run* may have within ``restart_window`` before it
             fails. Lost and preempted nodes do not count.
         restart_window: time after which a failure no longer counts if the run has made progress since. ``None`` counts
@@ -170,6 +175,7 @@ class ElasticDistribution(ConfigModel):
     type: Literal["elastic"] = "elastic"
     framework: Framework = "pytorch"
     process_count_per_instance: int | Literal["auto"] = "auto"
+    nodes_per_replica: int | Literal["all"] = 1
     max_restarts: int = Field(default=3, ge=0)
     restart_window: PositiveDuration | None = timedelta(hours=1)
     recovery: Recovery = "restart"
@@ -210,6 +216,39 @@ class ElasticDistribution(ConfigModel):
         if isinstance(count, int) and count < 1:
             raise ValueError(
                 f'process_count_per_instance={count} is below the limit of 1; give a positive count or "auto"'
+            )
+        return self
+
+    def node_limits(self, minimum: int, maximum: int) -> tuple[int, int]:
+        """Return the smallest and the largest number of nodes of a round, which are multiples of a replica's.
+
+        Args:
+            minimum: number of nodes below which training pauses.
+            maximum: number of nodes that may train at once.
+
+        Raises:
+            ValueError: the maximum is below the minimum of whole replicas.
+        """
+        size = self.nodes_per_replica
+        if size == "all":
+            return minimum, maximum
+        least, most = -(-minimum // size) * size, maximum - maximum % size
+        if least > most:
+            raise ValueError(
+                f"max_instance_count={maximum} is below the {least} nodes that min_instance_count={minimum} makes in "
+                f"whole replicas of nodes_per_replica={size}. Raise it to {least}, or lower one of the others"
+            )
+        return least, most
+
+    @model_validator(mode="after")
+    def _replicas_are_possible(self) -> Self:
+        size = self.nodes_per_replica
+        if isinstance(size, int) and size < 1:
+            raise ValueError(f'nodes_per_replica={size} is below the limit of 1; give a positive number or "all"')
+        if size != 1 and self.framework != "pytorch":
+            raise ValueError(
+                f"nodes_per_replica={size!r} has no effect with framework={self.framework!r}, whose models are not "
+                "sharded on run.mesh(). Leave it out"
             )
         return self
 

@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
+from typing_extensions import Self
 
 from azureml_elastic.config import environment
 from azureml_elastic.config.base import ConfigModel
@@ -97,6 +98,11 @@ class Plan(ConfigModel):
     submitted: SubmittedNames = SubmittedNames()
     audit: bool = False
     profile: Profile | None = None
+
+    @model_validator(mode="after")
+    def _has_whole_replicas(self) -> Self:
+        self.distribution.node_limits(self.resources.min_instance_count, self.resources.max_instance_count)
+        return self
 
     def to_json(self) -> str:
         """Return the plan as one line of JSON with sorted keys, so that equal plans have equal texts."""

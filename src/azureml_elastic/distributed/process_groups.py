@@ -57,6 +57,7 @@ class ProcessGroups:
         self._aborting = threading.Lock()
         self._controls: tuple[ControlGroup, ...] = ()
         self._store: frozenset[Address] = frozenset()
+        self._spared: frozenset[int] = frozenset()
 
     def open(self) -> None:
         """Join the process groups of the round.
@@ -75,7 +76,7 @@ class ProcessGroups:
             models: models that hold the default group, too, and release it.
         """
         with self._aborting:  # an abort that goes on would shut down what gets the numbers of closed descriptors
-            pass
+            self._spared = frozenset()
         with contextlib.suppress(RuntimeError):
             close_group()
         releases = [*(control.close for control in self._controls), *(model.dissolve for model in models)]
@@ -87,11 +88,24 @@ class ProcessGroups:
         for thread in threads:
             thread.join()
 
+    @contextlib.contextmanager
+    def sparing(self) -> Iterator[None]:
+        """Leave the groups that are made in this block alone when the others are aborted."""
+        before = frozenset(_event_loops())
+        yield
+        self._spared |= frozenset(_event_loops()) - before
+
     def abort(self) -> None:
-        """Make the present and all later collectives of this process fail. Callable from any thread."""
+        """Make the present and all later collectives of this process fail, but those of groups that are spared.
+
+        Callable from any thread.
+        """
         with self._aborting:
             gloo = set(_gloo_descriptors())
+            spared = set(_gloo_descriptors(of=self._spared)) if self._spared else set()
             for descriptor in _descriptors():
+                if descriptor in spared:
+                    continue
                 _shut_down(descriptor, self._store, any_peer=descriptor in gloo)
             device_of(self.device).abort()  # last: it waits for the kernels that it ends
 
@@ -127,17 +141,26 @@ def _descriptors() -> list[int]:
         return []
 
 
-def _gloo_descriptors(*, listening: bool = True) -> Iterator[int]:
+def _event_loops() -> Iterator[int]:
+    """Yield the descriptors of the epoll instances of this process."""
+    for descriptor in _descriptors():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{descriptor}") == "anon_inode:[eventpoll]":  # noqa: PTH115
+                yield descriptor
+
+
+def _gloo_descriptors(*, of: frozenset[int] | None = None, listening: bool = True) -> Iterator[int]:
     """Yield the descriptors that gloo's event loops watch.
 
     Args:
+        of: epoll instances, ``None`` for all.
         listening: whether loops without a listening socket are left out: older versions of gloo, such as Horovod's,
             close it when all ranks have connected.
     """
-    for descriptor in _descriptors():
+    for descriptor in _event_loops():
+        if of is not None and descriptor not in of:
+            continue
         with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{descriptor}") != "anon_inode:[eventpoll]":  # noqa: PTH115
-                continue
             text = (_FDINFO / str(descriptor)).read_text()
             watched = {int(each): int(data, 16) for each, data in _WATCHED.findall(text)}
             pointers = all(each != data & 0xFFFFFFFF for each, data in watched.items())

@@ -53,12 +53,14 @@ class HandedOverState:
         step: optimizer steps completed.
         round: number of the round that completed them.
         rank: rank of the worker that handed it over.
+        part: local rank of that worker, if it is its part of a sharded state.
     """
 
     path: str
     step: int
     round: int
     rank: int
+    part: int | None = None
 
 
 class Agent(Protocol):
@@ -135,15 +137,23 @@ class Agent(Protocol):
     def wait_interrupted(self, timeout: float) -> bool:
         """Wait until the round is over, at most for these seconds, and return whether it is."""
 
-    def hand_over(self, step: int, descriptor: int) -> None:
+    def hand_over(self, step: int, descriptor: int, *, part: bool = False) -> None:
         """Have the agent hold on to the memory behind a descriptor.
+
+        Args:
+            step: optimizer steps completed.
+            descriptor: descriptor of the memory.
+            part: whether it is this process's part of a sharded state.
 
         Raises:
             ElasticError: it does not.
         """
 
     def handed_over(self) -> HandedOverState | None:
-        """Return what a worker of this node has handed over, if anything."""
+        """Return the whole state that a worker of this node has handed over, if one has."""
+
+    def handed_over_parts(self) -> list[HandedOverState]:
+        """Return the parts of sharded states that workers of this node have handed over."""
 
     holds_snapshots: bool
     """Whether the agent holds on to copies of the state."""

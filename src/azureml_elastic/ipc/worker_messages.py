@@ -7,7 +7,7 @@ it with one of :data:`Reply`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, get_args
 
 from pydantic import Field, PlainSerializer
@@ -194,16 +194,20 @@ class Commit:
 
 @dataclass(frozen=True)
 class HandOver:
-    """Request to hold the memory behind a file descriptor of the process, which contains the state after a step."""
+    """Request to hold the memory behind a file descriptor of the process, which contains the state after a step.
+
+    Of a sharded state each process hands its part over: ``part`` is then its local rank.
+    """
 
     pid: Count
     fd: Count
     step: Count
+    part: Count | None = None
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Request for the state that a worker of the previous round has handed over."""
+    """Request for what workers of earlier rounds have handed over."""
 
 
 @dataclass(frozen=True)
@@ -306,6 +310,7 @@ class MemoryReply:
     """Reply to :class:`Memory`."""
 
     memory: HandedOverState | None = None
+    parts: list[HandedOverState] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import psutil
 
 from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
 from azureml_elastic.checkpoint.snapshots.local_snapshots import LocalSnapshots
+from azureml_elastic.config import Plan
 from azureml_elastic.config import environment as variables
 from azureml_elastic.config.command.fixed_ranks import describe_fixed_ranks, find_fixed_ranks
 from azureml_elastic.config.command.program import Program, require_script
@@ -157,11 +158,7 @@ class _Node(Surroundings):
                 probes_other_ports=not distribution.listens_in_range,
                 program=plan.program,
             ),
-            limits=Limits(
-                plan.resources.min_instance_count,
-                plan.resources.max_instance_count,
-                distribution.health.quarantine_strikes,
-            ),
+            limits=_limits(plan),
             timings=timings,
             surroundings=self,
             wake=wake,
@@ -348,6 +345,14 @@ def _tell(failure: str) -> None:
     """Print why the run failed: a traceback begins on a line of its own, as the program printed it."""
     separator = "\n" if "\n" in failure else " "
     print(f"error:{separator}{failure}", file=sys.stderr)
+
+
+def _limits(plan: Plan) -> Limits:
+    """Return the limits of a round's members."""
+    distribution, resources = plan.distribution, plan.resources
+    least, most = distribution.node_limits(resources.min_instance_count, resources.max_instance_count)
+    size = distribution.nodes_per_replica
+    return Limits(least, most, distribution.health.quarantine_strikes, 1 if size == "all" else size)
 
 
 def _slots(count: int | str) -> int:

@@ -97,6 +97,10 @@ def _check_sizes(job: JobFields) -> None:
             f"max_instance_count={most} is above the limit of {_MOST_NODES[placement]} nodes for the placement "
             f"{placement!r}. Lower it."
         )
+    try:
+        job.distribution.node_limits(job.resources.min_instance_count, most)
+    except ValueError as error:
+        raise SubmitError(f"{error}.") from None
     for field, longest in _LONGEST_TEXTS.items():
         length = len(getattr(job, field) or "")
         if length > longest:

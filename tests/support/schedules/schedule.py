@@ -1,10 +1,10 @@
 """A schedule: nodes and faults of a seed, and what must hold whatever happens.
 
 Safety, at any moment: the round's row goes on version by version, and no number is sealed twice, unless rows went
-back in time. A sealed round has between the minimum and the maximum of nodes, each once. A node enters only rounds that
-the table has held, in its present incarnation, each of them once. No step begins in a round of which a later one trains
-with one of its nodes. Failures are charged only where a worker has failed, strikes are counted only against machines of
-nodes that a fault concerned.
+back in time. A sealed round has between the minimum and the maximum of nodes, each once, in whole replicas. A node
+enters only rounds that the table has held, in its present incarnation, each of them once. No step begins in a round of
+which a later one trains with one of its nodes. Failures are charged only where a worker has failed, strikes are counted
+only against machines of nodes that a fault concerned.
 
 Liveness: when faults have stopped, the run ends well, within a time. No node makes calls of the table without a pause.
 A member's loss, without another fault, is followed by the next seal within a time.
@@ -12,12 +12,14 @@ A member's loss, without another fault, is followed by the next seal within a ti
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable
 from enum import Enum
 
 from azureml_elastic.config import ElasticDistribution, RendezvousTimings
 from azureml_elastic.node.core import training_events as ev
+from azureml_elastic.node.core.replicas import whole_replicas
 from azureml_elastic.node.core.round import Limits, Round
 from tests.support.schedules.node import Node
 from tests.support.schedules.workers import Group
@@ -58,9 +60,12 @@ class Schedule:
         self.world = world = World(seed)
         self.timings = RendezvousTimings()
         rng = world.random
-        minimum = rng.choice((1, 2, 2, 3))
+        # Of a generator of its own: other schedules are what they were.
+        size = random.Random(f"nodes of a replica, {seed}").choice((1, 1, 1, 2))
+        minimum = rng.choice((1, 2, 2, 3)) * size
         first = minimum + rng.choice((0, 0, 1, 2))
-        self.limits = Limits(minimum, max(minimum, first + rng.choice((-1, 0, 0, 1, 2))))
+        most = whole_replicas(max(minimum, first + rng.choice((-1, 0, 0, 1, 2))), size)
+        self.limits = Limits(minimum, most, nodes_per_replica=size)
         self.max_restarts = rng.choice((1, 1000))
         self.distribution = ElasticDistribution(max_restarts=self.max_restarts)
         self.steps = rng.choice((20, 60, 120))
@@ -154,7 +159,11 @@ class Schedule:
     def _kill_one_member(self) -> None:
         """The only fault of a schedule: a member is lost, and the others are enough."""
         training = [node for node in self._living() if node.training is not None]
-        if len(training) > self.limits.minimum and len(training) == len(self._living()):
+        if (
+            len(training) > self.limits.minimum
+            and self.limits.nodes_per_replica == 1
+            and len(training) == len(self._living())
+        ):
             self.killed_at = self.world.now
             node = self.world.random.choice(training)
             self._disturb(node)
@@ -303,6 +312,8 @@ class Schedule:
         if row.state == "sealed":
             within = self.limits.minimum <= len(names) <= self.limits.maximum
             self.require(within, f"{len(names)} members")
+            whole = whole_replicas(len(names), self.limits.nodes_per_replica)
+            self.require(whole == len(names), f"{len(names)} members are no whole replicas")
             if self.killed_at is not None:
                 took, self.killed_at = when - self.killed_at, None
                 self.counts["lost members replaced"] += 1

@@ -20,7 +20,7 @@ from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import UsageError
 
-__all__ = ["load"]
+__all__ = ["load", "target_for"]
 
 _THREADS = 4
 
@@ -68,7 +68,7 @@ def load(
         for _, entry in stored:
             chunk = entry.chunk
             if chunk.name not in targets and wanted(chunk.name):
-                targets[chunk.name] = _target(present.get(chunk.name), chunk)
+                targets[chunk.name] = target_for(present.get(chunk.name), chunk)
         by_file: defaultdict[str, list[Read]] = defaultdict(list)
         for read in reads(targets, chunks):
             by_file[stored[read.source][0]].append(read)
@@ -81,7 +81,8 @@ def load(
     return targets
 
 
-def _target(present: torch.Tensor | None, chunk: Chunk) -> torch.Tensor:
+def target_for(present: torch.Tensor | None, chunk: Chunk) -> torch.Tensor:
+    """Return the tensor to read one into of which this is a chunk: the present one, if shape and type fit."""
     dtype = getattr(torch, chunk.dtype)
     if present is not None and tuple(present.shape) == chunk.shape:
         return present if present.dtype == dtype else torch.empty_like(present, dtype=dtype)

@@ -26,7 +26,11 @@ from azureml_elastic.checkpoint.save.background_save import SaveTask
 from azureml_elastic.checkpoint.save.background_task import BackgroundTask, TaskOutcome
 from azureml_elastic.checkpoint.save.commit import LONG_RETRY_SECONDS, RETRY_SECONDS, retry_while_unavailable
 from azureml_elastic.checkpoint.save.local_shard import LocalShard, ShardCopy
-from azureml_elastic.checkpoint.snapshots.recovery_from_replicas import recover_from_replicas
+from azureml_elastic.checkpoint.snapshots.recovery_from_replicas import (
+    choose_replicas,
+    gather_replicas,
+    recover_from_replicas,
+)
 from azureml_elastic.checkpoint.snapshots.replication import ReplicationTask
 from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
@@ -329,6 +333,14 @@ class Checkpoints:
                     _LOG.warning("The run starts again from the run that it continues: %s", error)
                 self._committed = None
         return None
+
+    def has_snapshot_after(self, step: int) -> bool:
+        """Return whether the nodes hold a complete snapshot of a later step."""
+        if not self.snapshots:
+            return False
+        return (
+            choose_replicas(gather_replicas(self._groups.control, self._agent, self._groups.identity), step) is not None
+        )
 
     def _origins(self, pointer: Reference | None) -> Iterator[tuple[Storage, Reference]]:
         """Yield where a checkpoint is looked for: in the run's own storage, then in that of the run it continues."""

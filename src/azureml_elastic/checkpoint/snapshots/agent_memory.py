@@ -44,6 +44,7 @@ class AgentMemory:
         self._local = local
         self._lock = threading.Lock()
         self._state: tuple[int, HandedOverState] | None = None
+        self._parts: dict[int, tuple[int, HandedOverState]] = {}
         self._shards: dict[tuple[str, str], tuple[int, ShardDescription]] = {}
         self._written = ""
 
@@ -61,7 +62,9 @@ class AgentMemory:
         with self._lock:
             match message:
                 case Memory():
-                    return MemoryReply(None if self._state is None else self._state[1])
+                    return MemoryReply(
+                        None if self._state is None else self._state[1], [part for _, part in self._parts.values()]
+                    )
                 case HeldShards():
                     held = [HeldShard(**asdict(shard), path=_path(fd)) for fd, shard in self._shards.values()]
                     return ShardsReply(held + (self._local.describe() if self._local is not None else []))
@@ -103,6 +106,12 @@ class AgentMemory:
             return Refused("unavailable", f"The memory cannot be opened: {error}")
         if isinstance(message, HoldShard):
             self._hold(opened, message.shard)
+        elif message.part is not None:
+            # One of an earlier round stays beside those of this one until its own worker replaces it: a worker that
+            # ends before it has restored anything hands nothing over.
+            self._drop_parts([message.part])
+            state = HandedOverState(_path(opened), message.step, number, rank, message.part)
+            self._parts[message.part] = opened, state
         else:
             self._drop_state()
             self._state = opened, HandedOverState(_path(opened), message.step, number, rank)
@@ -110,16 +119,17 @@ class AgentMemory:
         return Accepted()
 
     def take_state(self) -> tuple[int, HandedOverState] | None:
-        """Return the state that no next worker has restored, if there is one; its descriptor is the caller's."""
+        """Return the whole state that no next worker has restored, if there is one; its descriptor is the caller's."""
         with self._lock:
             state, self._state = self._state, None
             return state
 
     def completed(self, number: int) -> None:
-        """Release a state of an earlier round than this one, which has completed a step and so has restored it."""
+        """Release what was handed over before this round, which has completed a step and so has restored it."""
         with self._lock:
             if self._state is not None and self._state[1].round < number:
                 self._drop_state()
+            self._drop_parts([each for each, (_, part) in self._parts.items() if part.round < number])
 
     def close(self, *, forget: bool = True) -> None:
         """Release all memory.
@@ -129,6 +139,7 @@ class AgentMemory:
         """
         with self._lock:
             self._drop_state()
+            self._drop_parts([*self._parts])
             self._discard(list(self._shards))
         if self._local is not None:
             if forget:
@@ -147,6 +158,11 @@ class AgentMemory:
         for key in keys:
             if key in self._shards:
                 os.close(self._shards.pop(key)[0])
+
+    def _drop_parts(self, parts: list[int]) -> None:
+        for part in parts:
+            if part in self._parts:
+                os.close(self._parts.pop(part)[0])
 
     def _drop_state(self) -> None:
         if self._state is not None:

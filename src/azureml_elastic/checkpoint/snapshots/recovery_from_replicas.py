@@ -28,7 +28,7 @@ from azureml_elastic.errors import CheckpointDamaged, CheckpointError, Fenced
 from azureml_elastic.ipc.agent_interface import Agent, WorkerIdentity
 from azureml_elastic.ipc.shards import HeldShard
 
-__all__ = ["ReplicaShard", "choose_replicas", "recover_from_replicas"]
+__all__ = ["ReplicaShard", "choose_replicas", "gather_replicas", "recover_from_replicas"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -68,6 +68,13 @@ def choose_replicas(held: Sequence[ReplicaShard], newer_than: int) -> list[Repli
     return chosen
 
 
+def gather_replicas(control: ControlGroup, agent: Agent, identity: WorkerIdentity) -> list[ReplicaShard]:
+    """Return the shards of snapshots that all nodes hold. A collective."""
+    own = agent.held_shards() if identity.local_rank == 0 else []
+    mine = [ReplicaShard(**asdict(each), holder=control.rank) for each in own]
+    return [each for part in control.gather(mine) for each in part]
+
+
 def recover_from_replicas(
     storage: Storage,
     control: ControlGroup,
@@ -87,9 +94,7 @@ def recover_from_replicas(
         CheckpointError: it could not be committed.
         Fenced: a newer round has taken over.
     """
-    own = agent.held_shards() if identity.local_rank == 0 else []
-    mine = [ReplicaShard(**asdict(each), holder=control.rank) for each in own]
-    held = [each for part in control.gather(mine) for each in part]
+    held = gather_replicas(control, agent, identity)
     before = -1 if committed is None else committed.step
     while True:
         chosen = choose_replicas(held, before)

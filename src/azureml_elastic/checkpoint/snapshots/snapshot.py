@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from azureml_elastic.checkpoint.format.shard_file import Layout, read_header
 from azureml_elastic.checkpoint.format.write_plan import Chunk
 from azureml_elastic.checkpoint.save.staging_buffer import StagingBuffer
 from azureml_elastic.checkpoint.snapshots.anonymous_memory import AnonymousMemory
 from azureml_elastic.checkpoint.state import random_state
+from azureml_elastic.checkpoint.state.layout import Piece, held
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.errors import CheckpointDamaged
 
@@ -84,6 +86,7 @@ class Snapshot:
         storage: path or URL of the run's checkpoints, empty where nothing else is to be known of them.
         parent: last committed checkpoint as JSON, ``None`` without one.
         classes: class of each tracked optimizer and learning rate scheduler, by name.
+        apart: names of tensors that may differ between ranks, in a part of a sharded state.
         random: random number generators of the process, see :mod:`~azureml_elastic.checkpoint.state.random_state`.
         tensors: tensors by name; they may alias those of the model.
     """
@@ -96,32 +99,34 @@ class Snapshot:
     storage: str = ""
     parent: Mapping[str, Any] | None = None
     classes: Mapping[str, str] = field(default_factory=dict)
+    apart: Sequence[str] = field(default_factory=list)
     random: torch.Tensor | None = None
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def to_memory(self, device: torch.device = _HOST) -> AnonymousMemory | StagingBuffer:
-        """Return memory that holds a copy of the tensors of a device.
+        """Return memory that holds a copy of the tensors of a device, of a sharded one that of this process's shard.
 
         Raises:
             OSError: there is not enough memory, or the system has no ``memfd_create``.
         """
         # Large tensors first: in the file there is no padding, and the small ones would misalign them.
         tensors = {**self.tensors, **({} if self.random is None else {_RANDOM: self.random})}
-        ordered = sorted(tensors.items(), key=lambda item: -item[1].numel() * item[1].element_size())
-        layout = Layout.of((chunk_of(name, tensor) for name, tensor in ordered), json.dumps(self.header()))
+        boxes = (box for name, tensor in tensors.items() for box in _boxes(name, tensor))
+        layout = Layout.of(sorted(boxes, key=lambda box: -box.nbytes), json.dumps(self.header()))
+        parts = [(entry.begin, Piece(entry.chunk, entry.chunk.offsets, 0).of(tensors)) for entry in layout.entries]
         if device_of(device).separate:  # such a device copies to pinned memory, which has to be mapped
             staging = StagingBuffer(device)
             staging.reserve(layout.nbytes)
             staging.put(0, layout.header)
-            for entry in layout.entries:
-                staging.take(entry.begin, tensors[entry.chunk.name])
+            for begin, part in parts:
+                staging.take(begin, part)
             staging.synchronize()
             return staging
         memory = AnonymousMemory(layout.nbytes)
         try:
             memory.put(0, layout.header)
-            for entry in layout.entries:
-                memory.put_tensor(entry.begin, tensors[entry.chunk.name])
+            for begin, part in parts:
+                memory.put_tensor(begin, part)
         except BaseException:
             memory.release()
             raise
@@ -129,7 +134,18 @@ class Snapshot:
 
     @classmethod
     def from_memory(cls, path: str) -> Snapshot:
-        """Map what :meth:`to_memory` wrote; the tensors are views of private memory.
+        """Map what :meth:`to_memory` wrote of a whole state; the tensors are views of private memory.
+
+        Raises:
+            CheckpointDamaged: the content is something else.
+            OSError: the memory was released.
+        """
+        header, chunks = cls.map_memory(path)
+        return replace(header, tensors={chunk.name: tensor for chunk, tensor in chunks.items()})
+
+    @classmethod
+    def map_memory(cls, path: str) -> tuple[Snapshot, dict[Chunk, torch.Tensor]]:
+        """Map what :meth:`to_memory` wrote: everything but the tensors, and the parts of these as views.
 
         Raises:
             CheckpointDamaged: the content is something else.
@@ -142,17 +158,18 @@ class Snapshot:
             target[:] = memory[begin : begin + len(target)]
 
         entries, note = read_header(fill, path)
-        tensors = {}
+        chunks = {}
         for entry in entries:
-            dtype, shape = getattr(torch, entry.chunk.dtype), entry.chunk.shape
+            dtype, sizes = getattr(torch, entry.chunk.dtype), entry.chunk.sizes
             count = entry.chunk.nbytes // entry.chunk.itemsize
-            tensors[entry.chunk.name] = (
-                torch.frombuffer(memory, dtype=dtype, count=count, offset=entry.begin).reshape(shape)
+            chunks[entry.chunk] = (
+                torch.frombuffer(memory, dtype=dtype, count=count, offset=entry.begin).reshape(sizes)
                 if count
-                else torch.empty(shape, dtype=dtype)
+                else torch.empty(sizes, dtype=dtype)
             )
+        random = next((chunk for chunk in chunks if chunk.name == _RANDOM), None)
         try:
-            return cls(**json.loads(note or ""), random=tensors.pop(_RANDOM, None), tensors=tensors)
+            return cls(**json.loads(note or ""), random=None if random is None else chunks.pop(random)), chunks
         except (TypeError, ValueError) as error:
             raise CheckpointDamaged(f"{path} holds no snapshot: {error}") from error
 
@@ -169,3 +186,8 @@ class Snapshot:
 def chunk_of(name: str, tensor: torch.Tensor) -> Chunk:
     """Return the description of a whole tensor."""
     return Chunk.of_whole(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.element_size())
+
+
+def _boxes(name: str, tensor: torch.Tensor) -> list[Chunk]:
+    """Return the parts of a tensor that this process holds."""
+    return held({name: tensor}) if isinstance(tensor, DTensor) else [chunk_of(name, tensor)]

@@ -7,6 +7,7 @@ are saved by rank 0.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ __all__ = [
     "Stateful",
     "Tracked",
     "canonical_names",
+    "copies_of",
     "owner_of",
     "restore_settings",
     "settings_of",
@@ -80,6 +82,14 @@ class Tracked(ABC):
 
     name: str
     replicated: bool = field(default=True, init=False)
+
+    @property
+    def copies(self) -> float:
+        """Number of copies of each part over the ranks, without limit where every rank holds the full state.
+
+        1 also where a rank cannot collect its part without the others.
+        """
+        return math.inf if self.replicated else 1
 
     @abstractmethod
     def collect(self) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -167,7 +177,14 @@ class ModuleState(Tracked):
     def __post_init__(self) -> None:
         kinds = {type(module).__name__ for module in self.module.modules()}
         sharded = any(isinstance(tensor, DTensor) for tensor in self.module.parameters())
-        self.replicated = "FullyShardedDataParallel" not in kinds and not sharded
+        self._gathers = "FullyShardedDataParallel" in kinds
+        self.replicated = not self._gathers and not sharded
+
+    @property
+    @override
+    def copies(self) -> float:
+        found = (copies_of(each) for each in self.module.parameters() if isinstance(each, DTensor))
+        return 1 if self._gathers else min(found, default=math.inf)
 
     @override
     def collect(self) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -252,7 +269,7 @@ class OptimizerState(Tracked):
     @override
     def restore_partly(self, plain: Any, tensors: Tensors) -> list[str]:
         saved = plain["state"]
-        complete = {name for name in _keys(saved) if _tensors_of(saved[name]) <= tensors.keys()}
+        complete = {name for name in _keys(saved) if tree.tensor_names(saved[name]) <= tensors.keys()}
         names = self._names()
         state = {index: tree.join(saved[name], tensors) for index, name in names.items() if name in complete}
         self._load({**self.optimizer.state_dict(), "state": state}, plain)
@@ -405,12 +422,10 @@ def _keys(state: Any) -> set[str]:
     return set(state)
 
 
-def _tensors_of(plain: Any) -> set[str]:
-    """Return the names of the tensors in a state as JSON."""
-    if isinstance(plain, dict) and set(plain) == {"$tensor"}:
-        return {plain["$tensor"]}
-    items = plain.values() if isinstance(plain, dict) else plain if isinstance(plain, list) else ()
-    return {name for item in items for name in _tensors_of(item)}
+def copies_of(tensor: DTensor) -> int:
+    """Return how many ranks hold each part of a sharded tensor."""
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if placement.is_replicate())
 
 
 def canonical_names(owner: nn.Module) -> Mapping[Any, str]:

@@ -92,6 +92,11 @@ class TrackedState:
         return all(each.replicated for each in self._tracked)
 
     @property
+    def copies(self) -> float:
+        """Number of copies of each part of the state over the ranks, see :attr:`Tracked.copies`."""
+        return min((each.copies for each in self._tracked), default=1)
+
+    @property
     def scales_gradients(self) -> bool:
         """Whether a ``GradScaler`` is tracked, which fails on an optimizer step without gradients."""
         return any(type(each.value).__name__ == "GradScaler" for each in self._tracked if isinstance(each, OtherState))
@@ -171,6 +176,22 @@ class TrackedState:
             elif isinstance(each, OptimizerState):  # a new one has no tensors yet, and all are common
                 found |= own
         return found
+
+    def collect_part(self) -> tuple[dict[str, Any], dict[str, torch.Tensor], list[str]]:
+        """Return all that this rank holds of a sharded state, and the names of what may differ between ranks.
+
+        Without the other ranks, at any moment between two changes of the state: what is gathered for a forward pass
+        that was interrupted is given up.
+
+        Raises:
+            UsageError: a state cannot be saved.
+        """
+        for module in self.modules:
+            module.state_dict()  # which has FSDP2 put its shards back in place, that optimizers refer to
+        self.drop_gradients()
+        plain, tensors = self.collect(is_main=True)
+        common = {key for each in self._tracked for key in each.common(_of(each.name, tensors))}
+        return plain, tensors, sorted(tensors.keys() - common)
 
     def targets(self, plain: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return tensors by name to read a checkpoint into, whose state as JSON is ``plain``.

@@ -18,7 +18,7 @@ import torch
 from azureml_elastic.checkpoint.format.manifest import FLAT
 from azureml_elastic.errors import CheckpointDamaged, UsageError
 
-__all__ = ["join", "split"]
+__all__ = ["join", "split", "tensor_names"]
 
 _COLLECTIONS: dict[str, Callable[[Any], Any]] = {
     "$tuple": tuple,
@@ -66,6 +66,15 @@ def _split(path: str, value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         "cannot hold without pickle. Have its state_dict() return tensors, numbers, text, bytes, None and lists, "
         "tuples, sets or mappings of these."
     )
+
+
+def tensor_names(plain: Any) -> set[str]:
+    """Return the names of the tensors in a state as JSON."""
+    if isinstance(plain, dict):
+        if set(plain) == {"$tensor"}:
+            return {plain["$tensor"]}
+        return {name for item in plain.values() for name in tensor_names(item)}
+    return {name for item in plain for name in tensor_names(item)} if isinstance(plain, list) else set()
 
 
 def join(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.hub_state import HubView
 from azureml_elastic.node.core.join_events import HubSent, LinkEnded
+from azureml_elastic.node.core.replicas import room_for
 from azureml_elastic.node.core.round import Limits, Round
 from azureml_elastic.node.core.training_events import RoundSeen
 
@@ -64,11 +65,12 @@ class HubReports:
         was_given_up = view.was_given_up or self.was_given_up
         if self.broken and not was_given_up:
             lost |= {round_.members[0].node} - {node}
-        is_full = len(round_.members) >= limits.maximum
+        spares = view.spares(now, debounce)
+        has_room = room_for(spares, len(round_.members), limits.maximum, limits.nodes_per_replica)
         return RoundSeen(
             lost=lost - {node},
             over=over or was_given_up or self.broken or node in lost,
-            waiting=frozenset() if is_full else view.spares(now, debounce),
+            waiting=spares if has_room else frozenset(),
             all_done=self.all_done,
             was_given_up=was_given_up,
         )

@@ -24,6 +24,7 @@ from dataclasses import fields as fields_of
 from typing import Any, Literal
 
 from azureml_elastic.node.core.failures import FailureRecord, aged, read_records
+from azureml_elastic.node.core.replicas import kept_order
 
 __all__ = [
     "Limits",
@@ -54,11 +55,14 @@ class Limits:
         maximum: largest number of nodes.
         quarantine: number of strikes from which a node becomes a member only if the minimum is not reached without it;
             ``None`` for never.
+        nodes_per_replica: number of nodes that together hold one copy of a sharded model, of which all numbers are
+            multiples: a round has whole replicas, and what is left over waits.
     """
 
     minimum: int
     maximum: int
     quarantine: int | None = None
+    nodes_per_replica: int = 1
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,10 @@ class Round:
         number: number of the round, from 1.
         state: see the module.
         members: members in rank order, once sealed.
-        previous: names of the survivors of the round before in rank order, which they keep.
+        previous: names of the survivors of the round before in rank order, which they keep; those of whole replicas
+            come first.
+        places: places within their replicas of those survivors that are in no whole one, the last of ``previous``.
+        nodes_per_replica: number of nodes of a replica, once sealed.
         expected: names of the nodes that the open round waits for.
         finishing: names of preempted nodes whose workers may still save, for which the open round waits until they have
             left.
@@ -143,6 +150,8 @@ class Round:
     state: RoundState = "open"
     members: tuple[Member, ...] = ()
     previous: tuple[str, ...] = ()
+    places: tuple[int, ...] = ()
+    nodes_per_replica: int = 1
     expected: tuple[str, ...] = ()
     finishing: tuple[str, ...] = ()
     finishing_seconds: float = 0.0
@@ -171,7 +180,7 @@ class Round:
             raise ValueError(f"the round's state is {value['state']!r}")
         fields = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
         fields["members"] = tuple(Member.from_value(member) for member in value.get("members", ()))
-        for name in ("previous", "expected", "finishing"):
+        for name in ("previous", "places", "expected", "finishing"):
             fields[name] = tuple(value.get(name, ()))
         fields["failures"] = read_records(value.get("failures"))
         return cls(**fields)
@@ -227,10 +236,11 @@ def reopened(
         round_failed: whether the round ends because its nodes could not connect to each other.
     """
     gone = set(lost)
-    survivors = tuple(member.node for member in round_.members if member.node not in gone)
+    survivors, places = kept_order([member.node for member in round_.members], gone, round_.nodes_per_replica)
     return Round(
         number=round_.number + 1,
         previous=survivors,
+        places=places,
         expected=survivors + tuple(node for node in waiting if node not in survivors),
         finishing=tuple(sorted(finishing)),
         finishing_seconds=finishing_seconds,

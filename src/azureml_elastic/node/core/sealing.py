@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from azureml_elastic.config import RendezvousTimings
+from azureml_elastic.node.core.replicas import arranged, preferred, whole_replicas
 from azureml_elastic.node.core.round import Limits, Member, Round
 
 __all__ = [
@@ -69,20 +70,23 @@ def partitioned_nodes(ranked: Sequence[Member]) -> dict[str, int]:
     return removed
 
 
-def select_members(ranked: Sequence[Member], survivors: Collection[str], limits: Limits) -> list[Member]:
+def select_members(round_: Round, ranked: Sequence[Member], limits: Limits) -> list[Member]:
     """Return the members of the round that is sealed with these candidates, in rank order.
+
+    They are whole replicas, see :mod:`~azureml_elastic.node.core.replicas`.
 
     - Above the maximum, candidates with fewer strikes are preferred, a spare even to a survivor: the workers are
       restarted in any case, and a host that broke one round is likelier to break the next. Among equals the order of
       ranks decides, which prefers survivors.
-    - One survivor is kept where there is more than one place, because it holds the newest state in memory.
+    - One survivor of each place is kept where there is more than one node, because they hold the newest state in
+      memory.
     - Quarantined and partitioned nodes become members only where the minimum is not reached without them, those that
       are cut off from fewest first, then those with the fewest strikes. They get the last ranks, because the loss of
       rank 0's node costs most.
 
     Args:
+        round_: open round.
         ranked: candidates in the order of ranks, each node once.
-        survivors: nodes of the round before.
         limits: node counts and quarantine threshold.
     """
     accepted = [member for member in ranked if not is_quarantined(member, limits)]
@@ -93,12 +97,16 @@ def select_members(ranked: Sequence[Member], survivors: Collection[str], limits:
         (member for member in ranked if member.node not in fit_names),
         key=lambda member: (partitioned.get(member.node, 0), member.strikes),
     )
-    taken, left = fit[: limits.maximum], fit[limits.maximum :]
-    survivor = next((member for member in left if member.node in survivors), None)
-    if survivor is not None and limits.maximum > 1 and not any(member.node in survivors for member in taken):
-        taken[-1] = survivor
-    names = {member.node for member in taken}
-    return [member for member in ranked if member.node in names] + unfit[: max(0, limits.minimum - len(taken))]
+    size = limits.nodes_per_replica
+    count = whole_replicas(min(len(fit), limits.maximum), size)
+    names = preferred([member.node for member in fit], round_.previous, round_.places, count, size)
+    taken = [member for member in ranked if member.node in names]
+    if len(taken) < limits.minimum:
+        others = [member for member in fit if member.node not in names] + unfit
+        taken += others[: max(0, limits.minimum - len(taken))]
+        taken = taken[: whole_replicas(len(taken), size)]
+    by_name = {member.node: member for member in taken}
+    return [by_name[node] for node in arranged([*by_name], fit_names, round_.previous, round_.places, size)]
 
 
 def describe_partitions(ranked: Sequence[Member], sealed: Collection[str]) -> list[str]:
@@ -124,7 +132,7 @@ def is_complete(round_: Round, members: Sequence[Member], limits: Limits) -> boo
     ranked = candidates(round_, members)
     present = {member.node for member in ranked}
     partitioned = partitioned_nodes(ranked)
-    needed = partitioned and len(present) < limits.maximum and select_members(ranked, round_.previous, limits)
+    needed = partitioned and len(present) < limits.maximum and select_members(round_, ranked, limits)
     if needed and any(member.node in partitioned for member in needed):
         return False
     excluded = {member.node for member in members if is_quarantined(member, limits)} | partitioned.keys()
@@ -166,7 +174,7 @@ class SealTimer:
     def is_due(self, members: Sequence[Member], me: str, now: float) -> bool:
         """Return whether the node ``me`` seals the round, given the present rows and the time in monotonic seconds."""
         ranked = candidates(self._round, members)
-        inside = [member.node for member in select_members(ranked, self._round.previous, self._limits)]
+        inside = [member.node for member in select_members(self._round, ranked, self._limits)]
         # Candidates without a place come last in the order, for the case that all others have died.
         outside = {member.node for member in ranked}.difference(inside)
         names = inside + [member.node for member in ranked if member.node in outside]
@@ -201,11 +209,12 @@ def drop_unresponsive(round_: Round, members: Iterable[Member], me: str, limits:
     names = [member.node for member in candidates(round_, rows)]
     passed = set(names[: names.index(me)] if me in names else names)
     others = [member for member in rows if member.node not in passed]
-    enough = len(select_members(candidates(round_, others), round_.previous, limits)) >= limits.minimum
+    enough = len(select_members(round_, candidates(round_, others), limits)) >= limits.minimum
     return others if enough else rows
 
 
 def seal(round_: Round, members: Iterable[Member], limits: Limits) -> Round:
     """Return the round sealed with the members that are selected from these rows."""
-    selected = select_members(candidates(round_, members), round_.previous, limits)
-    return replace(round_, state="sealed", members=tuple(selected))
+    selected = select_members(round_, candidates(round_, members), limits)
+    size = limits.nodes_per_replica
+    return replace(round_, state="sealed", members=tuple(selected), nodes_per_replica=size)

@@ -63,7 +63,10 @@ class Watchers:
             may have connected before this hub's node had the round.
         """
         members = {member.node for member in round_.members}
-        missed = {node: self._missed_seals.get(node, 0) + 1 for node in round_.expected if node not in members}
+        outside = [node for node in round_.expected if node not in members]
+        if len(outside) < round_.nodes_per_replica > 1:
+            outside = []  # they may be what whole replicas have left over, and are no slower than others
+        missed = {node: self._missed_seals.get(node, 0) + 1 for node in outside}
         kept = {node: count for node, count in self._missed_seals.items() if node not in members}
         self._missed_seals = {**kept, **missed}
         self._number = round_.number

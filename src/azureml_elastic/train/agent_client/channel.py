@@ -170,13 +170,18 @@ class ChannelAgent:
         with self._changed:
             return self._changed.wait_for(lambda: self._interrupted, timeout)
 
-    def hand_over(self, step: int, descriptor: int) -> None:
+    def hand_over(self, step: int, descriptor: int, *, part: bool = False) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        self._request(messages.HandOver(os.getpid(), descriptor, step), messages.Accepted)
+        of = self._identity.local_rank if part else None
+        self._request(messages.HandOver(os.getpid(), descriptor, step, of), messages.Accepted)
 
     def handed_over(self) -> HandedOverState | None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
         return self._request(messages.Memory(), messages.MemoryReply).memory
+
+    def handed_over_parts(self) -> list[HandedOverState]:
+        """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
+        return self._request(messages.Memory(), messages.MemoryReply).parts
 
     def hold_shard(self, descriptor: int, shard: ShardDescription) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""

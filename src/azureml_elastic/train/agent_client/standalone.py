@@ -26,7 +26,7 @@ from azureml_elastic.checkpoint.format.catalogue import find_newest
 from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.errors import CheckpointDamaged, ElasticError, Fenced
-from azureml_elastic.ipc.agent_interface import EXIT_TERMINATED, Action, WorkerIdentity
+from azureml_elastic.ipc.agent_interface import EXIT_TERMINATED, Action, HandedOverState, WorkerIdentity
 from azureml_elastic.ipc.shards import HeldShard, ShardDescription
 
 __all__ = ["POINTER", "StandaloneAgent"]
@@ -140,7 +140,7 @@ class StandaloneAgent:
         del timeout
         return False
 
-    def hand_over(self, step: int, descriptor: int) -> None:
+    def hand_over(self, step: int, descriptor: int, *, part: bool = False) -> None:  # noqa: ARG002 - of the protocol
         """Nobody to take it.
 
         Raises:
@@ -150,6 +150,10 @@ class StandaloneAgent:
 
     def handed_over(self) -> None:
         """Nobody has kept anything."""
+
+    def handed_over_parts(self) -> list[HandedOverState]:
+        """Nobody has kept anything."""
+        return []
 
     def hold_shard(self, descriptor: int, shard: ShardDescription) -> None:
         """Nobody to take it.

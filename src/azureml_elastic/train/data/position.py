@@ -95,7 +95,9 @@ class Position:
     """The positions of all loaders.
 
     Args:
-        identity: identity of this process in the round
+        identity: identity of this process in the round; under tensor parallelism that of all ranks that train the same
+            samples, among as many groups of them
+        counts: whether this rank is the first of those that train the same samples, so that its numbers count
         generation: number of round changes in this process
         epoch: current epoch of ``run.epochs()``
         in_epochs: whether the script is inside ``run.epochs()``
@@ -110,6 +112,7 @@ class Position:
     """
 
     identity: WorkerIdentity
+    counts: bool = True
     generation: int = 0
     epoch: int = 0
     in_epochs: bool = False

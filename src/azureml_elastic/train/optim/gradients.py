@@ -97,7 +97,8 @@ class Gradients:
             own = tokens if micro.samples else 0
             self._tokens += own
             # The weight is relative to the window's samples, since the number of its tokens is known only at the end.
-            weight = sampling.weight(own, micro.window.count, 1 if self.exact else self._world.control.world_size)
+            ranks = 1 if self.exact else self._position.identity.world_size
+            weight = sampling.weight(own, micro.window.count, ranks)
         self._norms.clear()
         weighed = loss if weight == 1 else loss * weight
         if self._state is None:
@@ -113,7 +114,9 @@ class Gradients:
         if self._sum is not None:
             self._sum.finish(micro.window.count)
         if self._tokens is not None:
-            self._normalise(self._world.control.total(float(self._tokens)), micro.window.count)
+            self._normalise(
+                self._world.control.total(float(self._tokens if self._position.counts else 0)), micro.window.count
+            )
         if self._rate.measures_noise:
             self._observe(micro)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from azureml_elastic.checkpoint.load.selection import EarlierCheckpoint
 from azureml_elastic.checkpoint.storage.storage import Storage
@@ -18,8 +19,8 @@ __all__ = ["SessionContext"]
 class SessionContext:
     """Components of a session.
 
-    ``can_grow`` is whether the run may have more than one rank later; ``earlier`` is where a run that continues another
-    one starts.
+    ``can_grow`` is whether the run may have more than one rank later; ``nodes_per_replica`` is how many nodes hold one
+    copy of a sharded model; ``earlier`` is where a run that continues another one starts.
     """
 
     identity: WorkerIdentity  # of round 0 in a process that waits for its assignment to one
@@ -30,4 +31,5 @@ class SessionContext:
     audit: Audit = field(default_factory=lambda: Audit(None))
     profiling: Profiling | None = None
     can_grow: bool = False
+    nodes_per_replica: int | Literal["all"] = 1
     earlier: EarlierCheckpoint | None = None

@@ -55,7 +55,7 @@ class Evaluation:
                     model.share_buffers()
                 with _evaluating(modules), torch.no_grad():
                     own = self._sums(lifecycle)
-                gathered = lifecycle.world.control.gather(own)
+                gathered = lifecycle.world.control.gather(own if lifecycle.position.counts else {})
             if generation == lifecycle.position.generation:
                 names, count = dict.fromkeys(name for sums in gathered for name in sums), len(self.dataset)
                 return {

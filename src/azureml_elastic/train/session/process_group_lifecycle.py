@@ -203,10 +203,10 @@ class ProcessGroupLifecycle:
 
     @property
     def _hands_over(self) -> bool:
-        """Whether this process alone could continue the run from its memory if the round ended now."""
+        """Whether the run could continue from this process's memory, or from it and others', if the round ended now."""
         return (
             self.training_state is not None
-            and self.training_state.holds_full_state
+            and self.training_state.hands_over
             and not (self.position.code_pending and self._tracked.scales_gradients)
         )
 
@@ -227,6 +227,7 @@ class ProcessGroupLifecycle:
             self._agent.stays
             and self._device.may_stay
             and self._hands_over
+            and self._state.holds_full_state
             and self.world.owns_group
             and not self.position.code_pending
             and not self._tracked.scales_gradients

@@ -125,6 +125,9 @@ class Session(Training):
                 "The DeepSpeed engine has a scheduler that counts steps, but the samples of a step depend on the world "
                 "size. Leave it out of the configuration: deepspeed.initialize(lr_scheduler=run.schedule(scheduler))."
             )
+        if self._replica is not None and not state.replicated:
+            for optimizer in state.optimizers:
+                optimizer.register_step_pre_hook(self._before_update)
         self._gradients.attach(state)
         self._rate.attach(state.optimizers)
         self._lifecycle.guard_updates(state)

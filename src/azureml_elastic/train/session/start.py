@@ -103,6 +103,7 @@ def open_session(
             audit=Audit(Path(run_dir or ".") if audited else None),
             profiling=profiling,
             can_grow=environment.channel is not None and environment.max_world_size > 1,
+            nodes_per_replica=1 if plan is None else plan.distribution.nodes_per_replica,
             earlier=earlier_checkpoint(plan),
         )
     )

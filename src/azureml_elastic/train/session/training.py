@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 
 from azureml_elastic.config import FixedPerWorkerBatch
+from azureml_elastic.distributed.replica_group import ReplicaGroup
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data.batching import Batching
 from azureml_elastic.train.data.loader import ElasticLoader, LoaderContext
@@ -26,6 +29,7 @@ from azureml_elastic.train.optim.schedule import Schedule, ScheduleCheck
 from azureml_elastic.train.session.context import SessionContext
 from azureml_elastic.train.session.evaluation import Evaluation
 from azureml_elastic.train.session.logged_values import LoggedValues
+from azureml_elastic.train.session.mesh import MeshShape
 from azureml_elastic.train.session.process_group_lifecycle import ProcessGroupLifecycle
 from azureml_elastic.train.session.step_commits import StepCommits
 from azureml_elastic.train.session.training_state import TrainingState
@@ -50,6 +54,8 @@ class Training:
         self._values = LoggedValues(context.agent.logged)
         self._commits = StepCommits(context, lifecycle, self._state, self._values)
         self._schedule_check = ScheduleCheck(position) if isinstance(context.batch, FixedPerWorkerBatch) else None
+        self._mesh: DeviceMesh | None = None
+        self._replica: ReplicaGroup | None = None
         self._trained_out = False
         self._epochs: int | None = None
         self._expected_steps: int | None = None
@@ -106,6 +112,41 @@ class Training:
     def learning_rate_factor(self) -> float:
         """Factor of the optimizers' learning rates in the current step; 1 under a fixed global batch."""
         return self._rate.factor
+
+    def mesh(self, *, tensor_parallel: int = 1) -> DeviceMesh:
+        """Return the device mesh of the round, to shard a model on with ``fully_shard(model, mesh=run.mesh())``.
+
+        Its dimensions are ``"replicate"`` and ``"shard"``: the model is sharded over the workers of
+        ``ElasticDistribution.nodes_per_replica`` nodes, one by default, and replicated between these. With
+        ``tensor_parallel`` there is a third one, ``"tensor"``, for ``parallelize_module``; ``fully_shard`` then takes
+        ``mesh["replicate", "shard"]``, or ``mesh["shard"]`` where ``nodes_per_replica`` is ``"all"``. The ranks along
+        ``"tensor"`` train the same samples.
+
+        Called once on all ranks, before :meth:`loader` and :meth:`track`. A collective.
+
+        Args:
+            tensor_parallel: number of workers of a node that compute a layer together
+
+        Raises:
+            UsageError: called twice or too late, or the workers cannot be divided so.
+        """
+        if self._mesh is not None or self._position.loaders or self._state.tracked is not None:
+            raise UsageError("run.mesh() is called once, before run.loader() and run.track(): they depend on it.")
+        lifecycle, identity = self._lifecycle, self._lifecycle.world.identity
+        with lifecycle.guard(stay=False):
+            firsts = lifecycle.world.control.gather(identity.rank - identity.local_rank)
+            shape = MeshShape.of([*Counter(firsts).values()], self._context.nodes_per_replica, tensor_parallel)
+            sizes = shape.dimensions
+            self._mesh = init_device_mesh(self.device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
+            if shape.replicas > 1 and len(shape.rows[0]) > 1:
+                self._replica = ReplicaGroup(lifecycle.world, shape.rows)
+        if tensor_parallel > 1:
+            rank, world_size = identity.rank // tensor_parallel, identity.world_size // tensor_parallel
+            self._position.identity = replace(identity, rank=rank, world_size=world_size)
+            self._position.counts = identity.rank % tensor_parallel == 0
+            if not self._position.counts:
+                self._context.audit.close()  # the first of these ranks records the samples of all
+        return self._mesh
 
     def loader(
         self,
@@ -297,8 +338,18 @@ class Training:
         self._context.audit.begin(self.steps + 1, loader, window)
 
     def _exchange(self, numbers: torch.Tensor) -> None:
+        if not self._position.counts:
+            numbers.zero_()
         with self._lifecycle.guard():
             self._lifecycle.world.control.add_up(numbers)
+
+    def _before_update(self, *_: object) -> None:
+        """Update a sharded model only where the whole replica does, so that what is left of it is of one step."""
+        steps = bool(self._position.opened) or not self._position.loaders
+        if self._replica is None or not steps or self._state.half_step or self._state.reading:
+            return
+        if self._state.tracked is not None and not self._lifecycle.discarded:
+            self._replica.agree()
 
     def _report_expected_steps(self) -> None:
         """Report the steps that the whole run will have, when the epochs begin and whenever the number changes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.checkpoint.save.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.save.schedule import CheckpointSchedule
+from azureml_elastic.checkpoint.snapshots.parts import CompleteParts, find_complete, open_parts
 from azureml_elastic.checkpoint.snapshots.snapshot import RecoverableState, Snapshot, choose, position_key
 from azureml_elastic.checkpoint.snapshots.transfer import send_to_others
 from azureml_elastic.checkpoint.state import random_state
@@ -44,6 +46,7 @@ class TrainingState:
         half_step: whether the optimizer has stepped since the last completed step
         finite: whether the weights were finite at the last save or snapshot
         weights_restored: whether the last restore was that of a state in memory, so that all ranks have its weights
+        reading: whether the state is being read to be handed over, for which a new optimizer takes an empty step
     """
 
     def __init__(self, context: SessionContext, world: ProcessGroups, position: Position, rate: LearningRate) -> None:
@@ -68,6 +71,7 @@ class TrainingState:
         self._finiteness = FinitenessWatch(policy.on_nonfinite)
         self.finite = True
         self.weights_restored = False
+        self.reading = False
         self.steps = 0
         self.half_step = False
 
@@ -76,6 +80,19 @@ class TrainingState:
         """Whether this process alone holds the full state of a completed step."""
         whole = self.tracked is not None and self.tracked.replicated and not self.half_step and not self._incomplete
         return whole and self._finiteness.weights_are_sound()
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether what this process holds of a completed step is of use to the next round, whichever rank is lost."""
+        return self.holds_full_state or self._hands_part_over
+
+    @property
+    def _hands_part_over(self) -> bool:
+        """Whether this process holds a part of a completed step, and another rank the same."""
+        tracked = self.tracked
+        if tracked is None or tracked.replicated or self.half_step or self._incomplete or not self.steps:
+            return False
+        return tracked.copies > 1 and self._finiteness.weights_are_sound()
 
     @property
     def _objects(self) -> TrackedState:
@@ -92,6 +109,8 @@ class TrainingState:
         control = self._world.control
         states, reference = self._compare(local)
         source = choose(states, None if reference is None else reference.step)
+        if source is None and (parts := self._find_parts(reference)) is not None:
+            return parts.header.state
         if source is None:
             manifest = self._checkpoints.select()
             return None if manifest is None else manifest.state
@@ -104,7 +123,7 @@ class TrainingState:
         inherited, self._inherited = self._inherited, None
         try:
             self._restore(*(inherited if inherited and tracked.replicated else self._handed_over()))
-            self._rate.enter(self._identity.world_size)
+            self._rate.enter(self._position.identity.world_size)
         except BaseException:
             self.tracked = None
             raise
@@ -265,18 +284,22 @@ class TrainingState:
             self._checkpoints.abandon()
 
     def hand_over(self) -> bool:
-        """Hand the state over to the agent, for the next worker of this node; return whether it succeeded."""
-        if not self.holds_full_state:
+        """Hand the state, or this process's part, over to the agent for the next round; return whether it succeeded."""
+        part = self._hands_part_over
+        if not (part or self.holds_full_state):
             return False
-        if self._identity.local_rank != 0:
+        if not part and self._identity.local_rank != 0:
             return True  # local rank 0 hands the same state over
+        self.reading = True
         try:
-            memory = self._snapshot().to_memory(self._world.device)
-            self._agent.hand_over(self.steps, memory.descriptor)
+            memory = self._snapshot(part=part).to_memory(self._world.device)
+            self._agent.hand_over(self.steps, memory.descriptor, part=part)
             memory.release()
         except (OSError, ElasticError, RuntimeError) as error:
             _LOG.warning("The state of step %d could not be handed over in memory: %s", self.steps, error)
             return False
+        finally:
+            self.reading = False
         return True
 
     def _begin(self, unsaved_seconds: float) -> None:
@@ -288,9 +311,13 @@ class TrainingState:
     def _data(self) -> dict[str, Any]:
         return {**self._position.to_json(), "rate": self._rate.to_json()}
 
-    def _snapshot(self) -> Snapshot:
-        self._objects.drop_gradients()  # of an interrupted step
-        plain, tensors = self._objects.collect(is_main=True)
+    def _snapshot(self, *, part: bool = False) -> Snapshot:
+        apart: list[str] = []
+        if part:
+            plain, tensors, apart = self._objects.collect_part()
+        else:
+            self._objects.drop_gradients()  # of an interrupted step
+            plain, tensors = self._objects.collect(is_main=True)
         self.half_step = False
         committed = self._checkpoints.newest
         return Snapshot(
@@ -302,6 +329,7 @@ class TrainingState:
             storage=self._checkpoints.location,
             parent=None if committed is None else committed.to_json(),
             classes=self._objects.classes,
+            apart=apart,
             random=random_state.capture(self._world.device),
             tensors=tensors,
         )
@@ -328,6 +356,9 @@ class TrainingState:
         live, control = local is not None and inherited is None, self._world.control
         states, reference = self._compare(local)
         source = choose(states, None if reference is None else reference.step)
+        if source is None and (parts := self._find_parts(reference)) is not None:
+            self._apply_parts(parts, reference)
+            return
         if source is None:
             directory = self._restore_from_storage(live=live)
             self._agent.restored(self.steps, directory)
@@ -345,7 +376,8 @@ class TrainingState:
             assert snapshot is not None
             self._apply(snapshot, live=live)
             if not live:
-                self._restore_random(inherited if same[control.rank] else None)
+                continues = inherited is not None and same[control.rank] and self._identity.local_rank == 0
+                self._restore_random(inherited.random if inherited is not None and continues else None)
         if reference is not None and reference.step == self.steps:
             self._last_saved = self._here
         self._agent.restored(self.steps, "memory")
@@ -401,10 +433,37 @@ class TrainingState:
         self._last_saved = None
         self.half_step = self._incomplete = False
 
-    def _restore_random(self, inherited: Snapshot | None) -> None:
+    def _find_parts(self, reference: Reference | None) -> CompleteParts | None:
+        """Return the parts of a sharded state in the memory of the nodes, if no other state is further. A collective.
+
+        Args:
+            reference: the committed checkpoint.
+        """
+        if self.tracked is not None and self.tracked.replicated:
+            return None
+        own = open_parts(self._agent.handed_over_parts())
+        found = find_complete(own, 0 if reference is None else reference.step, self._world.control)
+        return None if found is None or self._checkpoints.has_snapshot_after(found.header.step) else found
+
+    def _apply_parts(self, parts: CompleteParts, reference: Reference | None) -> None:
+        """Restore a sharded state from the memory of the nodes. A collective."""
+        self._incomplete = True  # until all tensors are restored
+        tensors = parts.read(self._objects.targets(parts.header.state), self._world.control)
+        header = parts.header
+        self._apply(replace(header, tensors=tensors), live=False)
+        mine = (part for part in parts.own if part.handed_over.part == self._identity.local_rank)
+        random = next((part.header.random for part in mine), None)
+        self._restore_random(random)
+        if reference is not None and reference.step == self.steps:
+            self._last_saved = self._here
+        self._agent.restored(self.steps, "memory")
+        if parts.save_pending:
+            self.save()
+
+    def _restore_random(self, inherited: torch.Tensor | None) -> None:
         """Continue the random generators of the previous worker, or seed new ones."""
-        if inherited is not None and inherited.random is not None and self._identity.local_rank == 0:
-            random_state.restore(inherited.random, self._world.device)
+        if inherited is not None:
+            random_state.restore(inherited, self._world.device)
         else:
             random_state.begin("step", self.steps, "rank", self._identity.rank)
 

@@ -182,4 +182,4 @@ def test_strikes_are_part_of_the_rows():
 
 
 def test_no_candidates_are_no_members():
-    assert select_members([], (), Limits(1, 4, 2)) == []
+    assert select_members(Round(), [], Limits(1, 4, 2)) == []

@@ -380,17 +380,17 @@ def names(members) -> list[str]:
 def test_a_node_that_is_cut_off_from_all_goes_and_not_the_others():
     ranked = [member("a", ("i-b", "i-c")), member("b"), member("c", ("i-a",)), member("d")]
     assert partitioned_nodes(ranked) == {"a": 2}
-    assert names(select_members(ranked, (), LIMITS)) == ["b", "c", "d"]
+    assert names(select_members(Round(), ranked, LIMITS)) == ["b", "c", "d"]
 
 
 def test_of_two_the_one_with_the_lower_rank_stays():
     ranked = [member("a"), member("b", ("i-a",)), member("c")]
-    assert names(select_members(ranked, (), LIMITS)) == ["a", "c"]
+    assert names(select_members(Round(), ranked, LIMITS)) == ["a", "c"]
 
 
 def test_the_minimum_comes_before_gaps():
     ranked = [member("a"), member("b", ("i-a",)), member("c")]
-    assert names(select_members(ranked, (), Limits(3, 8))) == ["a", "c", "b"]
+    assert names(select_members(Round(), ranked, Limits(3, 8))) == ["a", "c", "b"]
     assert describe_partitions(ranked, {"a", "c"})[0].startswith("without b: ")
     assert describe_partitions([*ranked[:1], member("b", ("i-a",), reason="why"), ranked[2]], {"a", "b", "c"}) == [
         "with b: why"
@@ -400,7 +400,7 @@ def test_the_minimum_comes_before_gaps():
 def test_a_node_that_cannot_reach_nodes_which_are_not_there_is_as_good_as_any():
     ranked = [member("a", ("i-gone",)), member("b")]
     assert partitioned_nodes(ranked) == {}
-    assert names(select_members(ranked, (), LIMITS)) == ["a", "b"]
+    assert names(select_members(Round(), ranked, LIMITS)) == ["a", "b"]
 
 
 nodes = [f"node-{k}" for k in range(7)]
@@ -414,7 +414,7 @@ def test_those_that_are_chosen_reach_each_other_unless_the_minimum_asks_for_more
         for index, node in enumerate(nodes)
     ]
     limits = Limits(minimum, 7, 2)
-    taken = select_members(ranked, (), limits)
+    taken = select_members(Round(), ranked, limits)
     assert len(taken) >= minimum
     assert len(set(names(taken))) == len(taken)
     bad = {frozenset(pair) for pair in gaps if pair[0] != pair[1]}

@@ -1,0 +1,86 @@
+"""Train with FSDP2 on a mesh of replicas (HSDP): no step is lost when a node is.
+
+Alone:    python samples/hsdp.py --epochs 2
+Locally:  azureml-elastic local --nodes 2:8 --nodes-per-replica 2 samples/hsdp.py --epochs 5
+
+The model is sharded over the workers of two nodes, and each two nodes have a copy of it. What is left after the loss of
+a node holds the state of the last completed step: the next round takes it from memory. The node whose partner was lost
+waits until another one comes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import TensorDataset
+
+from azureml_elastic import train
+
+
+class Block(nn.Module):
+    """A residual layer, the unit in which parameters are gathered."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return features of the same shape, (batch, width)."""
+        return x + self.inner(x)
+
+
+def main() -> None:
+    """Train, and print the accuracy on the training set."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--blocks", type=int, default=3)
+    parser.add_argument("--step-delay", type=float, default=0.0, help="seconds to wait in each step, to watch it")
+    arguments = parser.parse_args()
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    digits = load_digits()
+    dataset = TensorDataset(torch.tensor(digits.data / 16.0, dtype=torch.float32), torch.tensor(digits.target))
+
+    run = train.start()
+    mesh = run.mesh()  # replicas x shards of this round
+    blocks = [Block(arguments.width) for _ in range(arguments.blocks)]
+    model = nn.Sequential(nn.Linear(64, arguments.width), *blocks, nn.Linear(arguments.width, 10)).to(run.device)
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    run.track(model=model, optimizer=optimizer)  # from the memory of the nodes, or from a checkpoint
+    loader = run.loader(dataset, global_batch_size=64, seed=0)
+
+    loss_of = nn.CrossEntropyLoss()
+    for epoch in run.epochs(arguments.epochs):
+        for x, y in loader:
+            loss = loss_of(model(x), y)
+            run.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(arguments.step_delay)
+            run.commit()
+            if run.is_main and run.steps % 10 == 0:
+                shape = "x".join(map(str, mesh.shape))
+                print(f"epoch {epoch} step {run.steps}: loss {loss.item():.3f}, {shape} workers", flush=True)
+
+    model.eval()
+    x, y = (tensor.to(run.device) for tensor in dataset.tensors)
+    with torch.no_grad():  # a collective: each rank has a part of every layer
+        accuracy = (model(x).argmax(1) == y).float().mean().item()
+    if run.is_main:
+        print(f"accuracy {accuracy:.4f} after {run.steps} steps", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""The state of a sharded run in the memory of what is left of it: found, checked for completeness, and resharded.
+
+With replicas each part of the state is held by several nodes. Survivors of a sudden loss hand over what each process
+holds, as they do with a whole state. They may be one step apart: who has completed a step has everybody's gradients,
+while another one's last collective has failed. The furthest step counts of which all parts are there; ranks that have
+not completed it read them from those that have.
+
+What is read is copied straight from the memory of the same node, and sent through the control group from that of
+others. Nothing is written to storage.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from azureml_elastic.checkpoint.format.write_plan import Chunk
+from azureml_elastic.checkpoint.load.reading import target_for
+from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot
+from azureml_elastic.checkpoint.state import tree
+from azureml_elastic.checkpoint.state.layout import Read, reads
+from azureml_elastic.distributed.control_group import ControlGroup
+from azureml_elastic.errors import CheckpointDamaged
+from azureml_elastic.ipc.agent_interface import HandedOverState
+
+__all__ = ["CompleteParts", "OfferedPart", "Part", "choose_parts", "find_complete", "open_parts"]
+
+_LOG = logging.getLogger(__name__)
+
+_BATCH_BYTES = 32 << 20
+"""Size of what one rank sends to another at once, besides a single larger part."""
+
+
+@dataclass(frozen=True)
+class OfferedPart:
+    """Description of a part that a rank can read. All ranks of a node offer the same parts.
+
+    Args:
+        step: optimizer steps completed.
+        round: number of the round that completed them.
+        rank: rank in that round of the process that handed it over.
+        position: position in the data.
+        save_pending: whether a checkpoint of that state was begun and not committed.
+        form: text that is equal for parts of the same chunks.
+        holder: rank that can read it.
+    """
+
+    step: int
+    round: int
+    rank: int
+    position: str
+    save_pending: bool
+    form: str
+    holder: int
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A part of a state in the memory of this node's agent.
+
+    Args:
+        handed_over: its description by the agent.
+        header: everything but tensors.
+        chunks: parts of tensors, as views of the memory.
+    """
+
+    handed_over: HandedOverState
+    header: Snapshot
+    chunks: Mapping[Chunk, torch.Tensor]
+
+    def offer(self, holder: int) -> OfferedPart:
+        """Return the description for the other ranks."""
+        held, header = self.handed_over, self.header
+        form = xxhash.xxh3_128_hexdigest(json.dumps([vars(chunk) for chunk in sorted(self.chunks)]).encode())
+        return OfferedPart(held.step, held.round, held.rank, header.position, header.save_pending, form, holder)
+
+    def is_of(self, offered: OfferedPart) -> bool:
+        """Return whether this is a certain part."""
+        return (self.handed_over.round, self.handed_over.rank) == (offered.round, offered.rank)
+
+
+def open_parts(handed_over: Iterable[HandedOverState]) -> list[Part]:
+    """Return the parts in the memory of this node's agent that can be read."""
+    parts = []
+    for each in handed_over:
+        try:
+            parts.append(Part(each, *Snapshot.map_memory(each.path)))
+        except (OSError, CheckpointDamaged, ValueError) as error:
+            _LOG.warning("A part of the state of step %d that was handed over cannot be read: %s", each.step, error)
+    return parts
+
+
+def choose_parts(offers: Sequence[OfferedPart], step: int) -> tuple[OfferedPart, list[OfferedPart]]:
+    """Return the main part of a step, and all parts of the same state.
+
+    The main part is that of the newest round's lowest rank. What may differ between ranks is taken from it.
+    """
+    of_step = [each for each in offers if each.step == step]
+    main = max(of_step, key=lambda each: (each.round, -each.rank, -each.holder))
+    return main, [each for each in of_step if each.position == main.position]
+
+
+@dataclass(frozen=True, eq=False)
+class CompleteParts:
+    """All parts of the state of a step.
+
+    Args:
+        header: everything but tensors.
+        main: the main part.
+        chunks: the chunks of all tensors, without repetition.
+        holders: ranks that can read each chunk.
+        save_pending: whether a checkpoint of the state was begun and not committed.
+        own: parts of this node.
+    """
+
+    header: Snapshot
+    main: OfferedPart
+    chunks: Sequence[Chunk]
+    holders: Sequence[Sequence[int]]
+    save_pending: bool
+    own: Sequence[Part]
+
+    def read(self, present: Mapping[str, torch.Tensor], control: ControlGroup) -> dict[str, torch.Tensor]:
+        """Read all tensors, into those that are present. A collective.
+
+        Raises:
+            RuntimeError: a peer was lost meanwhile.
+        """
+        targets: dict[str, torch.Tensor] = {}
+        for chunk in self.chunks:
+            if chunk.name not in targets:
+                targets[chunk.name] = target_for(present.get(chunk.name), chunk)
+        wanted: defaultdict[int, list[Read]] = defaultdict(list)
+        for read in reads(targets, self.chunks):
+            holders = self.holders[read.source]
+            # A rank reads what its own node holds; the others are asked in turn.
+            wanted[control.rank if control.rank in holders else holders[control.rank % len(holders)]].append(read)
+        asked = control.gather({holder: [_Request.of(read) for read in each] for holder, each in wanted.items()})
+        with torch.no_grad():
+            for read in wanted.pop(control.rank, ()):
+                read.target.copy_(self._view(_Request.of(read)))
+            sending = {rank: self._batches(each.get(control.rank, [])) for rank, each in enumerate(asked)}
+            sending.pop(control.rank)
+            receiving = {holder: self._batches([_Request.of(read) for read in each]) for holder, each in wanted.items()}
+            arrived = {holder: iter(each) for holder, each in wanted.items()}
+            # Batch by batch, so that memory for one of each peer is enough.
+            for number in range(max(map(len, [*sending.values(), *receiving.values()]), default=0)):
+                self._exchange(_nth(sending, number), _nth(receiving, number), arrived, control)
+        return targets
+
+    def _exchange(
+        self,
+        sending: Mapping[int, Sequence[_Request]],
+        receiving: Mapping[int, Sequence[_Request]],
+        arrived: Mapping[int, Iterator[Read]],
+        control: ControlGroup,
+    ) -> None:
+        """Send and receive one batch of each peer, and copy what has arrived."""
+        buffers = {peer: torch.empty(self._size(each), dtype=torch.uint8) for peer, each in receiving.items()}
+        works = [dist.irecv(buffer, peer, group=control.group) for peer, buffer in buffers.items()]
+        packed = {peer: torch.cat([_bytes(self._view(each)) for each in batch]) for peer, batch in sending.items()}
+        works += [dist.isend(content, peer, group=control.group) for peer, content in packed.items()]
+        for work in works:
+            assert work is not None
+            work.wait()
+        for peer, batch in receiving.items():
+            begin = 0
+            for request, read in zip(batch, arrived[peer], strict=False):
+                end = begin + self._size([request])
+                dtype = getattr(torch, self.chunks[request.source].dtype)
+                content = buffers[peer][begin:end].clone() if begin % dtype.itemsize else buffers[peer][begin:end]
+                read.target.copy_(content.view(dtype).view(request.sizes))
+                begin = end
+
+    def _batches(self, requests: Sequence[_Request]) -> list[list[_Request]]:
+        batches: list[list[_Request]] = []
+        size = _BATCH_BYTES
+        for request in requests:
+            if size + (own := self._size([request])) > _BATCH_BYTES:
+                batches.append([])
+                size = 0
+            batches[-1].append(request)
+            size += own
+        return batches
+
+    def _size(self, requests: Iterable[_Request]) -> int:
+        return sum(prod(each.sizes) * self.chunks[each.source].itemsize for each in requests)
+
+    def _view(self, request: _Request) -> torch.Tensor:
+        """Return what is asked for as a view of this node's memory."""
+        chunk = self.chunks[request.source]
+        apart = chunk.name in self.header.apart
+        part = next(each for each in self.own if chunk in each.chunks and (not apart or each.is_of(self.main)))
+        view = part.chunks[chunk]
+        for dimension, (offset, size) in enumerate(zip(request.offsets, request.sizes, strict=True)):
+            view = view.narrow(dimension, offset, size)
+        return view
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A part of a chunk, by the chunk's number, that a rank wants from another."""
+
+    source: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, read: Read) -> _Request:
+        return cls(read.source, tuple(read.offsets), tuple(read.sizes))
+
+
+def find_complete(parts: Sequence[Part], at_least: int, control: ControlGroup) -> CompleteParts | None:
+    """Return the parts of the furthest step, from one on, of which all are there. A collective.
+
+    Args:
+        parts: parts of this node.
+        at_least: lowest step.
+        control: group of all ranks.
+
+    Returns:
+        The parts, ``None`` where no such step is complete.
+    """
+    offers = [offer for each in control.gather([part.offer(control.rank) for part in parts]) for offer in each]
+    for step in sorted({offer.step for offer in offers if offer.step >= at_least}, reverse=True):
+        main, same = choose_parts(offers, step)
+        first = {form: min(each.holder for each in same if each.form == form) for form in {each.form for each in same}}
+        own = [part for part in parts if part.handed_over.step == step and part.header.position == main.position]
+        by_form = {part.offer(control.rank).form: [*part.chunks] for part in own}
+        mine = {form: chunks for form, chunks in by_form.items() if first[form] == control.rank}
+        header = next((part.header for part in own if part.is_of(main)), None) if main.holder == control.rank else None
+        gathered = control.gather((mine, header))
+        header = gathered[main.holder][1]
+        assert header is not None
+        holders: defaultdict[Chunk, set[int]] = defaultdict(set)
+        for form, chunks in itertools.chain.from_iterable(each.items() for each, _ in gathered):
+            for chunk in chunks:
+                apart = chunk.name in header.apart
+                holders[chunk].update(
+                    each.holder
+                    for each in same
+                    if each.form == form and (not apart or (each.round, each.rank) == (main.round, main.rank))
+                )
+        found = {chunk: sorted(ranks) for chunk, ranks in holders.items() if ranks}
+        if _is_complete(found, tree.tensor_names(header.state)):
+            pending = any(each.save_pending for each in same)
+            ordered = sorted(found)
+            return CompleteParts(header, main, ordered, [found[chunk] for chunk in ordered], pending, own)
+    return None
+
+
+def _is_complete(chunks: Iterable[Chunk], names: set[str]) -> bool:
+    """Return whether the chunks, which do not overlap, make up all tensors."""
+    missing = dict.fromkeys(names, -1)
+    for chunk in chunks:
+        whole = prod(chunk.shape) * chunk.itemsize
+        missing[chunk.name] = (whole if missing.get(chunk.name, -1) < 0 else missing[chunk.name]) - chunk.nbytes
+    return not any(missing.values())
+
+
+def _nth(batches: Mapping[int, Sequence[Sequence[_Request]]], number: int) -> dict[int, Sequence[_Request]]:
+    return {peer: each[number] for peer, each in batches.items() if number < len(each)}
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
