@@ -192,7 +192,7 @@ def _update(parameter, gradient, velocity, lr, momentum):
         parameter.sub_(lr * velocity)
 
 
-def reduce_later(device: DeferredDevice, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def reduce_later(device, bucket):
     """Average gradients of ``DistributedDataParallel`` on the device: a hook for ``register_comm_hook()``.
 
     The result is there for the host at once, and for the device when it gets there, as that of NCCL.
