@@ -1,0 +1,249 @@
+"""A device that runs behind the host, and peers that are lost at any of its operations."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from azureml_elastic.checkpoint.state.tracked_state import TrackedState
+from azureml_elastic.distributed.process_groups import abort_gloo
+from azureml_elastic.errors import RoundBroken
+from azureml_elastic.train.session.update_guard import UpdateGuard
+from tests.support.deferred import DeferredDevice, DeferredSGD, Ended
+
+RANKS, STEPS = 3, 4
+TIMEOUT_S = 20.0
+KINDS = ("keep", "fill", "broadcast", "gradient", "gradient", "reduce", "reduce", "clip", "update", "update")
+"""Operations of a step on the device: in this order, the same on all ranks."""
+
+COLLECTIVES = [
+    step * len(KINDS) + at for step in range(STEPS) for at, kind in enumerate(KINDS) if kind in ("broadcast", "reduce")
+]
+
+
+class Agent:
+    holds_snapshots = True
+
+    def __init__(self):
+        self.interrupted = threading.Event()
+
+    def wait_interrupted(self, timeout):
+        return self.interrupted.wait(timeout)
+
+
+@dataclass
+class Loss:
+    """A lost peer: where its device stops, and where the others are interrupted, by numbers of operations.
+
+    Each of ``interrupts`` is at the first collective without the peer, or before. ``beside`` is whether the device goes
+    on while the interruption is received, as it does.
+    """
+
+    stops: int
+    interrupts: tuple[int, int]
+    beside: bool = True
+
+
+class LosingDevice(DeferredDevice):
+    """The device of a rank that is lost, or interrupted."""
+
+    def __init__(self, agent, loss, rank, known):
+        self.agent = agent
+        self.known = known
+        self.stops = None if loss is None or rank != RANKS - 1 else loss.stops
+        self.interrupt_at = None if loss is None or rank == RANKS - 1 else loss.interrupts[rank]
+        self.beside = loss is not None and loss.beside
+        self.receiver = threading.Thread(target=self._interrupt)
+        super().__init__()
+
+    def begins(self, number):
+        if number == self.stops:
+            raise Ended  # its process is dead
+        if number == self.interrupt_at:
+            self.be_interrupted()
+
+    def waits(self):
+        if self.known.is_set():  # the agents tell all
+            self.be_interrupted()
+
+    def be_interrupted(self):
+        """Receive the agent's message: the flag is set first, then comes the abort."""
+        if self.receiver.ident is None:
+            self.receiver.start()
+            if not self.beside:
+                self.receiver.join()
+
+    def _interrupt(self):
+        self.agent.interrupted.set()
+        self.known.set()
+        abort_gloo()
+        self.abort()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
+        self.second = nn.Parameter(torch.tensor([4.0], dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
+
+    def values(self):
+        return [*self.first.tolist(), *self.second.tolist(), *self.seen.tolist()]
+
+
+def gradient(parameter, rank, step):
+    """Return whole numbers over powers of two, whose sums are exact in any order."""
+    return parameter.detach() / 2 + (rank + 1) * (step + 1)
+
+
+def compute(parameter, target, rank, step):
+    target.copy_(gradient(parameter, rank, step))
+
+
+def clip(gradients):
+    for each in gradients:
+        each.clamp_(-32, 32)
+
+
+class Training(threading.Thread):
+    """The host of a rank. It counts steps as soon as they are queued."""
+
+    def __init__(self, rank, group, loss, guarded, known):
+        super().__init__(daemon=True)
+        self.rank, self.group, self.guarded = rank, group, guarded
+        agent = Agent()
+        self.device = LosingDevice(agent, loss, rank, known)
+        self.model = Net()
+        self.optimizer = DeferredSGD(self.model.parameters(), self.device, lr=0.25, momentum=0.5)
+        self.guard = UpdateGuard(self.device, agent)
+        self.guard.enter(RANKS)
+        self.guard.attach(TrackedState({"model": self.model, "optimizer": self.optimizer}))
+        if guarded:
+            self.optimizer.register_step_pre_hook(lambda *_: self.guard.wait())
+        self.steps = 0
+
+    def run(self):
+        try:
+            for step in range(STEPS):
+                self.train(step)
+                if self.guarded and not self.guard.step_is_covered():
+                    self.guard.wait()
+                self.guard.end_step()
+                self.steps += 1
+        except (RoundBroken, RuntimeError):
+            pass
+
+    def train(self, step):
+        device, model = self.device, self.model
+        self.guard.begin_step()
+        if self.rank:
+            device.copy([model.seen], [torch.zeros_like(model.seen)])
+        else:
+            device.copy([model.seen], [torch.full_like(model.seen, step + 1)])
+        device.reduce(model.seen, self.group)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+            device.queue(partial(compute, parameter, parameter.grad, self.rank, step))
+        gradients = [parameter.grad for parameter in model.parameters()]
+        for each in gradients:
+            device.reduce(each, self.group)
+        device.queue(partial(clip, gradients))
+        self.optimizer.step()
+
+    def close(self):
+        """Let go of the threads."""
+        self.device.agent.interrupted.set()
+        self.join(TIMEOUT_S)
+        self.device.close()
+        if self.device.receiver.ident is not None:
+            self.device.receiver.join()  # what it aborts must not be another test's
+
+    def result(self):
+        """Return what would be handed over."""
+        self.join(TIMEOUT_S)
+        assert not self.is_alive()
+        assert self.device.drain(TIMEOUT_S)
+        self.guard.undo_step()
+        assert self.device.drain(TIMEOUT_S)
+        return self.steps, self.model.values()
+
+
+def completed_steps():
+    """Return the state after each number of steps, as one process computes it."""
+    model = Net()
+    velocities = [torch.zeros_like(each) for each in model.parameters()]
+    states = [model.values()]
+    for step in range(STEPS):
+        gradients = [sum(gradient(each, rank, step) for rank in range(RANKS)) for each in model.parameters()]
+        clip(gradients)
+        with torch.no_grad():
+            model.seen.fill_(step + 1)
+            for parameter, velocity, each in zip(model.parameters(), velocities, gradients, strict=True):
+                velocity.mul_(0.5).add_(each)
+                parameter.sub_(0.25 * velocity)
+        states.append(model.values())
+    return states
+
+
+STATES = completed_steps()
+
+
+def train(loss, *, guarded=True):
+    """Train on three ranks in this process; return the steps and the state of those that are not lost."""
+    store = dist.HashStore()
+    groups = [None] * RANKS
+
+    def join(rank):
+        groups[rank] = dist.ProcessGroupGloo(store, rank, RANKS, timedelta(seconds=TIMEOUT_S))
+
+    joining = [threading.Thread(target=join, args=(rank,)) for rank in range(RANKS)]
+    for thread in joining:
+        thread.start()
+    for thread in joining:
+        thread.join()
+    known = threading.Event()
+    ranks = [Training(rank, group, loss, guarded, known) for rank, group in enumerate(groups)]
+    for each in ranks:
+        each.start()
+    survivors = ranks if loss is None else ranks[:-1]
+    results = [each.result() for each in survivors]
+    for each in ranks:
+        each.close()
+    return results
+
+
+@st.composite
+def losses(draw):
+    stops = draw(st.integers(0, COLLECTIVES[-1]))
+    impossible = next(number for number in COLLECTIVES if number >= stops)
+    interrupts = draw(st.tuples(st.integers(0, impossible), st.integers(0, impossible)))
+    return Loss(stops, interrupts, beside=draw(st.booleans()))
+
+
+def test_without_a_loss_all_steps_are_trained():
+    assert train(None) == [(STEPS, STATES[STEPS])] * RANKS
+
+
+@settings(max_examples=40, deadline=None)
+@given(losses())
+def test_whatever_is_handed_over_is_the_state_of_a_completed_step(loss):
+    for steps, values in train(loss):
+        assert values == STATES[steps]
+
+
+@pytest.mark.parametrize("step", range(1, STEPS))
+def test_without_the_guard_an_aborted_collective_is_applied(step):
+    at = COLLECTIVES[3 * step + 2]  # its second all-reduce of gradients
+    found = train(Loss(at, (at, at)), guarded=False)
+    assert all(values != STATES[steps] for steps, values in found), found
+    assert all(steps > step for steps, _ in found), "it was counted as complete"
+    assert [values for _, values in train(Loss(at, (at, at)))] == [STATES[step]] * 2
