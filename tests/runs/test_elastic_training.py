@@ -28,7 +28,7 @@ def run(tmp_path: Path, chaos: str = "", *argv: str, **options) -> Report:
         start=options.pop("start", FORKED),
         chaos=parse_schedule(chaos) if chaos else None,
         run_dir=tmp_path / "run",
-        distribution=ElasticDistribution(rendezvous=GATHERING),
+        distribution=ElasticDistribution(rendezvous=GATHERING, nodes_per_replica=options.pop("nodes_per_replica", 1)),
         **{"audit": True, "checkpoint_steps": 10, **options},
     )
     return cluster.run(list(argv) or [PROGRAM])
@@ -87,6 +87,20 @@ def test_a_sharded_model_is_resharded_for_the_nodes_that_are_there(tmp_path):
     assert_whole(report)
     assert after_gathering(report, 2) == (2, 1, 2)
     assert "accuracy" in log(report, "node-1")
+
+
+def test_three_replicas_of_two_nodes_lose_a_node_and_get_another_one(tmp_path):
+    script = str(SAMPLES / "hsdp.py")
+    arguments = ("--epochs", "4", "--step-delay", "0.1", "--blocks", "1", "--width", "32")
+    options = {"nodes": (2, 6), "nodes_per_replica": 2, "checkpoint_steps": 1000}
+    report = run(tmp_path, "kill=node-3@step:25,add@step:40", script, *arguments, **options)
+    assert_whole(report)
+    # The partner of the lost node waits until the new one comes.
+    assert after_gathering(report, 6) == (6, 4, 6)
+    assert report.audit.rolled_back_steps == 0
+    for before, after in pairwise(report.rounds[-3:]):
+        assert after.first_step == before.last_step + 1
+    assert "accuracy" in "".join(path.read_text() for path in report.paths.logs.glob("*.log"))
 
 
 def test_several_workers_a_node_as_a_module(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -14,11 +15,12 @@ import psutil
 import pytest
 
 from azureml_elastic.config import ElasticDistribution
-from azureml_elastic.ledger.events import NodeStarted, Progress, RoundReopened, WorkerFailed, WorkersStarted
+from azureml_elastic.config import environment as variables
+from azureml_elastic.ledger.events import NodeStarted, Progress, Restored, RoundReopened, WorkerFailed, WorkersStarted
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
-from tests.support.node_server import FORKED
+from tests.support.node_server import FORKED, run_script
 from tests.support.paths import PROGRAMS
 from tests.support.whole_runs import GATHERING, after_gathering, workers_at_step
 
@@ -66,6 +68,44 @@ def test_a_killed_node_costs_no_step(tmp_path, recovery):
 
 
 @pytest.mark.parametrize("seconds", [12, pytest.param(60, marks=pytest.mark.chaos)])
+def restored_from(report):
+    """Return where each round but the first has restored its state from."""
+    restored = [event for event in EventReader(report.paths.events).read() if isinstance(event, Restored)]
+    return {event.directory for event in restored if event.round > min(each.round for each in restored)}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The weights of a run without losses."""
+    environment = {**os.environ, variables.RUN_DIR: str(tmp_path_factory.mktemp("undisturbed"))}
+    command = [sys.executable, PROGRAM, "--epochs", "5", "--step-delay", "0"]
+    return weights_in(run_script(command, env=environment, timeout=120).stdout)
+
+
+def weights_in(text):
+    line = next(line for line in reversed(text.splitlines()) if "weights" in line)
+    return [float(each) for each in line.partition("weights")[2].split()]
+
+
+def test_a_node_of_a_replica_costs_no_step(tmp_path, undisturbed):
+    running = cluster(tmp_path, "restart", "kill=rank0@step:25", processes_per_node=2, checkpoint_steps=1000)
+    report = running.run([*TO_THE_FAULT, "25", "--gather", "6", "--replicas"])
+    assert_nothing_lost(report)
+    assert after_gathering(report, 6) == (6, 4)
+    assert restored_from(report) == {"memory"}
+    texts = [path.read_text() for path in report.paths.logs.glob("*.log")]
+    found = [weights_in(text) for text in texts if "weights" in text]
+    assert found == [pytest.approx(undisturbed, abs=2e-5)]
+
+
+def test_a_worker_of_a_replica_costs_no_step(tmp_path):
+    running = cluster(tmp_path, "restart", nodes=(2, 2), processes_per_node=2, checkpoint_steps=1000)
+    with meanwhile(kill_a_worker, tmp_path / "run" / "events", 25):
+        report = running.run([*TO_THE_FAULT, "25", "--full", "4", "--replicas"])
+    assert_nothing_lost(report)
+    assert restored_from(report) == {"memory"}
+
+
 @both
 def test_a_frozen_node_costs_no_step_and_comes_back(tmp_path, recovery, seconds):
     arguments = [*TO_THE_FAULT, "25", "--full", "2"]

@@ -21,6 +21,7 @@ EPOCHS = {
     "starter": 30,
     "samples/digits.py": 23,
     "samples/fsdp2.py": 29,
+    "samples/hsdp.py": 29,
     "samples/onnx_runtime.py": 20,
     "src/azureml_elastic/local/demo_train.py": 25,
 }

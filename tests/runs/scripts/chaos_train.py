@@ -16,19 +16,23 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=4)
 parser.add_argument("--ballast", type=int, default=0, help="megabytes that a checkpoint has to carry beside the model")
 parser.add_argument("--sharded", action="store_true", help="by FSDP2, so that no worker has the whole state")
+parser.add_argument("--replicas", action="store_true", help="by FSDP2 on the mesh of the round")
 Pace.add_arguments(parser)
 arguments = parser.parse_args()
 pace = Pace(arguments)
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
+inputs = torch.randn(236, 4)  # before run.track(), which has the generators differ between ranks
 with train.start() as run:
     model = nn.Linear(4, 1)
     model.ballast = nn.Parameter(torch.zeros(arguments.ballast << 18), requires_grad=False)
-    model = fully_shard(model) if arguments.sharded else run.wrap(model)
+    if arguments.sharded or arguments.replicas:
+        model = fully_shard(model, mesh=run.mesh() if arguments.replicas else None)
+    else:
+        model = run.wrap(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     run.track(model=model, optimizer=optimizer)
-    inputs = torch.randn(236, 4)
     loader = run.loader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), global_batch_size=12, seed=7)
     for _ in run.epochs(arguments.epochs):
         for x, y in loader:
@@ -37,7 +41,9 @@ with train.start() as run:
             optimizer.zero_grad()
             run.commit()
             pace.rest(run)
-    whole = [each.full_tensor() if arguments.sharded else each for each in model.parameters() if each.requires_grad]
+    whole = [
+        getattr(each, "full_tensor", lambda each=each: each)() for each in model.parameters() if each.requires_grad
+    ]
     weights = torch.cat([each.detach().flatten() for each in whole])
     if run.is_main:
         print("weights", " ".join(f"{weight:.6f}" for weight in weights), flush=True)

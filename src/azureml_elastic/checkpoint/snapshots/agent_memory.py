@@ -112,6 +112,7 @@ class AgentMemory:
             self._drop_parts([message.part])
             state = HandedOverState(_path(opened), message.step, number, rank, message.part)
             self._parts[message.part] = opened, state
+            _LOG.info("A part of the state of step %d is held in memory for the next round.", message.step)
         else:
             self._drop_state()
             self._state = opened, HandedOverState(_path(opened), message.step, number, rank)

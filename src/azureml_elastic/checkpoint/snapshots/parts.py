@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -251,20 +251,29 @@ def find_complete(parts: Sequence[Part], at_least: int, control: ControlGroup) -
                     if each.form == form and (not apart or (each.round, each.rank) == (main.round, main.rank))
                 )
         found = {chunk: sorted(ranks) for chunk, ranks in holders.items() if ranks}
-        if _is_complete(found, tree.tensor_names(header.state)):
+        missing = _missing(found, tree.tensor_names(header.state))
+        if not missing:
             pending = any(each.save_pending for each in same)
             ordered = sorted(found)
             return CompleteParts(header, main, ordered, [found[chunk] for chunk in ordered], pending, own)
+        if control.rank == 0:
+            _LOG.warning(
+                "The state of step %d in memory is not whole: of %s parts are missing, of %d tensors in all.",
+                step,
+                missing[0],
+                len(missing),
+            )
     return None
 
 
-def _is_complete(chunks: Iterable[Chunk], names: set[str]) -> bool:
-    """Return whether the chunks, which do not overlap, make up all tensors."""
-    missing = dict.fromkeys(names, -1)
+def _missing(chunks: Iterable[Chunk], names: set[str]) -> list[str]:
+    """Return the names of the tensors that the chunks, which do not overlap, do not make up."""
+    found: Counter[str] = Counter()
+    whole: dict[str, int] = {}
     for chunk in chunks:
-        whole = prod(chunk.shape) * chunk.itemsize
-        missing[chunk.name] = (whole if missing.get(chunk.name, -1) < 0 else missing[chunk.name]) - chunk.nbytes
-    return not any(missing.values())
+        found[chunk.name] += chunk.nbytes
+        whole[chunk.name] = prod(chunk.shape) * chunk.itemsize
+    return sorted(name for name in names | whole.keys() if found[name] != whole.get(name))
 
 
 def _nth(batches: Mapping[int, Sequence[Sequence[_Request]]], number: int) -> dict[int, Sequence[_Request]]:

@@ -258,6 +258,8 @@ class Session(Training):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Finish unless the block has failed, and release the process group and the agent."""
+        if error is not None:
+            self._lifecycle.on_uncaught(error)  # before the channel is closed, through which the state is handed over
         self._exit_hooks.failed = self._exit_hooks.failed or kind is not None
         try:
             if not self._exit_hooks.failed:

@@ -119,8 +119,7 @@ class Training:
         Its dimensions are ``"replicate"`` and ``"shard"``: the model is sharded over the workers of
         ``ElasticDistribution.nodes_per_replica`` nodes, one by default, and replicated between these. With
         ``tensor_parallel`` there is a third one, ``"tensor"``, for ``parallelize_module``; ``fully_shard`` then takes
-        ``mesh["replicate", "shard"]``, or ``mesh["shard"]`` where ``nodes_per_replica`` is ``"all"``. The ranks along
-        ``"tensor"`` train the same samples.
+        ``mesh["replicate", "shard"]``. The ranks along ``"tensor"`` train the same samples.
 
         Called once on all ranks, before :meth:`loader` and :meth:`track`. A collective.
 

@@ -1,0 +1,180 @@
+"""Functions of the processes in the tests of sharded models on a mesh."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from azureml_elastic import train
+from azureml_elastic.checkpoint.snapshots.parts import find_complete, open_parts
+from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot
+from azureml_elastic.checkpoint.state.tracked_state import TrackedState
+from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan
+from azureml_elastic.distributed.process_groups import is_peer_error
+from azureml_elastic.distributed.replica_group import ReplicaGroup
+from azureml_elastic.errors import UsageError
+from azureml_elastic.ipc.agent_interface import HandedOverState
+from tests.support.train import workers
+
+GLOBAL_BATCH = 7
+
+
+def plan(nodes_per_replica):
+    distribution = ElasticDistribution(nodes_per_replica=nodes_per_replica)
+    return Plan(resources=ElasticResources(max_instance_count=8), distribution=distribution).to_json()
+
+
+def start(folder, nodes_per_replica, per_node, every_steps=None):
+    """Start a session as on nodes of so many workers each."""
+    os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % per_node)
+    os.environ["AZUREML_ELASTIC_PLAN"] = plan(nodes_per_replica)
+    return train.start(workers.policy(folder, every_steps))
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def digest(tracked):
+    """Return a checksum of all weights and of the optimizer's state."""
+    tensors = tracked.collect(is_main=True)[1]
+    content = b"".join(name.encode() + whole(tensors[name]).detach().numpy().tobytes() for name in sorted(tensors))
+    return hashlib.sha256(content).hexdigest()
+
+
+def sharded(mesh, tensor_parallel=1):
+    model = workers.network()
+    if tensor_parallel > 1:
+        parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        mesh = mesh["replicate", "shard"]
+    for layer in model:
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def train_on_mesh(folder, nodes_per_replica, per_node, until, tensor_parallel=1):
+    """Train up to a number of steps; return the mesh's shape, the weights, states and the samples of each step."""
+    run = start(folder, nodes_per_replica, per_node)
+    mesh = run.mesh(tensor_parallel=tensor_parallel)
+    model = sharded(mesh, tensor_parallel)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run.track(model=model, optimizer=optimizer)
+    begins, samples = digest(run._state.tracked), []
+    loader = run.loader(workers.dataset(), global_batch_size=GLOBAL_BATCH)
+    for _ in run.epochs(1_000):
+        for x, y in loader:
+            samples.append(x[:, 0].tolist())
+            run.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            run.commit()
+            if run.steps == until:
+                break
+        if run.steps == until:
+            break
+    measured = run.evaluate(lambda batch: {"x": batch[0].sum()}, workers.dataset(), batch_size=8)
+    run.finish()
+    weights = workers.flat(whole(each) for each in model.parameters()).tolist()
+    return {
+        "shape": tuple(mesh.shape),
+        "names": mesh.mesh_dim_names,
+        "begins": begins,
+        "ends": digest(run._state.tracked),
+        "weights": weights,
+        "samples": samples,
+        "measured": measured["x"],
+    }
+
+
+def gradients_of_tokens(folder, nodes_per_replica, per_node, tensor_parallel=1):
+    """Return the gradient of each step of an epoch whose losses are means over tokens."""
+    run = start(folder, nodes_per_replica, per_node)
+    model = sharded(run.mesh(tensor_parallel=tensor_parallel), tensor_parallel)
+    run.track(model=model)
+    found = []
+    for x, y in run.loader(workers.dataset(), global_batch_size=GLOBAL_BATCH):
+        tokens = max(1, int(y.sum()))
+        run.backward(nn.functional.cross_entropy(model(x), y, reduction="sum") / tokens, count=tokens)
+        found.append(workers.flat(whole(each.grad) for each in model.parameters()).tolist())
+        model.zero_grad()
+        run.commit()
+    run.finish()
+    return found
+
+
+def refused(folder, nodes_per_replica, per_node, tensor_parallel):
+    """Return why there is no mesh."""
+    run = start(folder, nodes_per_replica, per_node)
+    try:
+        run.mesh(tensor_parallel=tensor_parallel)
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def hand_over_and_find(folder, cases):
+    """Hand parts over at different steps, and find a whole state in what is left, case by case.
+
+    A case has the step that each rank has completed, ``None`` where it is lost, and the step of the checkpoint. The
+    weights and the buffer are the step's number; the buffer is the rank's hundredth more.
+    """
+    run = start(folder, 1, 2)
+    control, rank = run._lifecycle.world.control, run.rank
+    found = []
+    model = sharded(run.mesh())
+    model.register_buffer("seen", torch.zeros(()))
+    tracked = TrackedState({"model": model})
+    for steps, committed in cases:
+        memory, parts = None, []
+        step = steps[rank]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(-1.0 if step is None else step)
+            model.seen.fill_(-1.0 if step is None else step + rank / 100)
+        if step is not None:
+            plain, tensors, apart = tracked.collect_part()
+            memory = Snapshot(step, plain, {"at": step}, apart=apart, tensors=tensors).to_memory()
+            path = f"/proc/{os.getpid()}/fd/{memory.descriptor}"
+            parts = open_parts([HandedOverState(path, step, 1, rank, run.local_rank)])
+        complete = find_complete(parts, committed, control)
+        if complete is None:
+            found.append(None)
+            continue
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(-2.0)
+        tensors = complete.read(tracked.targets(complete.header.state), control)
+        tracked.restore(complete.header.state, tensors)
+        values = {float(each) for parameter in model.parameters() for each in whole(parameter).flatten()}
+        found.append((complete.header.step, complete.header.data, values, round(float(model.seen), 2)))
+    return found
+
+
+def complete_or_not(folder, kind):
+    """Lose replica 0 while the ranks of replica 1 come to their agreement one after the other; return who agreed."""
+    run = start(folder, 1, 2)
+    groups = run._lifecycle.world
+    group = ReplicaGroup(groups, [[0, 1], [2, 3]])
+    if run.rank < 2:
+        os._exit(9)
+    if run.rank == 2:
+        threading.Timer(0.2, groups.abort).start()
+    else:
+        groups.abort()
+        time.sleep(0.6)
+        if kind == "fails":
+            os._exit(9)
+    try:
+        group.agree()
+    except RuntimeError as error:
+        os._exit(7 if is_peer_error(error) else 1)
+    os._exit(5)
