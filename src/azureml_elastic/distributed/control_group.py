@@ -8,6 +8,7 @@ break.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,9 +17,26 @@ import torch.distributed as dist
 from azureml_elastic.errors import CheckpointError, UsageError
 from azureml_elastic.plurals import counted
 
-__all__ = ["ControlGroup"]
+__all__ = ["ControlGroup", "Transfer"]
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A tensor on its way to or from another rank.
+
+    Args:
+        work: gloo's part.
+        tensor: the tensor, which lives as long as gloo uses its memory.
+    """
+
+    work: dist.Work
+    tensor: torch.Tensor
+
+    def wait(self) -> None:
+        """Wait for the end. In this module, so that a thread that waits here is known to be in a collective."""
+        self.work.wait()
 
 
 class ControlGroup:
@@ -66,13 +84,13 @@ class ControlGroup:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def send(self, tensor: torch.Tensor, rank: int, number: int) -> dist.Work:
+    def send(self, tensor: torch.Tensor, rank: int, number: int) -> Transfer:
         """Begin to send a CPU tensor to a rank that receives it; it must not change until the end."""
-        return cast("dist.Work", dist.isend(tensor, rank, group=self.group, tag=number))
+        return Transfer(cast("dist.Work", dist.isend(tensor, rank, group=self.group, tag=number)), tensor)
 
-    def receive(self, tensor: torch.Tensor, rank: int, number: int) -> dist.Work:
+    def receive(self, tensor: torch.Tensor, rank: int, number: int) -> Transfer:
         """Begin to overwrite a CPU tensor with one of its size that a rank sends under this number."""
-        return cast("dist.Work", dist.irecv(tensor, rank, group=self.group, tag=number))
+        return Transfer(cast("dist.Work", dist.irecv(tensor, rank, group=self.group, tag=number)), tensor)
 
     def all_true(self, value: bool) -> bool:
         """Return whether the value is true on every rank."""

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from azureml_elastic.distributed import control_group
+
 __all__ = ["is_stuck"]
 
 _STILL_SECONDS = 1.0
@@ -26,7 +28,7 @@ _IDLE_SHARE = 0.01
 """Share of a processor that a blocked thread may use."""
 
 _TORCH = Path(torch.__file__).parent
-_COLLECTIVES = tuple(str(_TORCH / part) for part in ("distributed", "nn/parallel", "autograd"))
+_COLLECTIVES = (*(str(_TORCH / part) for part in ("distributed", "nn/parallel", "autograd")), control_group.__file__)
 """Modules that wait for collectives; a backward pass waits for those of its gradients."""
 
 

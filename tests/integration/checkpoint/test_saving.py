@@ -42,6 +42,19 @@ class Agent(StandaloneAgent):
         super().commit(reference, stall_seconds)
 
 
+class SlowlyRemoving(LocalStorage):
+    """A folder whose removals wait for a signal."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.may = threading.Event()
+        self.may.set()
+
+    def remove(self, folder, first):
+        assert self.may.wait(300)
+        super().remove(folder, first)
+
+
 class One:
     """A single rank with its model and its checkpoints."""
 
@@ -51,9 +64,8 @@ class One:
         self.world = ProcessGroups(WorkerIdentity(0, 0, 1, 0), torch.device("cpu"))
         self.world.open()
         self.agent = Agent(folder)
-        self.checkpoints = Checkpoints(
-            workers.policy(folder), LocalStorage(folder), self.world, self.agent, stale_seconds=0.0
-        )
+        self.storage = SlowlyRemoving(folder)
+        self.checkpoints = Checkpoints(workers.policy(folder), self.storage, self.world, self.agent, stale_seconds=0.0)
         self.model = nn.Linear(3, 2)
         self.state = TrackedState({"model": self.model})
 
@@ -80,6 +92,7 @@ def one(tmp_path, monkeypatch):
     yield made
     made.agent.may.set()
     made.checkpoints.settle()
+    made.checkpoints.finish()
     dist.destroy_process_group()
 
 
@@ -93,6 +106,21 @@ def test_training_goes_on_while_a_checkpoint_is_written(one):
     one.agent.may.set()
     assert one.checkpoints.settle().kind == "committed"
     assert one.restored() == (1, [1.0, 1.0])
+
+
+def test_a_commit_does_not_wait_for_the_removal_of_older_checkpoints(one):
+    def steps():
+        return [int(name[5:17]) for name in one.storage.folders()]
+
+    for step in (1, 2, 3):
+        if step == 3:
+            one.storage.may.clear()
+        one.save(step)
+        assert one.checkpoints.settle().kind == "committed"
+    assert steps() == [1, 2, 3]
+    one.storage.may.set()
+    one.checkpoints.finish()
+    assert steps() == [2, 3]
 
 
 def test_a_prepared_plan_is_used(one):

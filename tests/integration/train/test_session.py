@@ -289,7 +289,7 @@ def test_steps_without_tracked_objects_are_refused(tmp_path):
     ("tracked", "text"),
     [
         (lambda: {"thing": object()}, "state_dict"),
-        (lambda: {"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())}, "belong to one tracked module"),
+        (lambda: {"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())}, "do not all belong to tracked modules"),
         (lambda: {"a/b": nn.Linear(1, 1)}, "'/'"),
     ],
 )

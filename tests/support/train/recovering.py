@@ -18,10 +18,13 @@ import torch.distributed as dist
 from torch import nn
 
 from azureml_elastic import train
+from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot
+from azureml_elastic.checkpoint.snapshots.transfer import send_to_others
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.config import FixedGlobalBatch, FixedPerWorkerBatch
 from azureml_elastic.distributed.process_groups import ProcessGroups
+from azureml_elastic.distributed.stuck_collective import is_stuck
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from azureml_elastic.train.data.position import Position
@@ -34,8 +37,14 @@ from tests.support.waiting import until
 
 
 def train_on(folder, epochs, fault=None, at=0, normalised=False):
-    """Train; at one step, send this process a signal in the middle of the backward pass."""
+    """Train; at one step, send this process a signal in the middle of the backward pass.
+
+    Beside the model there is another one, which is not tracked and begins with weights that no other process has.
+    """
     run = train.start(workers.policy(folder))
+    with torch.random.fork_rng():
+        torch.manual_seed(os.getpid())
+        beside = run.wrap(nn.Linear(2, 2))
     victim = fault is not None and int(os.environ["LOCAL_RANK"]) == int(os.environ["VICTIM"])
     model = workers.network()
     if normalised:
@@ -58,7 +67,8 @@ def train_on(folder, epochs, fault=None, at=0, normalised=False):
             run.commit()
     run.finish()
     weights = workers.flat(model.parameters())
-    return [first_step, run.steps, run.world_size, pid, scheduler.last_epoch, weights.tolist()]
+    others = workers.flat(beside.parameters()).tolist()
+    return [first_step, run.steps, run.world_size, pid, others, scheduler.last_epoch, weights.tolist()]
 
 
 def with_a_batch_per_worker(folder, at):
@@ -172,6 +182,62 @@ def different_steps(folder):
     training_state.enter()
     steps = [int(state["step"]) for state in optimizer.state.values()]
     return [training_state.steps, stream.cursor.consumed, steps, workers.flat(model.parameters()).tolist()]
+
+
+STUCK = 7
+"""Exit code of a process whose training thread does not return from gloo."""
+
+
+def send_to_a_frozen_rank(folder):
+    """Send a state to a rank that freezes in the middle, and abort the round; return whether the sending has failed."""
+    rank, mark = int(os.environ["RANK"]), Path(folder).with_suffix(".freezes")
+    groups = ProcessGroups(WorkerIdentity(rank, 0, 2, 1), torch.device("cpu"))
+    groups.open()
+    state = Snapshot(1, {}, None, tensors={"x": torch.ones(16 << 20)})
+    if rank == 1:
+        send_to_others(None, FreezingRank(groups.control, mark), [0], set, lambda _: {})
+    over, thread = threading.Event(), threading.get_ident()
+
+    def abort():
+        until(mark.exists)
+        until(lambda: psutil.Process(int(mark.read_text() or 1)).status() == psutil.STATUS_STOPPED)
+        groups.abort()
+        if is_stuck(thread, lambda: not over.is_set()):
+            os._exit(STUCK)
+
+    watch = threading.Thread(target=abort)
+    watch.start()
+    try:
+        send_to_others(state, groups.control, [0], set, lambda _: {})
+    except RuntimeError:
+        return True
+    finally:
+        over.set()
+        watch.join()
+    return False
+
+
+class FreezingRank:
+    """A rank that freezes when the first piece has arrived and others are on their way."""
+
+    def __init__(self, control, mark):
+        self.rank, self.world_size, self.from_rank, self.gather = 1, 2, control.from_rank, control.gather
+        self._control, self._mark = control, mark
+
+    def receive(self, tensor, rank, number):
+        transfer = self._control.receive(tensor, rank, number)
+        return transfer if number else Freezing(transfer, self._mark)
+
+
+class Freezing:
+    def __init__(self, transfer, mark):
+        self._transfer, self._mark = transfer, mark
+
+    def wait(self):
+        self._transfer.wait()
+        self._mark.with_suffix(".new").write_text(str(os.getpid()))
+        self._mark.with_suffix(".new").rename(self._mark)
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def abort_beside_other_connections(folder):

@@ -172,6 +172,7 @@ def _checkpoints(folder, keep=2):
 def _save(checkpoints, step, tracked, data):
     checkpoints.begin(step, tracked, data, must_commit=True)
     outcome = checkpoints.settle()
+    checkpoints.finish()
     checkpoints.require(at_once=True)
     return outcome.kind == "committed"
 

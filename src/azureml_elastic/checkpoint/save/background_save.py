@@ -5,7 +5,7 @@ Its order leaves the last committed checkpoint intact at any time:
 1. every rank writes its file durably, with a checksum;
 2. rank 0 writes the manifest, which names all files with their checksums, once all ranks have written theirs;
 3. rank 0 commits through the agent: one compare-and-swap, refused when a newer round has taken over;
-4. only then are older checkpoints removed.
+4. only then, and when training has the outcome, are older checkpoints removed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing_extensions import override
 
 from azureml_elastic.checkpoint.save.background_task import BackgroundTask, TaskOutcome
-from azureml_elastic.checkpoint.save.commit import commit, discard
+from azureml_elastic.checkpoint.save.commit import commit, discard, remove_older
 from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
 from azureml_elastic.plurals import counted
 
@@ -52,6 +52,11 @@ class SaveTask(BackgroundTask):
                 outcome = TaskOutcome("failed", f"rank 0: {type(error).__name__}: {error}")
         return self.collective(lambda: self.control.from_main(outcome))
 
+    @override
+    def tidy_up(self, outcome: TaskOutcome) -> None:
+        if self.control.rank == 0 and outcome.kind == "committed":
+            remove_older(self.storage, self.manifest, self.keep)
+
     def _write(self) -> dict[str, FileSum]:
         folder = self.manifest.directory
         try:
@@ -70,7 +75,6 @@ class SaveTask(BackgroundTask):
             self.storage,
             self.agent,
             self.manifest,
-            keep=self.keep,
             stall_seconds=self.stall_seconds,
             pauses=self.pauses,
             abandoned=lambda: self.abandoned,

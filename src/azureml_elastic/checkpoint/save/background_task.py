@@ -65,6 +65,7 @@ class BackgroundTask(ABC):
     abandoned: bool = field(default=False, init=False)
     _in_collective: bool = field(default=False, init=False)
     _changed: threading.Condition = field(default_factory=threading.Condition, init=False)
+    _known: threading.Event = field(default_factory=threading.Event, init=False)
     _outcome: TaskOutcome | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -76,9 +77,13 @@ class BackgroundTask(ABC):
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> TaskOutcome | None:
-        """Wait for the end of the task and return its outcome, ``None`` after a timeout in seconds."""
-        self._thread.join(timeout)
-        return None if self._thread.is_alive() else self._outcome
+        """Wait for the outcome of the task and return it, ``None`` after a timeout in seconds."""
+        self._known.wait(timeout)
+        return self._outcome if self._known.is_set() else None
+
+    def join(self) -> None:
+        """Wait for the end of the task, which may tidy up after its outcome."""
+        self._thread.join()
 
     def abandon(self) -> None:
         """Keep the thread off the control group, which was aborted and is about to be closed."""
@@ -89,6 +94,9 @@ class BackgroundTask(ABC):
     @abstractmethod
     def work(self) -> TaskOutcome:
         """Run the task on its thread. An exception means that the round has broken up."""
+
+    def tidy_up(self, outcome: TaskOutcome) -> None:  # noqa: B027 - most tasks leave nothing behind
+        """Do what nobody waits for, after the outcome; without collectives."""
 
     def collective(self, action: Callable[[], T]) -> T:
         """Run a collective, unless the task was abandoned.
@@ -116,3 +124,6 @@ class BackgroundTask(ABC):
             self._outcome = TaskOutcome("broken", str(error))
         except Exception as error:  # noqa: BLE001 - collectives fail in many ways when their round ends
             self._outcome = TaskOutcome("broken", f"{type(error).__name__}: {error}")
+        finally:
+            self._known.set()
+        self.tidy_up(self._outcome)

@@ -85,6 +85,7 @@ class Checkpoints:
         self._began_at: int | None = None
         self._task: BackgroundTask | None = None
         self._abandoned: BackgroundTask | None = None
+        self._tidying: BackgroundTask | None = None
         self._fenced = ""
         self._failures: list[str] = []
 
@@ -147,6 +148,7 @@ class Checkpoints:
         if self._task is None or outcome is None:
             return None
         task, self._task = self._task, None
+        self._tidying = task
         step, is_main = task.manifest.step, self._groups.identity.rank == 0
         if isinstance(task, ReplicationTask):
             self._hold_replicated(task, outcome)
@@ -165,6 +167,11 @@ class Checkpoints:
             text = "The checkpoint of step %d in %s was not committed: %s. Training goes on; the last commit is %s."
             _LOG.warning(text, step, self._storage, outcome.text.rstrip("."), last)
         return outcome
+
+    def finish(self) -> None:
+        """Wait until the older checkpoints are removed, after the last :meth:`settle`. Not a collective."""
+        if self._tidying is not None:
+            self._tidying.join()
 
     def require(self, *, at_once: bool = False) -> None:
         """Check that checkpoints can be written. Not a collective, but the same on all ranks after the same saves.
@@ -214,6 +221,7 @@ class Checkpoints:
         """Collect the state, and wait until no task of an earlier round reads the memory that is to be overwritten."""
         assert self._task is None
         plain, tensors = self._shard.collect(state)
+        self.finish()  # two tasks would remove the same folders
         if self._abandoned is not None:
             self._hold_replicated(self._abandoned, self._abandoned.wait())
             self._abandoned = None

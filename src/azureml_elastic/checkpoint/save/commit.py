@@ -32,12 +32,11 @@ def commit(
     agent: Agent,
     manifest: Manifest,
     *,
-    keep: int,
     stall_seconds: float,
     pauses: tuple[float, ...],
     abandoned: Callable[[], bool] = lambda: False,
 ) -> TaskOutcome:
-    """Publish a complete manifest, commit the checkpoint, and remove all but ``keep`` of the run. For rank 0 alone.
+    """Publish a complete manifest and commit the checkpoint. For rank 0 alone; :func:`remove_older` follows.
 
     While the table is unavailable, the commit is tried again after each of the pauses in seconds. Nothing is committed
     once the round has ended (``abandoned``). Where the folder has been removed meanwhile, the outcome is ``failed``, so
@@ -58,12 +57,16 @@ def commit(
         return TaskOutcome("failed", f"the folder {manifest.directory} was removed while it was committed")
     except Exception as error:  # noqa: BLE001 - the checkpoint is committed all the same
         _LOG.warning("The checkpoint %s/%s is committed, but not marked so: %s", storage, manifest.directory, error)
-        return TaskOutcome("committed")
+    return TaskOutcome("committed")
+
+
+def remove_older(storage: Storage, manifest: Manifest, keep: int) -> None:
+    """Remove all checkpoints of the run but ``keep``, if this one is committed and marked so. For rank 0 alone."""
     try:
-        retire(storage, manifest, keep)
+        if storage.size(manifest.directory, COMMITTED) is not None:
+            retire(storage, manifest, keep)
     except Exception as error:  # noqa: BLE001 - the checkpoint is committed all the same
         _LOG.warning("Old checkpoints in %s could not be removed: %s", storage, error)
-    return TaskOutcome("committed")
 
 
 def discard(storage: Storage, directory: str, reason: str) -> TaskOutcome:

@@ -20,7 +20,7 @@ from pathlib import Path
 from azureml_elastic.checkpoint.format.manifest import FolderName, Manifest, Reference
 from azureml_elastic.checkpoint.format.retention import for_good
 from azureml_elastic.checkpoint.save.background_task import TaskOutcome
-from azureml_elastic.checkpoint.save.commit import LONG_RETRY_SECONDS, commit, discard
+from azureml_elastic.checkpoint.save.commit import LONG_RETRY_SECONDS, commit, discard, remove_older
 from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
 from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.distributed.control_group import ControlGroup
@@ -123,7 +123,9 @@ def recover_from_replicas(
     manifest = replace(manifests[0], directory=str(name), round=identity.round, parent=committed, files=files)
     outcome: TaskOutcome | None = None
     if control.rank == 0:
-        outcome = commit(storage, agent, manifest, keep=policy.keep, stall_seconds=0.0, pauses=pauses)
+        outcome = commit(storage, agent, manifest, stall_seconds=0.0, pauses=pauses)
+        if outcome.kind == "committed":
+            remove_older(storage, manifest, policy.keep)
     outcome = control.from_main(outcome)
     if outcome.kind == "fenced":
         raise Fenced(f"Training does not start: {outcome.text}")

@@ -214,14 +214,15 @@ class _Content:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, writable: bool) -> None:
-        self._tensors = tensors
+        # Once for each tensor: one that is not contiguous would be copied for each of its pieces.
+        self._tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
         self._writable = writable
 
     def of(self, piece: Piece) -> torch.Tensor:
         """Return the bytes: a view of one tensor, or a copy of several."""
-        tensors = [self._tensors[chunk.name].detach() for chunk in piece.chunks]
-        if len(tensors) == 1:
-            return tensors[0].cpu().contiguous().reshape(-1).view(torch.uint8)[piece.begin : piece.end]
+        if len(piece.chunks) == 1:
+            (chunk,) = piece.chunks
+            return self._tensors[chunk.name].reshape(-1).view(torch.uint8)[piece.begin : piece.end].cpu()
         content = torch.zeros(piece.end, dtype=torch.uint8)
         if not self._writable:
             self._copy(piece, content, into=False)
@@ -236,7 +237,7 @@ class _Content:
         begin = 0
         for chunk in piece.chunks:
             part = content[begin : begin + chunk.nbytes].view(getattr(torch, chunk.dtype)).view(chunk.shape)
-            tensor = self._tensors[chunk.name].detach()
+            tensor = self._tensors[chunk.name]
             (tensor if into else part).copy_(part if into else tensor)
             begin += _padded(chunk)
 
@@ -246,12 +247,12 @@ def _exchange(
 ) -> dict[int, int]:
     """Send, receive and pass on what this rank is to; return the checksums of its pieces by their numbers."""
     sums: dict[int, int] = {}
-    sending: deque[tuple[Pending, torch.Tensor]] = deque()
+    sending: deque[Pending] = deque()
 
     def send(number: int, data: torch.Tensor, to: int) -> None:
         if len(sending) >= _WINDOW:
-            sending.popleft()[0].wait()
-        sending.append((ranks.send(data, to, number), data))
+            sending.popleft().wait()
+        sending.append(ranks.send(data, to, number))
 
     for number, data, way in _arrived(ranks, content, pieces, routes):
         after = way.index(ranks.rank) + 1
@@ -260,7 +261,7 @@ def _exchange(
         sums[number] = xxhash.xxh3_64_intdigest(memory_of(data))
         if after > 1:
             content.take(pieces[number], data)
-    for pending, _ in sending:
+    for pending in sending:
         pending.wait()
     return sums
 

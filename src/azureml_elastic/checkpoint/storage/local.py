@@ -15,6 +15,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
+from azureml_elastic.checkpoint.storage.early_writing import begin_writing
 from azureml_elastic.checkpoint.storage.local_errors import OUT_OF_SPACE, unusable
 from azureml_elastic.checkpoint.storage.storage import BLOCK_BYTES, Storage
 
@@ -55,10 +56,15 @@ class LocalStorage(Storage):
         path = self.root / folder / name
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
+        written = 0
+
         def write(block: memoryview) -> None:
+            nonlocal written
             done = 0
             while done < len(block):
                 done += os.write(descriptor, block[done:])
+            begin_writing(descriptor, written, done)
+            written += done
 
         try:
             try:

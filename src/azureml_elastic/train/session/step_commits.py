@@ -99,6 +99,7 @@ class StepCommits:
             with self._lifecycle.guard(stay=False):
                 if self._state.has_unsaved_progress() and not self._state.save(must_commit=True) and self._state.finite:
                     raise self._not_committed()
+        self._state.finish()
         self._context.agent.finished(self._state.steps)
 
     def _not_committed(self) -> CheckpointError:

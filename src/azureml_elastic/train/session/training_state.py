@@ -226,6 +226,7 @@ class TrainingState:
         checkpoints.begin(self.steps, objects, self._data(), must_commit=True)
         self.half_step = False  # reading the state of a new sharded optimizer makes it take an empty step
         checkpoints.settle()
+        checkpoints.finish()
         checkpoints.require(at_once=True)
         self._agent.free()
 
@@ -275,6 +276,11 @@ class TrainingState:
             self._save_pending = outcome.kind in ("broken", "fenced")  # the next round saves again
             if outcome.kind == "committed":
                 self._last_saved = self._pending
+
+    def finish(self) -> None:
+        """Wait for the end of all work beside training, after the last save."""
+        self.settle()
+        self._checkpoints.finish()
 
     def abandon_save(self) -> None:
         """Stop the save in progress, if there is one, from using the process groups, which are about to be closed."""
