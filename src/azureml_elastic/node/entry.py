@@ -48,7 +48,7 @@ from azureml_elastic.node.core.round import Limits
 from azureml_elastic.node.core.training import State
 from azureml_elastic.node.diagnostics.admission import Admission
 from azureml_elastic.node.diagnostics.checks.accelerator import count_visible_devices
-from azureml_elastic.node.diagnostics.findings import CheckRunner, DiagnosticReport
+from azureml_elastic.node.diagnostics.findings import DiagnosticReport
 from azureml_elastic.node.diagnostics.node_checks import check_folders, node_checks
 from azureml_elastic.node.failures.host_strikes import HostStrikes
 from azureml_elastic.node.hangs.detector import HangDetector
@@ -207,13 +207,11 @@ class _Node(Surroundings):
         )
         self._admission = Admission(
             distribution.health,
-            lambda: CheckRunner(checks),
-            table=table,
-            strikes=strikes,
-            incarnation=identity.incarnation,
-            record=self._record_health,
-            away=rendezvous.leave,
-            pause=self._pause,
+            checks,
+            table,
+            strikes,
+            identity.incarnation,
+            self,
             stay=plan.resources.effective_placement == "gang" and plan.resources.max_instance_count > 1,
         )
 
@@ -333,11 +331,16 @@ class _Node(Surroundings):
         job, began = os.environ.get("AZUREML_RUN_ID", ""), psutil.Process().create_time()
         self._recorder.record(NodeStarted, 0, host=self._identity.host, pid=os.getpid(), job=job, began=began)
 
-    def _record_health(self, report: DiagnosticReport) -> None:
+    def record_health(self, report: DiagnosticReport) -> None:
+        """Record a report of health checks in the ledger."""
         problems = report.lines("warn", "fail")
         self._recorder.record(HealthChecked, 0, status=report.status, seconds=report.seconds, problems=problems)
 
-    def _pause(self, seconds: float) -> None:
+    def stay_away(self, reason: str) -> None:
+        """Write that this node does not join now."""
+        self._rendezvous.leave(reason)
+
+    def pause(self, seconds: float) -> None:
         """Wait before another health check.
 
         Raises:
