@@ -237,6 +237,13 @@ MUTATIONS = (
         ("unit/node/hangs/test_detector.py",),
     ),
     Mutation(
+        "notice-behind-a-hanging-call",
+        "node/agent/agent_table.py",
+        "        if threading.get_ident() != self._agent:\n            return call()\n",
+        "        if self._agent:\n            return call()\n",
+        ("integration/node/test_hanging_table.py",),
+    ),
+    Mutation(
         "notice-ignored",
         "node/agent/round_observer.py",
         "        if not self._preemption.noticed:\n            return\n",

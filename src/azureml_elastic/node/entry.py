@@ -28,6 +28,7 @@ from azureml_elastic.ipc import Connection
 from azureml_elastic.ipc.shards import ShardDescription
 from azureml_elastic.ledger.events import HealthChecked, NodeLeft, NodeStarted
 from azureml_elastic.node.agent.agent import NodeAgent
+from azureml_elastic.node.agent.agent_table import AgentTable
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.earlier_run import with_earlier_checkpoint
 from azureml_elastic.node.agent.engine_program import engine_program
@@ -48,7 +49,7 @@ from azureml_elastic.node.core.round import Limits
 from azureml_elastic.node.core.training import State
 from azureml_elastic.node.diagnostics.admission import Admission
 from azureml_elastic.node.diagnostics.checks.accelerator import count_visible_devices
-from azureml_elastic.node.diagnostics.findings import CheckRunner, DiagnosticReport
+from azureml_elastic.node.diagnostics.findings import DiagnosticReport
 from azureml_elastic.node.diagnostics.node_checks import check_folders, node_checks
 from azureml_elastic.node.failures.host_strikes import HostStrikes
 from azureml_elastic.node.hangs.detector import HangDetector
@@ -125,18 +126,19 @@ class _Node(Surroundings):
         self._program = program = engine_program(program, distribution)
         timings = distribution.rendezvous.timings
         self._slots = 1 if distribution.runs_engine else _slots(distribution.process_count_per_instance)
-        self._table = table = open_table(distribution.rendezvous, identity.run_id, os.environ)
+        wake = threading.Event()
+        self._preemption = preemption = PreemptionWatcher(distribution.preemption, wake.set, identity.node)
+        stack.callback(preemption.close)
+        opened = open_table(distribution.rendezvous, identity.run_id, os.environ)
+        self._table = table = AgentTable(opened, preemption)
         stack.callback(table.close)
         self._identity = identity = with_earlier_checkpoint(identity, table, os.environ)
         self._plan = plan = identity.plan
         clock = ServerClock(table, identity.node)
         self._strikes = strikes = HostStrikes(table, identity.host_id, identity.node, distribution.health, clock)
         stack.callback(strikes.close)
-        wake = threading.Event()
-        self._preemption = PreemptionWatcher(distribution.preemption, wake.set, identity.node)
-        stack.callback(self._preemption.close)
-        self._preemption.listen()
-        self._preemption.watch()
+        preemption.listen()
+        preemption.watch()
         publishing = open_publishing(identity, os.environ)
         stack.callback(publishing.close)
         self._recorder = recorder = Recorder(
@@ -164,10 +166,9 @@ class _Node(Surroundings):
             wake=wake,
         )
         stack.callback(rendezvous.shutdown)
-        rendezvous.announce()
-        job = os.environ.get("AZUREML_RUN_ID", "")
-        began = psutil.Process().create_time()
-        recorder.record(NodeStarted, 0, host=identity.host, pid=os.getpid(), job=job, began=began)
+        with contextlib.suppress(InterruptedError):  # there is a notice already, for which run() ends this node
+            rendezvous.announce()
+        self._record_start()
         self._watch = HangDetector(HangPolicy.of(distribution))
         sender = ShardSender(memory, rendezvous.authenticator)
         self._channel = Channel(recorder, wake.set, self._watch, memory, sender)
@@ -177,7 +178,7 @@ class _Node(Surroundings):
         )
         stack.callback(self._newcomers.close)
         set_inherited_variables(identity, self._channel.path, os.environ)
-        secret = connection_string_variable(table, distribution.rendezvous)
+        secret = connection_string_variable(opened, distribution.rendezvous)
         for name in withheld_variables(secret, plan.checkpoint.path):
             os.environ.pop(name, None)
         if distribution.runs_engine or (program.kind == "script" and opens_session(program)):
@@ -203,13 +204,11 @@ class _Node(Surroundings):
         )
         self._admission = Admission(
             distribution.health,
-            lambda: CheckRunner(checks),
-            table=table,
-            strikes=strikes,
-            incarnation=identity.incarnation,
-            record=self._record_health,
-            away=rendezvous.leave,
-            pause=self._pause,
+            checks,
+            table,
+            strikes,
+            identity.incarnation,
+            self,
             stay=plan.resources.effective_placement == "gang" and plan.resources.max_instance_count > 1,
         )
 
@@ -234,9 +233,9 @@ class _Node(Surroundings):
     def _take_part(self, agent: NodeAgent) -> tuple[int, str]:
         """Return the exit code and why the node ends."""
         try:
-            if not self._admission.wait():
+            if not self.must_leave() and not self._admission.wait():
                 return UNHEALTHY, self._admission.report.lines("fail")[0]
-            ending = agent.take_part()
+            ending = State.LEFT if self.must_leave() else agent.take_part()
         except RunSucceeded as end:
             return 0, str(end)
         except RunFailed as end:
@@ -325,11 +324,20 @@ class _Node(Surroundings):
         runner = RoundRunner(rendezvous, observer, performer, distribution, opens_session=opens)
         return NodeAgent(identity, rendezvous, group, channel, self._table, preemption, runner)
 
-    def _record_health(self, report: DiagnosticReport) -> None:
+    def _record_start(self) -> None:
+        job, began = os.environ.get("AZUREML_RUN_ID", ""), psutil.Process().create_time()
+        self._recorder.record(NodeStarted, 0, host=self._identity.host, pid=os.getpid(), job=job, began=began)
+
+    def record_health(self, report: DiagnosticReport) -> None:
+        """Record a report of health checks in the ledger."""
         problems = report.lines("warn", "fail")
         self._recorder.record(HealthChecked, 0, status=report.status, seconds=report.seconds, problems=problems)
 
-    def _pause(self, seconds: float) -> None:
+    def stay_away(self, reason: str) -> None:
+        """Write that this node does not join now."""
+        self._rendezvous.leave(reason)
+
+    def pause(self, seconds: float) -> None:
         """Wait before another health check.
 
         Raises:

@@ -137,6 +137,11 @@ class TableProxy:
             self._disturbances.remove(disturbance)
         self._open_or_refuse()
 
+    def hits(self, disturbance: Disturbance) -> int:
+        """Return the number of calls that a disturbance has affected so far."""
+        with self._lock:
+            return self._hits[id(disturbance)]
+
     def clear(self) -> None:
         """Remove all faults."""
         self.set()

@@ -4,23 +4,37 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from azureml_elastic.config import HealthPolicy
 from azureml_elastic.errors import ElasticError
 from azureml_elastic.node.core.round import Round
-from azureml_elastic.node.diagnostics.findings import CheckRunner, DiagnosticReport
+from azureml_elastic.node.diagnostics.findings import Check, CheckRunner, DiagnosticReport
 from azureml_elastic.node.failures.host_strikes import HostStrikes
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
 from azureml_elastic.node.table import Table
 
-__all__ = ["Admission"]
+__all__ = ["Admission", "CheckedNode"]
 
 _LOG = logging.getLogger(__name__)
 
 _STRIKE_AFTER = 2
 """Consecutive failed checks after which the host gets a strike; a single one may be a mount that was not ready yet."""
+
+
+class CheckedNode(Protocol):
+    """The node that is checked."""
+
+    def record_health(self, report: DiagnosticReport) -> None:
+        """Record a report whose statuses differ from those of the one before."""
+
+    def stay_away(self, reason: str) -> None:
+        """Say that this node does not join now, after its first failed check."""
+
+    def pause(self, seconds: float) -> None:
+        """Wait before the next check; an exception ends the wait for admission."""
 
 
 @dataclass
@@ -29,49 +43,45 @@ class Admission:
 
     Args:
         policy: limits and time limits of the checks.
-        start_checks: function that starts the checks.
+        checks: the checks.
         table: table of the run.
         strikes: writer of strikes; the host gets at most one from this agent.
         incarnation: incarnation of this agent.
-        record: callback for each report whose statuses differ from those of the previous one.
-        away: callback for the first failure, with its reason.
-        pause: function that waits for some seconds; may raise to end the wait.
+        node: the node.
         stay: whether the node keeps checking until the run ends, because its exit would end the job for all nodes.
         report: the newest report.
     """
 
     policy: HealthPolicy
-    start_checks: Callable[[], CheckRunner]
+    checks: Sequence[Check]
     table: Table
     strikes: HostStrikes
     incarnation: str
-    record: Callable[[DiagnosticReport], None]
-    away: Callable[[str], None]
-    pause: Callable[[float], object]
+    node: CheckedNode
     stay: bool = False
     report: DiagnosticReport = field(default_factory=DiagnosticReport, init=False)
 
     def __post_init__(self) -> None:
-        self._checks = self.start_checks() if self.policy.check else None
+        self._runner = CheckRunner(self.checks) if self.policy.check else None
 
     def wait(self) -> bool:
         """Return whether this node may join; otherwise it must exit with ``UNHEALTHY``.
 
         A node may also join a run that has ended, which reports the outcome.
         """
-        if self._checks is None:
+        if self._runner is None:
             return True
         since: float | None = None
         failures = 0
         while True:
-            self._publish(self._checks.wait())
+            self._publish(self._runner.wait())
             if not self.report.failed:
                 return True
             failures += 1
             since = time.monotonic() if since is None else since
             reason = f"failed its health check: {self.report.lines('fail')[0]}"
             if failures == 1:
-                self.away(reason)
+                self.node.stay_away(reason)
             if failures == _STRIKE_AFTER:
                 self.strikes.strike(self.strikes.host, reason, f"health.{self.incarnation}")
             if self._run_closed():
@@ -80,8 +90,8 @@ class Admission:
             if left <= 0 and not self.stay:
                 return False
             interval = self.policy.retry_interval.total_seconds()
-            self.pause(interval if self.stay else min(interval, left))
-            self._checks = self.start_checks()
+            self.node.pause(interval if self.stay else min(interval, left))
+            self._runner = CheckRunner(self.checks)
 
     def _publish(self, report: DiagnosticReport) -> None:
         """Store a report; log and record it if its statuses have changed."""
@@ -95,7 +105,7 @@ class Admission:
             _LOG.error("Health: %s", line)
         if report.failed:
             _LOG.error("This node does not join until its health check passes.")
-        self.record(report)
+        self.node.record_health(report)
 
     def _run_closed(self) -> bool:
         try:

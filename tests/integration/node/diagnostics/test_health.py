@@ -608,17 +608,14 @@ class Node:
         self.when_paused = lambda: None
 
     def admission(self, **more):
-        return Admission(
-            self.policy,
-            lambda: CheckRunner(node_checks(self.policy, node="n", folders={"run": self.folder})),
-            table=self.table,
-            strikes=self.strikes,
-            incarnation="abc",
-            record=self.reports.append,
-            away=self.away.append,
-            pause=self.pause,
-            **more,
-        )
+        checks = node_checks(self.policy, node="n", folders={"run": self.folder})
+        return Admission(self.policy, checks, self.table, self.strikes, "abc", self, **more)
+
+    def record_health(self, report):
+        self.reports.append(report)
+
+    def stay_away(self, reason):
+        self.away.append(reason)
 
     def pause(self, seconds):
         self.pauses += 1
