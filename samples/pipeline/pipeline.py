@@ -60,13 +60,13 @@ def build(epochs: int = 4, step_delay: float = 0.0):
     return pipeline
 
 
-def main() -> None:
-    """Submit the pipeline, show it until it ends, and download its report."""
-    client = MLClient.from_config(DefaultAzureCredential())
-    job = client.jobs.create_or_update(build(), experiment_name="digits-pipeline")
+def run(client: MLClient, epochs: int = 4, step_delay: float = 0.0) -> str:
+    """Submit the pipeline, show it until it ends, download its report, and return its name."""
+    job = client.jobs.create_or_update(build(epochs, step_delay), experiment_name="digits-pipeline")
     client.jobs.stream(job.name)
     client.jobs.download(job.name, output_name="report", download_path="downloaded")
+    return str(job.name)
 
 
 if __name__ == "__main__":
-    main()
+    run(MLClient.from_config(DefaultAzureCredential()))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 import warnings
@@ -81,6 +82,14 @@ def test_every_notebook_is_tested_and_has_no_outputs():
         assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]
         # A folder around the notebook has what the notebook downloads, which each further run would upload.
         assert not [cell for cell in cells if 'code=".' in cell.source]
+        for text in (
+            " ".join(cell.source.split()) for cell in cells if "azureml-elastic workspace start" in cell.source
+        ):
+            # The command prints a line for the shell, and no variables.
+            assert "a line such as `. /path/to/workspace.sh`" in text or "the line that it prints" in text, path
+            assert re.search(r"terminal, and start Jupyter there|in the terminal in which you start Jupyter", text), (
+                path
+            )
 
 
 def test_the_kernel_is_the_interpreter_of_the_tests(foreign_kernel, project):

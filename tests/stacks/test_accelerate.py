@@ -91,6 +91,9 @@ def test_a_worker_is_lost_in_an_evaluation(run_script, tmp_path, undisturbed):
     assert run.report.audit.rolled_back_steps == 0
     restored = restored_steps(read_events(run.report.paths.run_dir / "events"))
     assert list(restored.values()) == [0, STEPS // 3]
+    repeated = [line for line in logged(run) if "trained already" in line]
+    assert len(repeated) == 1
+    assert f"The script counts {STEPS // 3} steps that are trained already." in repeated[0]
     assert_same_rates(rates(run), rates(undisturbed))
     assert set(run.record["accuracies"]) == {"0", "1", "2"}
 

@@ -1,12 +1,15 @@
 """Elastic jobs as steps of the user's own pipelines."""
 
+import json
 from pathlib import Path
 
 import pytest
 from azure.ai.ml import Input, Output, dsl
-from azure.ai.ml.entities import PipelineJob
+from azure.ai.ml.entities import CronTrigger, JobSchedule, PipelineJob
+from typer.testing import CliRunner
 
 from azureml_elastic import ElasticCommandJob, ElasticResources
+from azureml_elastic.cli.app import app
 from azureml_elastic.testing import LocalWorkspace, Pool
 from tests.support.node_server import FORKED
 
@@ -139,3 +142,55 @@ def test_what_any_node_has_written_is_the_output_of_its_step_or_job_each_a_run_o
     own = tmp_path / "alone" / "named-outputs" / "model"
     assert {path.name for path in own.iterdir()} == {"model", "rank_0", "rank_1"}
     assert (own / "model").read_text().split() == [alone.name]
+
+
+def runs(workspace, name):
+    """Return the script's lines of a job, and of the jobs below it."""
+    below = list(workspace.ml_client.jobs.list(parent_job_name=name))
+    if below:
+        return [line for each in below for line in runs(workspace, each.name)]
+    return [line.partition("this is ")[2] for line in workspace.log(name).splitlines() if "this is " in line]
+
+
+def test_each_trigger_of_an_elastic_jobs_schedule_trains_as_a_run_of_its_own(workspace):
+    job = ElasticCommandJob(
+        code="src",
+        command="python train.py training",
+        environment="anything@latest",
+        compute="cluster",
+        resources=ElasticResources(max_instance_count=1, placement="fan_out"),
+    )
+    client = workspace.ml_client
+    schedule = JobSchedule(name="weekly", trigger=CronTrigger(expression="0 6 * * 1"), create_job=job)
+    client.schedules.begin_create_or_update(schedule).result()
+    jobs = [client.schedules.trigger("weekly").job_name for _ in range(2)]
+    assert [workspace.wait(job, 120) for job in jobs] == ["Completed", "Completed"]
+    lines = [runs(workspace, job) for job in jobs]
+    assert [len(of_one) for of_one in lines] == [1, 1]
+    assert all(line.startswith("training of ") for (line,) in lines)
+    assert lines[0] != lines[1]
+
+
+SWEEP = """
+type: sweep
+trial:
+  code: src
+  command: python train.py ${{search_space.lr}}
+  environment: azureml:anything@latest
+  elastic: {max_instance_count: 1, placement: gang}
+compute: azureml:cluster
+sampling_algorithm: grid
+search_space: {lr: {type: choice, values: [0.1, 0.2]}}
+objective: {goal: minimize, primary_metric: loss}
+limits: {max_total_trials: 2, max_concurrent_trials: 2}
+"""
+
+
+def test_the_command_submits_a_sweep_whose_trials_are_runs(workspace):
+    Path("sweep.yml").write_text(SWEEP)
+    Path("config.json").write_text(json.dumps(dict(workspace.config)))
+    shown = CliRunner().invoke(app, ["submit", "sweep.yml"])
+    assert shown.exit_code == 0, shown.output
+    name = shown.stdout.strip()
+    assert workspace.wait(name, 120) == "Completed"
+    assert runs(workspace, name) == [f"{lr} of {name}_{at}" for at, lr in enumerate((0.1, 0.2))]

@@ -28,7 +28,7 @@ from azureml_elastic.train.data.sampling import Cursor
 from azureml_elastic.train.integrations.script_loop import state_folders
 from azureml_elastic.train.integrations.script_loop.divided_forward import divide_forward
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
-from azureml_elastic.train.integrations.script_loop.progress import Progress
+from azureml_elastic.train.integrations.script_loop.progress import Progress, RepetitionLog
 from azureml_elastic.train.integrations.script_loop.repeated_steps import (
     FirstForward,
     RepeatedModels,
@@ -45,9 +45,6 @@ _LOG = logging.getLogger(__name__)
 
 _PROGRESS = "progress"
 _HISTORY = "history"
-
-_ANNOUNCED_STEPS = 1000
-"""Repeated steps of which the log tells."""
 
 
 @dataclass
@@ -118,6 +115,7 @@ class ScriptLoop(ABC):
         self._first_window = 0
         self._repeated: int | None = None  # batches of those that were yielded
         self._repeated_models: RepeatedModels | None = None
+        self._repetition = RepetitionLog() if session.is_main else None
         self._history = StepHistory(accumulation)
         self._own_loss: torch.Tensor | None = None  # that the model has returned for the current batch
         self._noted = False  # whether the loss of the current batch is in the history
@@ -300,9 +298,8 @@ class ScriptLoop(ABC):
         self._end_repeating()
 
     def _begin_repeating(self, current: _Pass) -> None:
-        total = self._history.steps_from(current.epoch) - current.window
-        if total >= _ANNOUNCED_STEPS and not self._has_trained and self._session.is_main:
-            _LOG.info("The script counts %d steps that are trained already.", total)
+        if self._repetition is not None:
+            self._repetition.begin(self._history.steps_from(current.epoch) - current.window)
         self._repeated_models = self._repeated_models or RepeatedModels(self._models())
         self._session.begin_repeated_steps()
         self._repeated_models.begin()
@@ -311,9 +308,15 @@ class ScriptLoop(ABC):
         """Set which batch of the trained steps is the current one."""
         assert self._repeated_models is not None
         self._repeated = current.yielded
+        if self._repetition is not None:
+            self._repetition.go_on(lambda: self._uncounted(current))
         batch = current.window * self._accumulation + current.yielded - 1
         self._repeated_models.set_loss(self._history.loss(current.epoch, batch))
         self.synchronize()
+
+    def _uncounted(self, current: _Pass) -> int:
+        """Return the number of trained steps that the script has not counted yet."""
+        return self._history.steps_from(current.epoch) - current.window - current.yielded // self._accumulation
 
     def _end_repeating(self) -> None:
         assert self._repeated_models is not None
