@@ -1,8 +1,8 @@
 """What GPUs cost here: stall of a checkpoint, the guard before an update, a killed worker, and a warm start.
 
 Runs unattended in less than 8 minutes on a machine with an NVIDIA GPU, and writes ``docs/reference/benchmarks-gpu.md``.
-Without one it says so, and measures nothing. ``--dry`` runs the parts that need none on the CPU, small, to see that they
-run.
+Without one it says so, and measures nothing. ``--dry`` runs the parts that need none on the CPU, small, to see that
+they run.
 """
 
 from __future__ import annotations
