@@ -58,7 +58,7 @@ class UpdateGuard:
         self._agent = agent
         self._several = False
         self._scales = False
-        self._covered = 0  # collectives that were complete in a whole round
+        self._covered: tuple[int, ...] | None = None  # collectives that were complete in a whole round, by group
         self._announced = False  # whether an update has been queued behind a passed guard since the last step
         self._unseen = 0
         self._buffers: list[torch.Tensor] = []
@@ -73,7 +73,7 @@ class UpdateGuard:
     def enter(self, world_size: int) -> None:
         """Begin a round, whose groups are new."""
         self._several = world_size > 1
-        self._covered = 0
+        self._covered = None
         self._announced = self._in_step = False
 
     def attach(self, state: TrackedState) -> None:
