@@ -201,7 +201,7 @@ def _steps(
     """Train, and return the mean time of a step in each of some blocks: the host may run ahead within one."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     if watch is not None:
-        optimizer.register_step_pre_hook(lambda *_: watch.wait())
+        optimizer.register_step_pre_hook(lambda *_: watch.before_update())
     found = []
     for _ in range(3):
         wait(device)
