@@ -229,6 +229,13 @@ def bench_checkpoints(session: nox.Session) -> None:
 
 
 @nox.session
+def bench_gpu(session: nox.Session) -> None:
+    """Measure what GPUs cost, where there is one; writes docs/reference/benchmarks-gpu.md."""
+    install_wheel(session, "node", groups=("test",))
+    session.run("python", "benchmarks/gpu.py", *session.posargs)
+
+
+@nox.session
 def bench_simulation(session: nox.Session) -> None:
     """Measure the simulator beside runs of real processes; writes docs/reference/benchmarks-simulation.md."""
     install_wheel(session, "node", groups=("test",))

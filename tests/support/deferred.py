@@ -92,8 +92,8 @@ class DeferredDevice(Device):
     def drain(self, seconds: float) -> bool:
         return self._wait(seconds)
 
-    def queued_collectives(self) -> int:
-        return self._collectives
+    def queued_collectives(self) -> tuple[int, ...]:
+        return (self._collectives,)
 
     def abort(self) -> None:
         self.aborted.set()

@@ -38,6 +38,7 @@ _WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",
 }
 """Variables of torch's ``ProcessGroupNCCL`` under which its threads leave a broken round to the session.
 
@@ -50,6 +51,8 @@ Read in ``torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp`` (torch 2.13) when a
   call of CUDA that waits for a broken round. The node's agent detects a hang instead.
 - ``RETHROW_CUDA_ERRORS``: the watchdog would end the process by an error of CUDA that it sees first; the training
   thread sees the same error, and ends with a message.
+- ``WAIT_TIMEOUT_DUMP_MILSEC``: the watchdog sleeps four times as long after an error, in which others may write their
+  flight recorders, and a process that stays has to wait for its end: a minute by torch's default.
 """
 
 
@@ -127,9 +130,9 @@ class Device:
         """Return whether calls are recorded to be replayed, so that nothing can be waited for."""
         return False
 
-    def queued_collectives(self) -> int:
-        """Return the number of collectives that this process has queued on the device."""
-        return 0
+    def queued_collectives(self) -> tuple[int, ...]:
+        """Return the number of collectives that this process has queued on the device in each of its groups."""
+        return ()
 
     def communicator_error(self) -> str | None:
         """Return why collectives that have ended may not be complete, ``None`` if no reason is known."""
@@ -222,8 +225,8 @@ class CudaDevice(Device):
         return torch.cuda.is_current_stream_capturing()
 
     @override
-    def queued_collectives(self) -> int:
-        return sum(backend._get_sequence_number_for_group() for backend in self._backends())  # noqa: SLF001
+    def queued_collectives(self) -> tuple[int, ...]:
+        return tuple(backend._get_sequence_number_for_group() for backend in self._backends())  # noqa: SLF001
 
     @override
     def communicator_error(self) -> str | None:
@@ -290,8 +293,10 @@ class CudaDevice(Device):
             return []
         found = []
         for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001
-            with contextlib.suppress(RuntimeError):  # a group of gloo alone
-                found.append(group._get_backend(self.torch))  # noqa: SLF001
+            with contextlib.suppress(RuntimeError):  # a group for the CPU alone
+                backend: Any = group._get_backend(self.torch)  # noqa: SLF001
+                if backend.name() == "nccl":  # a group of gloo serves GPUs as well, and waits on the host
+                    found.append(getattr(backend, "wrapped_pg", backend))  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
         return found
 
 

@@ -237,7 +237,7 @@ class ProcessGroupLifecycle:
         if torch.compiler.is_compiling() or self.discarded or self._leaving:
             return  # a compiled step would wait when it is compiled, and never again: complete_update() does
         with self.guard():
-            self.updates.wait()
+            self.updates.before_update()
 
     def _absorb(self, error: RuntimeError) -> bool:
         """Enter the next round after an error of the forward pass; return whether a lost peer was its cause."""

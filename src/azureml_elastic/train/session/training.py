@@ -323,7 +323,7 @@ class Training:
             self._state.observe(loss)
             self._gradients.backward(loss, micro, None if count is None else int(count))
             if not self.accumulating:
-                self._lifecycle.updates.wait_before_scaler()
+                self._lifecycle.updates.before_scaler()
 
     def _opened(self, loader: LoaderState, micro: MicroBatch) -> None:
         self._lifecycle.updates.begin_step()

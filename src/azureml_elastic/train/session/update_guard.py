@@ -58,7 +58,7 @@ class UpdateGuard:
         self._agent = agent
         self._several = False
         self._scales = False
-        self._covered = 0  # collectives that were complete in a whole round
+        self._covered: tuple[int, ...] | None = None  # collectives that were complete in a whole round, by group
         self._announced = False  # whether an update has been queued behind a passed guard since the last step
         self._unseen = 0
         self._buffers: list[torch.Tensor] = []
@@ -73,13 +73,26 @@ class UpdateGuard:
     def enter(self, world_size: int) -> None:
         """Begin a round, whose groups are new."""
         self._several = world_size > 1
-        self._covered = 0
+        self._covered = None
         self._announced = self._in_step = False
 
     def attach(self, state: TrackedState) -> None:
         """Keep the buffers of the tracked modules."""
         self._scales = state.scales_gradients
         self._buffers = list({id(each): each for module in state.modules for each in module.buffers()}.values())
+
+    def before_update(self) -> None:
+        """Wait until the gradients are complete on the device, before an update is queued. Raises as :meth:`wait`."""
+        if not self._needed or self._device.recording():
+            return
+        if self._device.queued_collectives() != self._covered:  # not so before the second of two optimizers
+            self.wait()
+        self._announced = True
+
+    def before_scaler(self) -> None:
+        """Do the same where a ``GradScaler`` is tracked, which by garbage leaves the step out and changes its scale."""
+        if self._scales:
+            self.before_update()
 
     def wait(self) -> None:
         """Wait until all queued work is complete.
@@ -88,13 +101,10 @@ class UpdateGuard:
             RoundBroken: the round was interrupted meanwhile, so that collectives may have been aborted.
             RuntimeError: a communicator has failed.
         """
-        if not self._needed or self._device.recording():
+        if not self._needed:
             return
-        queued = self._device.queued_collectives()
-        if queued == self._covered:  # such as before the second of two optimizers
-            self._announced = True
-            return
-        mark, begun, interrupted = self._device.mark(), time.monotonic(), False
+        queued, mark = self._device.queued_collectives(), self._device.mark()
+        begun, interrupted = time.monotonic(), False
         while not (interrupted or mark.reached()):
             pause = (time.monotonic() - begun) * _PAUSE_SHARE
             interrupted = self._agent.wait_interrupted(min(max(pause, _SHORTEST_SECONDS), _LONGEST_SECONDS))
@@ -103,12 +113,7 @@ class UpdateGuard:
         # Not before: see the top of this module for the order of flag, abort, end of a kernel and this question.
         if self._agent.wait_interrupted(0):
             raise RoundBroken("The round was interrupted before the gradients of this step were complete.")
-        self._covered, self._announced = queued, True
-
-    def wait_before_scaler(self) -> None:
-        """Wait where a ``GradScaler`` follows: by garbage it would leave the step out and change its scale."""
-        if self._scales:
-            self.wait()
+        self._covered = queued
 
     def step_is_covered(self) -> bool:
         """Return whether no collective was queued behind the guard of this step's update, if it had one."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
-from azureml_elastic.distributed.process_groups import abort_gloo
+from azureml_elastic.distributed.process_groups import abort_gloo, is_peer_error
 from azureml_elastic.errors import RoundBroken
 from azureml_elastic.train.session.update_guard import UpdateGuard
 from tests.support.deferred import DeferredDevice, DeferredSGD, Ended
@@ -128,7 +128,7 @@ class Training(threading.Thread):
         self.guard.enter(RANKS)
         self.guard.attach(TrackedState({"model": self.model, "optimizer": self.optimizer}))
         if guarded:
-            self.optimizer.register_step_pre_hook(lambda *_: self.guard.wait())
+            self.optimizer.register_step_pre_hook(lambda *_: self.guard.before_update())
         self.steps = 0
 
     def run(self):
@@ -247,3 +247,104 @@ def test_without_the_guard_an_aborted_collective_is_applied(step):
     assert all(values != STATES[steps] for steps, values in found), found
     assert all(steps > step for steps, _ in found), "it was counted as complete"
     assert [values for _, values in train(Loss(at, (at, at)))] == [STATES[step]] * 2
+
+
+class Counting(DeferredDevice):
+    """A device that counts how often the host asked where it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.marks = 0
+        self.error = None
+        self.captures = False
+
+    def mark(self):
+        self.marks += 1
+        return super().mark()
+
+    def communicator_error(self):
+        return self.error
+
+    def recording(self):
+        return self.captures
+
+    def reduce(self, *_, **__):
+        """Queue a collective that this rank needs no other one for."""
+        self._collectives += 1
+        self.queue(lambda: None)
+
+
+@pytest.fixture
+def device():
+    made = Counting()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def guard(device):
+    made = UpdateGuard(device, Agent())
+    made.enter(2)
+    return made
+
+
+def test_each_backward_pass_is_waited_for_once(guard, device):
+    device.reduce()
+    guard.before_update()
+    guard.before_update()  # the second of two optimizers
+    assert device.marks == 1
+    device.reduce()  # a second backward pass, as for the other one of two networks
+    guard.before_update()
+    assert device.marks == 2
+    assert guard.step_is_covered()
+
+
+def test_a_collective_behind_the_update_uncovers_the_step(guard, device):
+    device.reduce()
+    guard.before_update()
+    device.reduce()  # in a closure of step(), or an average of the weights after it
+    assert not guard.step_is_covered()
+    guard.wait()
+    assert guard.step_is_covered()
+
+
+def test_an_update_that_was_not_announced_is_waited_for(guard, device, caplog):
+    for _ in range(4):  # as if replayed from a graph, in which torch counts no collectives
+        assert not guard.step_is_covered()
+        guard.wait()
+        guard.end_step()
+    assert device.marks == 4
+    assert len(caplog.records) == 1, "it is said once"
+
+
+def test_nothing_is_waited_for_while_a_graph_is_captured(guard, device):
+    device.captures = True
+    device.reduce()
+    guard.before_update()
+    assert device.marks == 0
+    assert not guard.step_is_covered()
+
+
+def test_an_error_of_a_communicator_ends_the_wait_as_a_lost_peer_does(guard, device):
+    device.error = "NCCL: the watchdog has found COMM_ERROR"
+    device.reduce()
+    with pytest.raises(RuntimeError) as caught:
+        guard.before_update()
+    assert is_peer_error(caught.value)
+
+
+@pytest.mark.parametrize("scales", [False, True])
+def test_the_gradients_are_waited_for_before_a_scaler_sees_them(guard, device, scales):
+    tracked = {"model": Net(), **({"scaler": torch.amp.GradScaler("cpu")} if scales else {})}
+    guard.attach(TrackedState(tracked))
+    device.reduce()
+    guard.before_scaler()
+    assert device.marks == scales
+
+
+def test_one_process_waits_for_nothing(guard, device):
+    guard.enter(1)
+    device.reduce()
+    guard.before_update()
+    assert device.marks == 0
+    assert guard.step_is_covered()

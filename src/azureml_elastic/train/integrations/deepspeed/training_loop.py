@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from azureml_elastic.distributed.device import device_of
 from azureml_elastic.train.integrations.deepspeed.batch_sizes import BatchSizes, show
 from azureml_elastic.train.integrations.deepspeed.checkpoint_folders import CheckpointFolders
 from azureml_elastic.train.integrations.script_loop import state_folders
@@ -85,14 +86,15 @@ class TrainingLoop(ScriptLoop):
                        "may repeat or be left out after a change of the world size.")  # fmt: skip
             return loader
         workers = loader.num_local_io_workers or 0
+        separate = device_of(self._session.device).separate
         return self._replace(
             loader,
             dataset,
             seed=0,
             drop_last=engine.dataloader_drop_last(),
             collate_fn=loader.collate_fn,
-            num_workers=workers if torch.cuda.is_available() else 0,
-            pin_memory=loader.pin_memory and torch.cuda.is_available(),
+            num_workers=workers if separate else 0,
+            pin_memory=loader.pin_memory and separate,
         )
 
     def replaced(self, loader: DataLoader[Any]) -> EpochLoader | None:
