@@ -121,7 +121,7 @@ def refused(folder, nodes_per_replica, per_node, tensor_parallel):
     return None
 
 
-def hand_over_and_find(folder, cases):
+def hand_over_and_find(folder, cases, tensor_parallel):
     """Hand parts over at different steps, and find a whole state in what is left, case by case.
 
     A case has the step that each rank has completed, ``None`` where it is lost, and the step of the checkpoint. The
@@ -130,7 +130,7 @@ def hand_over_and_find(folder, cases):
     run = start(folder, 1, 2)
     control, rank = run._lifecycle.world.control, run.rank
     found = []
-    model = sharded(run.mesh())
+    model = sharded(run.mesh(tensor_parallel=tensor_parallel), tensor_parallel)
     model.register_buffer("seen", torch.zeros(()))
     tracked = TrackedState({"model": model})
     for steps, committed in cases:
