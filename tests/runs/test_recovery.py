@@ -98,8 +98,9 @@ def test_a_node_of_a_replica_costs_no_step(tmp_path, undisturbed):
     assert found == [pytest.approx(undisturbed, abs=2e-5)]
 
 
-def test_a_worker_of_a_replica_costs_no_step(tmp_path):
-    running = cluster(tmp_path, "restart", nodes=(2, 2), processes_per_node=2, checkpoint_steps=1000)
+@both
+def test_a_worker_of_a_replica_costs_no_step(tmp_path, recovery):
+    running = cluster(tmp_path, recovery, nodes=(2, 2), processes_per_node=2, checkpoint_steps=1000)
     with meanwhile(kill_a_worker, tmp_path / "run" / "events", 25):
         report = running.run([*TO_THE_FAULT, "25", "--full", "4", "--replicas"])
     assert_nothing_lost(report)

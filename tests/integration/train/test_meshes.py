@@ -96,7 +96,8 @@ def test_workers_that_cannot_be_divided_are_refused(nodes_per_replica, per_node,
         assert found.startswith(why)
 
 
-def test_survivors_go_on_from_the_furthest_step_of_which_all_parts_are_there(tmp_path):
+@pytest.mark.parametrize("tensor", [1, 2], ids=["replicas", "tensor parallel"])
+def test_survivors_go_on_from_the_furthest_step_of_which_all_parts_are_there(tensor, tmp_path):
     # Ranks 0 and 1 are one replica, 2 and 3 the other; 0 and 2 have one half of the state, 1 and 3 the other one.
     cases = [
         ((5, 5, 5, 5), 0),
@@ -106,11 +107,13 @@ def test_survivors_go_on_from_the_furthest_step_of_which_all_parts_are_there(tmp
         ((None, 6, 5, 5), 0),
         ((6, 5, None, 5), 0),
         ((None, 6, None, 6), 0),
+        ((5, 5.1, None, 5), 0),
+        ((5, 5.1, None, None), 0),
         ((None, 4, 4, None), 5),
         ((None, None, None, None), 0),
     ]
-    expected = [(5, 0.0), (6, 0.02), (6, 0.0), (6, 0.01), (5, 0.02), None, None, None, None]
-    for found in World(4, meshes.hand_over_and_find, tmp_path, cases).values():
+    expected = [(5, 0.0), (6, 0.02), (6, 0.0), (6, 0.01), (5, 0.02), None, None, (5, 0.0), None, None, None]
+    for found in World(4, meshes.hand_over_and_find, tmp_path, cases, tensor).values():
         wanted = [each and (each[0], {"at": each[0]}, {float(each[0])}, each[0] + each[1]) for each in expected]
         assert found == wanted
 

@@ -121,28 +121,30 @@ def refused(folder, nodes_per_replica, per_node, tensor_parallel):
     return None
 
 
-def hand_over_and_find(folder, cases):
+def hand_over_and_find(folder, cases, tensor_parallel):
     """Hand parts over at different steps, and find a whole state in what is left, case by case.
 
-    A case has the step that each rank has completed, ``None`` where it is lost, and the step of the checkpoint. The
+    A case has the step that each rank has completed, ``None`` where it is lost, and the step of the checkpoint. A tenth
+    more is the same step of another round, which had gone back. The
     weights and the buffer are the step's number; the buffer is the rank's hundredth more.
     """
     run = start(folder, 1, 2)
     control, rank = run._lifecycle.world.control, run.rank
     found = []
-    model = sharded(run.mesh())
+    model = sharded(run.mesh(tensor_parallel=tensor_parallel), tensor_parallel)
     model.register_buffer("seen", torch.zeros(()))
     tracked = TrackedState({"model": model})
     for steps, committed in cases:
         memory, parts = None, []
-        step = steps[rank]
+        step = None if steps[rank] is None else int(steps[rank])
+        origin = 1 if step == steps[rank] else 2
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(-1.0 if step is None else step)
             model.seen.fill_(-1.0 if step is None else step + rank / 100)
         if step is not None:
             plain, tensors, apart = tracked.collect_part()
-            memory = Snapshot(step, plain, {"at": step}, apart=apart, tensors=tensors).to_memory()
+            memory = Snapshot(step, plain, {"at": step}, origin=origin, apart=apart, tensors=tensors).to_memory()
             path = f"/proc/{os.getpid()}/fd/{memory.descriptor}"
             parts = open_parts([HandedOverState(path, step, 1, rank, run.local_rank)])
         complete = find_complete(parts, committed, control)

@@ -46,8 +46,10 @@ class OfferedPart:
 
     Args:
         step: optimizer steps completed.
-        round: number of the round that completed them.
-        rank: rank in that round of the process that handed it over.
+        origin: number of the round that completed the last of them. Parts of the same step of two rounds do not go
+            together: one of them has gone back to an earlier step, and trained it again.
+        round: number of the round of the process that handed it over.
+        rank: rank in that round of that process.
         position: position in the data.
         save_pending: whether a checkpoint of that state was begun and not committed.
         form: text that is equal for parts of the same chunks.
@@ -55,6 +57,7 @@ class OfferedPart:
     """
 
     step: int
+    origin: int
     round: int
     rank: int
     position: str
@@ -81,7 +84,13 @@ class Part:
         """Return the description for the other ranks."""
         held, header = self.handed_over, self.header
         form = xxhash.xxh3_128_hexdigest(json.dumps([vars(chunk) for chunk in sorted(self.chunks)]).encode())
-        return OfferedPart(held.step, held.round, held.rank, header.position, header.save_pending, form, holder)
+        pending = header.save_pending
+        return OfferedPart(held.step, header.origin, held.round, held.rank, header.position, pending, form, holder)
+
+    def is_of_state(self, offered: OfferedPart) -> bool:
+        """Return whether this is a part of the same state."""
+        state = self.handed_over.step, self.header.origin, self.header.position
+        return state == (offered.step, offered.origin, offered.position)
 
     def is_of(self, offered: OfferedPart) -> bool:
         """Return whether this is a certain part."""
@@ -99,14 +108,23 @@ def open_parts(handed_over: Iterable[HandedOverState]) -> list[Part]:
     return parts
 
 
-def choose_parts(offers: Sequence[OfferedPart], step: int) -> tuple[OfferedPart, list[OfferedPart]]:
-    """Return the main part of a step, and all parts of the same state.
+def choose_parts(offers: Sequence[OfferedPart], at_least: int) -> list[tuple[OfferedPart, list[OfferedPart]]]:
+    """Return the states that parts are offered of, the furthest first: the main part of each, and all its parts.
 
     The main part is that of the newest round's lowest rank. What may differ between ranks is taken from it.
+
+    Args:
+        offers: all parts.
+        at_least: lowest step.
     """
-    of_step = [each for each in offers if each.step == step]
-    main = max(of_step, key=lambda each: (each.round, -each.rank, -each.holder))
-    return main, [each for each in of_step if each.position == main.position]
+    states: defaultdict[tuple[int, int, str], list[OfferedPart]] = defaultdict(list)
+    for each in offers:
+        if each.step >= at_least:
+            states[each.step, each.origin, each.position].append(each)
+    return [
+        (max(states[key], key=lambda each: (each.round, -each.rank, -each.holder)), states[key])
+        for key in sorted(states, reverse=True)
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,10 +249,9 @@ def find_complete(parts: Sequence[Part], at_least: int, control: ControlGroup) -
         The parts, ``None`` where no such step is complete.
     """
     offers = [offer for each in control.gather([part.offer(control.rank) for part in parts]) for offer in each]
-    for step in sorted({offer.step for offer in offers if offer.step >= at_least}, reverse=True):
-        main, same = choose_parts(offers, step)
+    for main, same in choose_parts(offers, at_least):
         first = {form: min(each.holder for each in same if each.form == form) for form in {each.form for each in same}}
-        own = [part for part in parts if part.handed_over.step == step and part.header.position == main.position]
+        own = [part for part in parts if part.is_of_state(main)]
         by_form = {part.offer(control.rank).form: [*part.chunks] for part in own}
         mine = {form: chunks for form, chunks in by_form.items() if first[form] == control.rank}
         header = next((part.header for part in own if part.is_of(main)), None) if main.holder == control.rank else None
@@ -259,7 +276,7 @@ def find_complete(parts: Sequence[Part], at_least: int, control: ControlGroup) -
         if control.rank == 0:
             _LOG.warning(
                 "The state of step %d in memory is not whole: of %s parts are missing, of %d tensors in all.",
-                step,
+                main.step,
                 missing[0],
                 len(missing),
             )

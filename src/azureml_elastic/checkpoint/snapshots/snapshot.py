@@ -86,6 +86,7 @@ class Snapshot:
         storage: path or URL of the run's checkpoints, empty where nothing else is to be known of them.
         parent: last committed checkpoint as JSON, ``None`` without one.
         classes: class of each tracked optimizer and learning rate scheduler, by name.
+        origin: number of the round that completed the step, 0 if that is unknown.
         apart: names of tensors that may differ between ranks, in a part of a sharded state.
         random: random number generators of the process, see :mod:`~azureml_elastic.checkpoint.state.random_state`.
         tensors: tensors by name; they may alias those of the model.
@@ -99,6 +100,7 @@ class Snapshot:
     storage: str = ""
     parent: Mapping[str, Any] | None = None
     classes: Mapping[str, str] = field(default_factory=dict)
+    origin: int = 0
     apart: Sequence[str] = field(default_factory=list)
     random: torch.Tensor | None = None
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)

@@ -61,7 +61,7 @@ def _places(previous: Sequence[str], places: Sequence[int], nodes_per_replica: i
     """Return the places of the survivors, by what :func:`kept_order` has returned."""
     whole = len(previous) - len(places)
     return {
-        node: number % nodes_per_replica if number < whole else places[number - whole]
+        node: (number if number < whole else places[number - whole]) % nodes_per_replica
         for number, node in enumerate(previous)
     }
 

@@ -178,6 +178,8 @@ class Round:
         _require(value, _ROUND_FIELDS, ("number", "state"))
         if value["state"] not in _ORDER:
             raise ValueError(f"the round's state is {value['state']!r}")
+        if value.get("nodes_per_replica", 1) < 1 or not all(isinstance(each, int) for each in value.get("places", ())):
+            raise ValueError(f"its replicas are {value.get('nodes_per_replica')!r}, {str(value.get('places'))[:40]}")
         fields = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
         fields["members"] = tuple(Member.from_value(member) for member in value.get("members", ()))
         for name in ("previous", "places", "expected", "finishing"):

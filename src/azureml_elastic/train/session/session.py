@@ -125,9 +125,6 @@ class Session(Training):
                 "The DeepSpeed engine has a scheduler that counts steps, but the samples of a step depend on the world "
                 "size. Leave it out of the configuration: deepspeed.initialize(lr_scheduler=run.schedule(scheduler))."
             )
-        if self._replica is not None and not state.replicated:
-            for optimizer in state.optimizers:
-                optimizer.register_step_pre_hook(self._before_update)
         self._gradients.attach(state)
         self._rate.attach(state.optimizers)
         self._lifecycle.guard_updates(state)
@@ -136,6 +133,10 @@ class Session(Training):
             self._lifecycle.settle_weights()
         if self._context.profiling is not None:
             self._context.profiling.between_steps(self._lifecycle.world.identity, self.steps)
+        if self._replica is not None and not state.replicated:
+            # The last of the hooks: a rank knows by the others that its own gradients are complete before it says so.
+            for optimizer in state.optimizers:
+                optimizer.register_step_pre_hook(self._before_update)
         return self.steps
 
     def commit(self) -> None:

@@ -69,6 +69,7 @@ class TrainingState:
         self._save_pending = False
         self._incomplete = False
         self._finiteness = FinitenessWatch(policy.on_nonfinite)
+        self._origin = 0
         self.finite = True
         self.weights_restored = False
         self.reading = False
@@ -163,6 +164,7 @@ class TrainingState:
         """
         self._finiteness.end_step(self.steps + 1)
         self.steps += 1
+        self._origin = self._identity.round
         self.half_step = False
 
     def after_step(self, *, save: bool) -> None:
@@ -335,6 +337,7 @@ class TrainingState:
             storage=self._checkpoints.location,
             parent=None if committed is None else committed.to_json(),
             classes=self._objects.classes,
+            origin=self._origin,
             apart=apart,
             random=random_state.capture(self._world.device),
             tensors=tensors,
@@ -422,6 +425,7 @@ class TrainingState:
         self.weights_restored = False
         restored = self._checkpoints.restore(self._objects)
         self.steps = 0 if restored is None else restored.step
+        self._origin = 0
         self._restore_position(None if restored is None else restored.data, live=live)
         own = restored is not None and self._checkpoints.holds(restored)
         self._last_saved = self._here if own else None
@@ -434,6 +438,7 @@ class TrainingState:
         with torch.no_grad():
             self.weights_restored = not self._objects.restore(snapshot.state, snapshot.tensors)
         self.steps = snapshot.step
+        self._origin = snapshot.origin
         self._restore_position(snapshot.data, live=live)
         self._begin(snapshot.unsaved_seconds)
         self._last_saved = None

@@ -67,6 +67,29 @@ def test_released_memory_is_refused(memory):
     assert contents(memory) == {}
 
 
+def hand_part_over(memory, content, *, part, step, number):
+    descriptor = memory_of(content)
+    assert memory.answer(HandOver(os.getpid(), descriptor, step, part), number, 2 * number + part) == Accepted()
+    os.close(descriptor)
+
+
+def parts(memory):
+    found = memory.answer(Memory(), 9, 0).parts
+    return {each.part: (each.round, each.step, Path(each.path).read_bytes()) for each in found}
+
+
+def test_a_part_of_an_earlier_round_stays_until_its_worker_replaces_it(memory):
+    hand_part_over(memory, b"a", part=0, step=5, number=3)
+    hand_part_over(memory, b"b", part=1, step=5, number=3)
+    hand_part_over(memory, b"c", part=1, step=5, number=4)  # the other worker of round 4 had not restored yet
+    assert parts(memory) == {0: (3, 5, b"a"), 1: (4, 5, b"c")}
+    assert memory.take_state() is None, "a part alone is no checkpoint"
+    memory.completed(4)
+    assert parts(memory) == {1: (4, 5, b"c")}
+    memory.completed(5)
+    assert parts(memory) == {}
+
+
 def test_a_handed_over_state_is_released_at_the_first_step_of_a_later_round(memory):
     descriptor = memory_of(b"state")
     message = HandOver(os.getpid(), descriptor, 5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from azureml_elastic.node.core.hub_reports import HubReports
 from azureml_elastic.node.core.hub_state import HubView
 from azureml_elastic.node.core.round import Limits, Member, Round, reopened
 from azureml_elastic.node.core.sealing import seal
+from azureml_elastic.node.core.watchers import Watcher, Watchers
 
 
 def waiting(node: str, number: int, strikes: int = 0) -> Member:
@@ -121,6 +124,18 @@ def test_the_rest_of_two_broken_replicas_is_one_again():
     first = sealed(["a", "b", "c", "d"], limits)
     assert replicas_of(after(first, {"a", "d"}, [], limits)) == [["c", "b"]]
     assert replicas_of(after(first, {"a", "c"}, ["x", "y"], limits)) == [["b", "x"], ["y", "d"]]
+
+
+def test_what_whole_replicas_leave_over_has_missed_nothing():
+    limits = Limits(2, 6, None, 2)
+    watchers = Watchers()
+    round_ = sealed(["a", "b", "c", "d"], limits)
+    for _ in range(3):  # a node that misses seals waits longer each time
+        round_ = after(round_, set(), ["e"], limits)
+        watchers.enter(replace(round_, expected=(*names(round_.members), "e")))
+    for node in ("e", "f"):
+        watchers.add(node, Watcher(1, 10.0, beside=round_.number))
+    assert set(watchers.waiting(names(round_.members), 10.0)) == {"e", "f"}
 
 
 @pytest.mark.parametrize(("spares", "makes_room"), [(1, False), (2, True), (3, True)])
