@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import closing, suppress
-from pathlib import Path
 
 import psutil
 import pytest
@@ -36,13 +35,6 @@ def until_hit(process):
     over = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
     with suppress(psutil.NoSuchProcess):
         recovering.until(lambda: psutil.Process(process.pid).status() in over)
-
-
-def queued(process):
-    """Return the number of bytes queued in the connections of a process."""
-    ports = {each.laddr.port for each in psutil.Process(process.pid).net_connections("tcp4") if each.raddr}
-    table = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return sum(int(line[4].split(":")[0], 16) for line in table if int(line[1].split(":")[1], 16) in ports)
 
 
 def undisturbed(tmp_path):
@@ -122,7 +114,9 @@ def test_a_peer_lost_in_a_collective_of_the_script_costs_no_step(agent, tmp_path
 def test_a_send_that_gloo_does_not_fail_costs_no_step(agent, tmp_path):
     world = World(2, recovering.send_much, tmp_path / "c", 5, **environment(agent, 1, victim=1))
     agent.wait_for("step", 2 * 5)
-    recovering.until(lambda: queued(world.processes[0]) > 1 << 16)  # the connection is full, and the send waits
+    recovering.until(
+        lambda: recovering.queued(world.processes[0].pid) > 1 << 16
+    )  # the connection is full, and the send waits
     agent.interrupt(victim=1)
     agent.wait_for("gone")
     world.processes[1].kill()

@@ -184,6 +184,13 @@ def different_steps(folder):
     return [training_state.steps, stream.cursor.consumed, steps, workers.flat(model.parameters()).tolist()]
 
 
+def queued(pid):
+    """Return the number of bytes queued in the connections of a process."""
+    ports = {each.laddr.port for each in psutil.Process(pid).net_connections("tcp4") if each.raddr}
+    table = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(int(line[4].split(":")[0], 16) for line in table if int(line[1].split(":")[1], 16) in ports)
+
+
 STUCK = 7
 """Exit code of a process whose training thread does not return from gloo."""
 
@@ -201,6 +208,7 @@ def send_to_a_frozen_rank(folder):
     def abort():
         until(mark.exists)
         until(lambda: psutil.Process(int(mark.read_text() or 1)).status() == psutil.STATUS_STOPPED)
+        until(lambda: queued(os.getpid()) > 1 << 16)  # the connection is full
         groups.abort()
         if is_stuck(thread, lambda: not over.is_set()):
             os._exit(STUCK)
