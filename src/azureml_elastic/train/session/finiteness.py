@@ -8,6 +8,7 @@ of all ranks after it. All weights are tested before a checkpoint or a snapshot 
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -38,8 +39,8 @@ class FinitenessWatch:
         self._probes: list[torch.Tensor] = []
         self._weights: list[torch.Tensor] = []
         self._watches_loss = True
-        self._loss: torch.Tensor | None = None
-        self._pending: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._losses: list[torch.Tensor] = []
+        self._pending: deque[tuple[int, int, torch.Tensor, torch.cuda.Event | None]] = deque()
         self._reported: set[str] = set()
 
     def attach(self, state: TrackedState) -> None:
@@ -54,8 +55,7 @@ class FinitenessWatch:
     def observe(self, loss: torch.Tensor) -> None:
         """Take the loss of a backward pass into account."""
         if self._watches_loss:
-            bad = ~torch.isfinite(loss.detach()).all()
-            self._loss = bad if self._loss is None else self._loss | bad
+            self._losses.append(loss.detach())
 
     def end_step(self, step: int) -> None:
         """Test what the step has computed, and respond to what the device has computed so far.
@@ -63,23 +63,21 @@ class FinitenessWatch:
         Raises:
             NonFiniteError: a step was not finite, and the policy is not to warn.
         """
-        found = [] if self._loss is None else [self._loss]
-        with torch.no_grad():
-            found += [~torch.isfinite(each).all() for each in self._probes]
-        if found:
-            bad_weights = torch.stack(found[len(found) - len(self._probes) :]).any() if self._probes else None
-            bad_loss = torch.zeros_like(found[0]) if self._loss is None else self._loss
-            both = torch.stack([bad_loss, torch.zeros_like(bad_loss) if bad_weights is None else bad_weights])
-            self._pending.append((step, *_fetched(both)))
-        self._loss = None
+        losses, self._losses = self._losses, []
+        if losses or self._probes:
+            with torch.no_grad():
+                # A sum is finite where all of its terms are, and on the CPU it takes a fifth of the time of isfinite().
+                sums = [each.sum(dtype=torch.float64) for each in (*losses, *self._probes)]
+                self._pending.append((step, len(losses), *_fetched(torch.stack(sums))))
         while self._pending:
-            number, values, event = self._pending[0]
+            number, count, values, event = self._pending[0]
             if event is not None and not event.query():  # type: ignore[no-untyped-call]
                 if len(self._pending) <= _MOST_PENDING:
                     break
                 event.synchronize()
             self._pending.popleft()
-            self._respond(number, *values.tolist())
+            finite = [math.isfinite(each) for each in values.tolist()]
+            self._respond(number, loss=not all(finite[:count]), weights=not all(finite[count:]))
 
     def weights_are_sound(self) -> bool:
         """Return whether this process may pass its weights on to the next round. Waits for the device."""
@@ -94,7 +92,7 @@ class FinitenessWatch:
             largest = torch._foreach_norm(self._weights, float("inf"))  # noqa: SLF001 - what clip_grad_norm_ uses
             return bool(torch.isfinite(torch.stack([each.float() for each in largest])).all())
 
-    def _respond(self, step: int, loss: bool, weights: bool) -> None:
+    def _respond(self, step: int, *, loss: bool, weights: bool) -> None:
         what = "weights" if weights else "loss" if loss else ""
         if not what:
             return
@@ -130,12 +128,12 @@ def _nonempty(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [each for each in parameters if _local(each).numel()]
 
 
-def _fetched(flags: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """Return flags in the memory of the host, and the event after which they are there."""
-    if flags.device.type != "cuda":
-        return flags.cpu(), None
-    host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
-    host.copy_(flags, non_blocking=True)
+def _fetched(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """Return numbers in the memory of the host, and the event after which they are there."""
+    if numbers.device.type != "cuda":
+        return numbers.cpu(), None
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    host.copy_(numbers, non_blocking=True)
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return host, event
