@@ -40,6 +40,8 @@ Trainer(
         report_to=[],
         disable_tqdm=True,
         dataloader_pin_memory=False,
+        use_cpu=True,
+        ddp_backend="gloo",
     ),
     train_dataset=Sentences(),
     callbacks=[TakeTurns()],

@@ -111,7 +111,7 @@ def _numpy_random() -> ModuleType | None:
 
 def seed_of(*key: object) -> int:
     """Return a seed of 64 bits, the same for the same key."""
-    return xxhash.xxh3_64_intdigest(json.dumps([str(part) for part in key]).encode())
+    return xxhash.xxh3_64_intdigest("\0".join(map(str, key)).encode())
 
 
 def to_text(state: torch.Tensor) -> str:

@@ -59,11 +59,10 @@ class _Format:
         """
         room = 8 * self.integer.itemsize - 2 - max(terms - 1, 0).bit_length()
         # The inverse must not be smaller than the smallest normal number: numbers that are nearly that small are
-        # rounded to multiples of it.
+        # rounded to multiples of it. Powers of two have exact inverses.
         used = exponents.clamp(min=room).to(self.integer)
         powers = (2 * self.bias - 1 + room - used).bitwise_left_shift(self.fraction).view(self.real)
-        inverses = (used + (1 - room)).bitwise_left_shift(self.fraction).view(self.real)
-        return powers, inverses.masked_fill_(exponents > 2 * self.bias, torch.nan)
+        return powers, powers.reciprocal().masked_fill_(exponents > 2 * self.bias, torch.nan)
 
 
 _NARROW = _Format(torch.float32, torch.int32, fraction=23, bias=127)
@@ -189,7 +188,7 @@ class _SumOfFormat:
     def add(self, term: _Term) -> None:
         for chunk, terms in zip(self._chunks, self._terms, strict=True):
             missing = [tensor for tensor in chunk.tensors if term[tensor] is None]
-            if len(missing) == len(chunk.tensors):
+            if len(missing) == len(chunk.tensors):  # often buffers that did not change
                 continue
             own = self._take(chunk, term)
             absolute = torch.abs(own.to(self._format.real), out=self._scratch[: own.numel()])
