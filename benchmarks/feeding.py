@@ -37,12 +37,14 @@ from azureml_elastic.train.data.loader import LoaderContext
 from azureml_elastic.train.data.map_loader import MapLoader
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.data.sampling import DataSpec
+from azureml_elastic.train.optim.exact_sum import ExactSum
 
 HERE = Path(__file__).resolve()
 PAGE = HERE.parent.parent / "docs" / "reference" / "benchmarks-data.md"
 STEP_SECONDS = 0.010
 SAMPLES, BATCH, STEPS = 200_000, 32, 400
 BILLION, MANY = 1_000_000_000, 20_000_000
+LARGE_LAYERS, LARGE_LAYER, LARGE_TERMS = 24, 2048, 4
 
 TORCH = "torch: DistributedSampler, DDP"
 POLICIES = {
@@ -120,13 +122,13 @@ def plain_micro_batches(stack: ExitStack) -> Iterator[None]:
 
 
 def seconds_of_a_step(loop: Callable[[ExitStack], Iterator[None]]) -> float:
-    """Return the median time of a step."""
+    """Return the median CPU time of a step, which depends less than the wall time on what else the machine does."""
     with ExitStack() as stack:
         times = []
         steps = loop(stack)
         for _ in range(STEPS):
             next(steps, None)
-            times.append(time.perf_counter())
+            times.append(time.process_time())
         steps.close()
         return statistics.median(later - earlier for earlier, later in pairwise(times[50:]))
 
@@ -156,24 +158,24 @@ def seconds_of_phases(kind: str) -> list[float]:
             batches = iter(run.loader(dataset, global_batch_size=BATCH))
         found: list[list[float]] = [[] for _ in PHASES]
         for _ in range(STEPS):
-            times = [time.perf_counter()]
+            times = [time.process_time()]
             (x,) = next(batches)
-            times.append(time.perf_counter())
+            times.append(time.process_time())
             loss = loss_of(model, x)
-            begun = time.perf_counter()
+            begun = time.process_time()
             loss.backward() if run is None else run.backward(loss)
-            times.append(times[-1] + time.perf_counter() - begun)
-            begun = time.perf_counter()
+            times.append(times[-1] + time.process_time() - begun)
+            begun = time.process_time()
             optimizer.step()
-            times.append(times[-1] + time.perf_counter() - begun)
-            begun = time.perf_counter()
+            times.append(times[-1] + time.process_time() - begun)
+            begun = time.process_time()
             schedule.step()
-            times.append(times[-1] + time.perf_counter() - begun)
+            times.append(times[-1] + time.process_time() - begun)
             optimizer.zero_grad()
-            begun = time.perf_counter()
+            begun = time.process_time()
             if run is not None:
                 run.commit()
-            times.append(times[-1] + time.perf_counter() - begun)
+            times.append(times[-1] + time.process_time() - begun)
             for phase, (earlier, later) in zip(found, pairwise(times), strict=True):
                 phase.append(later - earlier)
         return [statistics.median(phase[50:]) for phase in found]
@@ -203,6 +205,32 @@ def measure(runs: int) -> dict[str, list[float]]:
         for name, loop in loops.items():
             found[name].append(seconds_of_a_step(loop))
     return found
+
+
+def exact_sums(runs: int) -> str:
+    """Return what an exact sum of many numbers costs, beside adding up the same gradients as floats."""
+    with ExitStack() as stack:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        stack.callback(dist.destroy_process_group)
+        like = [torch.zeros(LARGE_LAYER, LARGE_LAYER) for _ in range(LARGE_LAYERS)]
+        terms = [[torch.randn_like(each) for each in like] for _ in range(LARGE_TERMS)]
+        total, found = ExactSum(like), []
+        for _ in range(runs):
+            begun = time.process_time()
+            for term in terms:
+                for sum_, gradient in zip(like, term, strict=True):
+                    sum_.add_(gradient)
+            passed = time.process_time()
+            for term in terms:
+                total.add(term)
+            total.finish()
+            found.append((passed - begun, time.process_time() - passed))
+    floats, exact = (statistics.median(times) for times in zip(*found, strict=True))
+    ratio = statistics.median(ours / theirs for theirs, ours in found)
+    rows = ["| | CPU time | for a gradient |", "| --- | --- | --- |"]
+    rows.append(f"| added up as floats | {floats:.2f} s | {floats / LARGE_TERMS:.3f} s |")
+    rows.append(f"| exact sum | {exact:.2f} s, {ratio:.2f} times as long | {exact / LARGE_TERMS:.3f} s |")
+    return "\n".join(rows)
 
 
 def first_batch(kind: str, length: int) -> tuple[float, float]:
@@ -266,7 +294,8 @@ def main() -> int:
     load = os.getloadavg()[0]
     parts = phases(arguments.runs)
     steps, begins = tables(arguments.runs)
-    print(f"{parts}\n\n{steps}\n\n{begins}")
+    sums = exact_sums(arguments.runs)
+    print(f"{parts}\n\n{steps}\n\n{sums}\n\n{begins}")
     if not arguments.dry:
         page = Template((HERE.parent / "feeding_page.md").read_text("utf-8")).substitute(
             date=f"{datetime.now().astimezone():%Y-%m-%d}",
@@ -275,6 +304,9 @@ def main() -> int:
             runs=arguments.runs,
             phases=parts,
             steps=steps,
+            large=f"{LARGE_LAYERS * LARGE_LAYER**2:,}",
+            terms=LARGE_TERMS,
+            sums=sums,
             begins=begins,
         )
         PAGE.write_text(page, "utf-8")

@@ -19,8 +19,8 @@ class FixedGlobalBatch(ConfigModel):
         logical_workers: number of parts of a step's samples, each with its own forward and backward pass, that are
             divided among the ranks; best with many divisors, such as 12, 24 or 60. ``None`` makes one part per rank.
         reduce: ``"allreduce"`` leaves the sum of gradients to data parallelism, where it differs in its last bits
-            between world sizes. ``"exact"`` makes it bit-identical, at twice the traffic, and with memory for the
-            gradients of all logical workers of a rank; the model must be the same on all ranks, not sharded.
+            between world sizes. ``"exact"`` makes it bit-identical, with memory for the gradients of all logical
+            workers of a rank; the model must be the same on all ranks, not sharded.
     """
 
     kind: Literal["fixed_global"] = "fixed_global"

@@ -110,7 +110,9 @@ class ControlGroup:
 
     def add_up(self, numbers: torch.Tensor) -> None:
         """Overwrite a CPU tensor with the sum over the ranks."""
-        dist.all_reduce(numbers, group=self.group)
+        group = self.group
+        if self.world_size > 1:
+            dist.all_reduce(numbers, group=group)
 
     def together(self, what: str, action: Callable[[], T], failure: Exception | None = None) -> list[T]:
         """Run a function without collectives on every rank and return all results in rank order.

@@ -102,9 +102,10 @@ def test_sharded_gradients_are_weighted_too(world_size, options, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "options"), [(3, {}), (2, {"micro_batch_size": 5}), (7, {"micro_batch_size": 2})]
+    ("world_size", "options", "hooked"),
+    [(3, {}, False), (3, {}, True), (2, {"micro_batch_size": 5}, False), (7, {"micro_batch_size": 2}, False)],
 )
-def test_the_noise_is_that_of_the_micro_batches(world_size, options, tmp_path):
+def test_the_noise_is_that_of_the_micro_batches(world_size, options, hooked, tmp_path):
     size = 8  # samples of a worker
     count = min(size * world_size, LENGTH)
     ids = order(DataSpec(LENGTH, global_batch_size=size, seed=0, shuffle=True, drop_last=False), 0)(
@@ -122,7 +123,9 @@ def test_the_noise_is_that_of_the_micro_batches(world_size, options, tmp_path):
     squared = float(mean.square().sum())
     expected = GradientNoiseScale().observe(squares, squared, micro_batches=batches, count=count, reference=size)
     policy = FixedPerWorkerBatch(scaling="adascale")
-    for moments, factor in World(world_size, gradients.noise, tmp_path, LENGTH, size, policy, options).values():
+    arguments = (tmp_path, LENGTH, size, policy, options, hooked)
+    for moments, factor, calls in World(world_size, gradients.noise, *arguments).values():
+        assert bool(calls) == hooked
         assert moments == pytest.approx(expected.moments, rel=1e-5)
         assert factor == pytest.approx(expected.gain(1, world_size), rel=1e-5)
         assert 1 < factor <= world_size

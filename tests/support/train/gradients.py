@@ -6,7 +6,9 @@ import hashlib
 import os
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, TensorDataset
@@ -38,16 +40,19 @@ def flat(model):
     return torch.cat([each.flatten() for each in found]).tolist()
 
 
-def noise(folder, length, global_batch_size, policy, options):
-    """Return AdaScale's estimates after the first step."""
+def noise(folder, length, global_batch_size, policy, options, hooked=False):
+    """Return AdaScale's estimates after the first step, and the calls of a communication hook of the script's own."""
     run = train.start(workers.policy(folder), batch=policy)
     model = run.wrap(network())
     run.track(model=model)
+    calls = []
+    if hooked:
+        model.register_comm_hook(None, lambda _, bucket: calls.append(1) or allreduce_hook(dist.group.WORLD, bucket))
     for x, y in run.loader(data(length), global_batch_size=global_batch_size, **options):
         run.backward(nn.functional.cross_entropy(model(x), y))
         if not run.accumulating:
             break
-    return run._rate._scale.noise.moments, run.learning_rate_factor
+    return run._rate._scale.noise.moments, run.learning_rate_factor, len(calls)
 
 
 def of_each_step(folder, length, global_batch_size, policy, options=None, weighted=True, sharded=False):

@@ -80,7 +80,10 @@ def restore(state: torch.Tensor, device: torch.device) -> None:
 def begin(*key: object) -> None:
     """Seed all generators with a key, such as a checkpoint and a rank."""
     seed = seed_of(*key)
-    torch.manual_seed(seed)  # seeds the GPUs as well
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)  # seeds the accelerators as well
+    else:
+        torch.default_generator.manual_seed(seed)  # the other formats a stack trace for each kind that is not there
     random.seed(seed)
     numpy = _numpy_random()
     if numpy is not None:
@@ -103,12 +106,14 @@ def kept() -> Iterator[None]:
 
 def _numpy_random() -> ModuleType | None:
     """Return NumPy's module of random numbers, which NumPy loads when it is first used; ``None`` without NumPy."""
-    return importlib.import_module("numpy.random") if "numpy" in sys.modules else None
+    if "numpy" not in sys.modules:
+        return None
+    return sys.modules.get("numpy.random") or importlib.import_module("numpy.random")
 
 
 def seed_of(*key: object) -> int:
     """Return a seed of 64 bits, the same for the same key."""
-    return xxhash.xxh3_64_intdigest(json.dumps([str(part) for part in key]).encode())
+    return xxhash.xxh3_64_intdigest("\0".join(map(str, key)).encode())
 
 
 def to_text(state: torch.Tensor) -> str:

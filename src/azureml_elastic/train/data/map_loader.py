@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -9,10 +10,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.train.data.loader import ElasticLoader, LoaderContext, to_device
 from azureml_elastic.train.data.position import LoaderState, MicroBatch, Window
 from azureml_elastic.train.data.sampling import FILLER_SAMPLES, Cursor, order, parts, weight
-from azureml_elastic.train.data.seeding import SeededCollate, SeededDataset, SeededIds
+from azureml_elastic.train.data.seeding import SeededDataset, SeededIds
 
 __all__ = ["MapLoader", "SizedDataset"]
 
@@ -39,7 +41,7 @@ class MapLoader(ElasticLoader):
         self._plan: deque[MicroBatch] = deque()
         sampler = {"batch_sampler": _BatchSampler(self, self._plan)}
         if self._batching.exact:
-            self._fetched = self._make(SeededDataset(dataset), collate_fn=SeededCollate(self._collate), **sampler)
+            self._fetched = self._make(SeededDataset(dataset), **sampler)
         else:
             self._fetched = self._make(dataset, **sampler)
 
@@ -112,9 +114,14 @@ class MapLoader(ElasticLoader):
         options = {**self._context.options, "num_workers": 0, "persistent_workers": False, "timeout": 0}
         for name in ("prefetch_factor", "multiprocessing_context"):
             options.pop(name, None)
-        loader = MapLoader(self._dataset, elsewhere, replace(self._context, options=options))
-        for micro, batch in loader.batches():
-            yield micro, to_device(batch, self._context.device)
+        batches = MapLoader(self._dataset, elsewhere, replace(self._context, options=options)).batches()
+        while True:
+            # What is read here may not be trained next, so the random sequences of training go on after it.
+            with random_state.kept() if self._batching.exact else contextlib.nullcontext():
+                found = next(batches, None)
+            if found is None:
+                return
+            yield found[0], to_device(found[1], self._context.device)
 
     def filler(self) -> Any:
         """Return a collated batch of one or two samples of the dataset."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.utils.data import get_worker_info
 
 from azureml_elastic.checkpoint.state import random_state
 
-__all__ = ["SeededCollate", "SeededDataset", "SeededIds", "seeded"]
+__all__ = ["SeededDataset", "SeededIds", "seeded"]
 
 
 class SeededIds(list[int]):
@@ -22,15 +22,13 @@ class SeededIds(list[int]):
         self.seed = seed
 
 
-class _Samples(list[Any]):
-    """Samples of a micro-batch whose random sequences are active until they are collated."""
-
-    ending: contextlib.ExitStack
-
-
 @dataclass(eq=False)
 class SeededDataset:
-    """A map-style dataset whose random numbers depend on the micro-batch that is fetched."""
+    """A map-style dataset whose random numbers depend on the micro-batch that is fetched.
+
+    Its sequences go on where the samples are collated. The script's own are not restored afterwards: those of the
+    training process begin anew before each micro-batch is trained.
+    """
 
     dataset: Any
 
@@ -39,29 +37,19 @@ class SeededDataset:
 
     def __getitems__(self, ids: SeededIds) -> list[Any]:
         """Return the samples of a micro-batch; called by torch."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(seeded(*ids.seed))
-            many = getattr(self.dataset, "__getitems__", None)
-            fetched = _Samples(many(list(ids)) if many else [self.dataset[index] for index in ids])
-            fetched.ending = stack.pop_all()
-        return fetched
+        begin(*ids.seed)
+        many = getattr(self.dataset, "__getitems__", None)
+        return list(many(list(ids)) if many else [self.dataset[index] for index in ids])
 
 
-@dataclass(eq=False)
-class SeededCollate:
-    """A collate function that continues the random sequences of :class:`SeededDataset`."""
-
-    collate: Callable[[list[Any]], Any]
-
-    def __call__(self, samples: _Samples) -> Any:
-        """Return the batch."""
-        with samples.ending:
-            return self.collate(list(samples))
+def begin(*seed: object) -> None:
+    """Begin the random sequences of a micro-batch's samples."""
+    random_state.begin("fetch", *seed)
 
 
 @contextlib.contextmanager
 def seeded(*seed: object) -> Iterator[None]:
     """Begin random sequences with a seed; outside of a data loader's process, restore the script's own afterwards."""
     with random_state.kept() if get_worker_info() is None else contextlib.nullcontext():
-        random_state.begin("fetch", *seed)
+        begin(*seed)
         yield

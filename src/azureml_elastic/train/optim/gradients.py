@@ -7,7 +7,7 @@ part with a weight of zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -19,8 +19,9 @@ from azureml_elastic.distributed.process_groups import ProcessGroups
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data import sampling
 from azureml_elastic.train.data.position import MicroBatch, Position
-from azureml_elastic.train.optim.exact_sum import exact_sum
+from azureml_elastic.train.optim.exact_sum import ExactSum
 from azureml_elastic.train.optim.gradient_averaging import data_parallel_parts
+from azureml_elastic.train.optim.gradient_norms import GradientNorms
 from azureml_elastic.train.optim.learning_rate import LearningRate
 
 __all__ = ["Gradients"]
@@ -39,9 +40,10 @@ class Gradients:
         self._parameters: list[torch.Tensor] = []
         self._buffers: list[torch.Tensor] = []
         self._syncing: tuple[bool, int] | None = None
-        self._sum: _ExactSum | None = None
+        self._sum: _ExactStep | None = None
+        self._exact_sum: ExactSum | None = None
         self._tokens: int | None = None
-        self._norms: list[torch.Tensor] = []
+        self._norms: GradientNorms | None = None
         self._local = 0.0
 
     def attach(self, state: TrackedState) -> None:
@@ -51,7 +53,8 @@ class Gradients:
         self._parameters = _unique(
             each for module in state.modules for each in module.parameters() if each.requires_grad
         )
-        self._buffers = _unique(each for module in state.modules for each in module.buffers())
+        buffers = _unique(each for module in state.modules for each in module.buffers())
+        self._buffers = [buffer for buffer in buffers if buffer.dtype != torch.bool]
         if not (self.exact or self._rate.measures_noise):
             return
         what = 'reduce="exact"' if self.exact else 'scaling="adascale"'
@@ -60,8 +63,7 @@ class Gradients:
         if self._rate.measures_noise:
             if state.scales_gradients:
                 raise UsageError(f"{what} does not go with a GradScaler, whose scale changes. Train in bfloat16.")
-            for parameter in self._parameters:
-                parameter.register_hook(self._measure)  # type: ignore[no-untyped-call]
+            self._norms = GradientNorms(self._modules, self._parameters)
         elif any(isinstance(part, nn.SyncBatchNorm) for module in state.modules for part in module.modules()):
             raise UsageError(f"{what} and SyncBatchNorm do not go together: ranks have different numbers of batches.")
 
@@ -71,11 +73,16 @@ class Gradients:
             self._rate.begin()
             self._sum = self._tokens = None
             self._local = 0.0
-        self._sync(on=micro.last and not self._position.accumulating and not self.exact)
+        exchanged = micro.last and not self._position.accumulating and not self.exact
+        self._sync(on=exchanged)
+        if self._norms is not None:
+            self._norms.begin(exchanged=exchanged and micro.index == 0)
         if self.exact:
             random_state.begin("exact", *micro.seed)
             if self._sum is None:
-                self._sum = _ExactSum(self._parameters, self._buffers)
+                if self._exact_sum is None:
+                    self._exact_sum = ExactSum([*self._parameters, *self._buffers])
+                self._sum = _ExactStep(self._parameters, self._buffers, self._exact_sum)
 
     def backward(self, loss: torch.Tensor, micro: MicroBatch, tokens: int | None) -> None:
         """Compute the gradients of a micro-batch.
@@ -99,26 +106,26 @@ class Gradients:
             # The weight is relative to the window's samples, since the number of its tokens is known only at the end.
             ranks = 1 if self.exact else self._position.identity.world_size
             weight = sampling.weight(own, micro.window.count, ranks)
-        self._norms.clear()
         weighed = loss if weight == 1 else loss * weight
         if self._state is None:
             weighed.backward()  # type: ignore[no-untyped-call]
         else:
             self._state.backward(weighed)
-        if self._rate.measures_noise and weight:
-            self._local += micro.samples / micro.window.count * _squared(self._norms) / weight**2
+        if self._norms is not None and weight:
+            self._local += micro.samples / micro.window.count * self._norms.local() / weight**2
         if self._sum is not None:
             self._sum.add(micro)
         if not micro.last or self._position.accumulating:
             return
         if self._sum is not None:
-            self._sum.finish(micro.window.count)
+            self._sum.finish()
+        mean = 0.0 if self._norms is None else self._norms.mean()
         if self._tokens is not None:
-            self._normalise(
-                self._world.control.total(float(self._tokens if self._position.counts else 0)), micro.window.count
-            )
-        if self._rate.measures_noise:
-            self._observe(micro)
+            total = self._world.control.total(float(self._tokens if self._position.counts else 0))
+            self._normalise(total, micro.window.count)
+            mean *= (micro.window.count / total) ** 2 if total else 1.0
+        if self._norms is not None:
+            self._observe(micro, mean)
 
     def _sync(self, *, on: bool) -> None:
         if (on, self._position.generation) == self._syncing:
@@ -145,44 +152,42 @@ class Gradients:
                 if parameter.grad is not None:
                     parameter.grad.mul_(samples / tokens)
 
-    def _measure(self, gradient: torch.Tensor) -> None:
-        self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=_dtype_of_norm(gradient)))
-
-    def _observe(self, micro: MicroBatch) -> None:
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        gradients = [each.to(_dtype_of_norm(each)) for each in gradients]
-        mean = _squared(torch._foreach_norm(gradients))  # noqa: SLF001 - what clip_grad_norm_ uses
-        local = self._world.control.total(self._local)
-        batches = round(self._world.control.total(float((micro.index + 1) if micro.samples else 0)))
+    def _observe(self, micro: MicroBatch, mean: float) -> None:
+        sums = torch.tensor([self._local, micro.index + 1 if micro.samples else 0], dtype=torch.float64)
+        self._world.control.add_up(sums)
+        local, batches = sums.tolist()
         first = self._position.first
         assert first is not None
         reference = first.spec.global_batch_size
-        self._rate.observe(local, mean, micro_batches=batches, count=micro.window.count, reference=reference)
+        self._rate.observe(local, mean, micro_batches=round(batches), count=micro.window.count, reference=reference)
 
 
-class _ExactSum:
+class _ExactStep:
     """The gradients of a step's micro-batches, and their changes to buffers such as those of batch normalisation.
 
     Each micro-batch begins with the buffers of the step before. At the end of the step they are the mean, weighted as
     gradients are; counters, such as the number of batches, add up.
     """
 
-    def __init__(self, parameters: list[torch.Tensor], buffers: list[torch.Tensor]) -> None:
+    def __init__(self, parameters: list[torch.Tensor], buffers: list[torch.Tensor], total: ExactSum) -> None:
         self._parameters = parameters
-        self._buffers = [buffer for buffer in buffers if buffer.dtype != torch.bool]
+        self._buffers = buffers
+        self._total = total
+        self._total.clear()  # of the terms of a step that was interrupted
+        self._backward_passes = 0
         self._before = [parameter.grad for parameter in parameters]
         self._begun = [buffer.detach().clone() for buffer in self._buffers]
-        self._terms: list[list[torch.Tensor | None]] = []
         for parameter in parameters:
             parameter.grad = None
 
     def add(self, micro: MicroBatch) -> None:
         """Take the gradients of a backward pass, and the changes of the buffers."""
-        if len(self._terms) != micro.index:
+        if self._backward_passes != micro.index:
             raise UsageError(
                 f'reduce="exact" takes one run.backward() for each micro-batch, but this is the {micro.index + 1}. '
-                f"micro-batch and call {len(self._terms) + 1}. Add the losses up before."
+                f"micro-batch and call {self._backward_passes + 1}. Add the losses up before."
             )
+        self._backward_passes += 1
         gradients: list[torch.Tensor | None] = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -192,28 +197,17 @@ class _ExactSum:
             changed = not torch.equal(buffer, begun)
             changes.append((buffer - begun) * (weight if buffer.is_floating_point() else 1) if changed else None)
             buffer.copy_(begun)
-        if not micro.samples:  # a batch with weight zero
-            gradients, changes = [None] * len(gradients), [None] * len(changes)
-        self._terms.append(gradients + changes)
+        if micro.samples:  # not a batch with weight zero
+            self._total.add(gradients + changes)
 
-    def finish(self, count: int) -> None:
+    def finish(self) -> None:
         """Replace the gradients and the buffers by the sums over all ranks. A collective."""
-        sums = exact_sum(self._terms, like=[*self._parameters, *self._buffers], count=count)
+        sums = self._total.finish()
         for parameter, before, total in zip(self._parameters, self._before, sums, strict=False):
             parameter.grad = before if total is None else total if before is None else before.add_(total)
         for buffer, total in zip(self._buffers, sums[len(self._parameters) :], strict=True):
             if total is not None:
                 buffer.add_(total)
-        self._terms = []
-
-
-def _dtype_of_norm(gradient: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(gradient.dtype, torch.float32)
-
-
-def _squared(norms: Sequence[torch.Tensor]) -> float:
-    """Return the sum of the squares."""
-    return float(torch.stack([norm.double() for norm in norms]).square().sum()) if norms else 0.0
 
 
 def _unique(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ of all ranks after it. All weights are tested before a checkpoint or a snapshot 
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -39,8 +40,8 @@ class FinitenessWatch:
         self._probes: list[torch.Tensor] = []
         self._weights: list[torch.Tensor] = []
         self._watches_loss = True
-        self._loss: torch.Tensor | None = None
-        self._pending: deque[tuple[int, Fetched]] = deque()
+        self._losses: list[torch.Tensor] = []
+        self._pending: deque[tuple[int, int, Fetched]] = deque()
         self._reported: set[str] = set()
 
     def attach(self, state: TrackedState) -> None:
@@ -48,15 +49,16 @@ class FinitenessWatch:
         trained = [[each for each in module.parameters() if each.requires_grad] for module in state.modules]
         self._weights = [_local(each) for parameters in trained for each in parameters if _local(each).numel()]
         probes = (min(map(_local, each), key=torch.Tensor.numel, default=None) for each in map(_nonempty, trained))
-        self._probes = [each for each in probes if each is not None]
+        self._probes = [
+            torch.view_as_real(each.detach()) if each.is_complex() else each for each in probes if each is not None
+        ]
         # A scaled loss may overflow by design: the scaler then leaves the step out, and the weights stay finite.
         self._watches_loss = not state.scales_gradients
 
     def observe(self, loss: torch.Tensor) -> None:
         """Take the loss of a backward pass into account."""
         if self._watches_loss:
-            bad = ~torch.isfinite(loss.detach()).all()
-            self._loss = bad if self._loss is None else self._loss | bad
+            self._losses.append(loss.detach())
 
     def end_step(self, step: int) -> None:
         """Test what the step has computed, and respond to what the device has computed so far.
@@ -64,21 +66,19 @@ class FinitenessWatch:
         Raises:
             NonFiniteError: a step was not finite, and the policy is not to warn.
         """
-        found = [] if self._loss is None else [self._loss]
-        with torch.no_grad():
-            found += [~torch.isfinite(each).all() for each in self._probes]
-        if found:
-            bad_weights = torch.stack(found[len(found) - len(self._probes) :]).any() if self._probes else None
-            bad_loss = torch.zeros_like(found[0]) if self._loss is None else self._loss
-            both = torch.stack([bad_loss, torch.zeros_like(bad_loss) if bad_weights is None else bad_weights])
-            self._pending.append((step, device_of(both.device).fetch(both)))
-        self._loss = None
+        losses, self._losses = self._losses, []
+        if losses or self._probes:
+            with torch.no_grad():
+                # A sum is finite where all of its terms are, and on the CPU it takes a fifth of the time of isfinite().
+                sums = torch.stack([each.sum(dtype=torch.float64) for each in (*losses, *self._probes)])
+                self._pending.append((step, len(losses), device_of(sums.device).fetch(sums)))
         while self._pending:
-            number, values = self._pending[0]
+            number, count, values = self._pending[0]
             if not values.arrived() and len(self._pending) <= _MOST_PENDING:
                 break
             self._pending.popleft()
-            self._respond(number, *values.read().tolist())
+            finite = [math.isfinite(each) for each in values.read().tolist()]
+            self._respond(number, loss=not all(finite[:count]), weights=not all(finite[count:]))
 
     def weights_are_sound(self) -> bool:
         """Return whether this process may pass its weights on to the next round. Waits for the device."""
@@ -93,7 +93,7 @@ class FinitenessWatch:
             largest = torch._foreach_norm(self._weights, float("inf"))  # noqa: SLF001 - what clip_grad_norm_ uses
             return bool(torch.isfinite(torch.stack([each.float() for each in largest])).all())
 
-    def _respond(self, step: int, loss: bool, weights: bool) -> None:
+    def _respond(self, step: int, *, loss: bool, weights: bool) -> None:
         what = "weights" if weights else "loss" if loss else ""
         if not what:
             return
