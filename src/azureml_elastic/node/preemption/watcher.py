@@ -87,11 +87,6 @@ class PreemptionWatcher:
         return bool(self._notices())
 
     @property
-    def overdue(self) -> bool:
-        """Whether the deadline of the workers has passed."""
-        return self.noticed and self.seconds_left <= 0.0
-
-    @property
     def seconds_left(self) -> float:
         """Seconds that the workers have until the first deadline; infinite without a notice."""
         until = min((notice.until for notice in self._notices()), default=float("inf"))

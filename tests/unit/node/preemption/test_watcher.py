@@ -59,12 +59,12 @@ def service():
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_is_a_notice(preemption, woken, signum, code):
     assert not preemption.noticed
-    assert not preemption.overdue
+    assert preemption.seconds_left > 0
     assert not preemption.commit_to_leave()
     os.kill(os.getpid(), signum)
     assert woken.wait(10)
     assert preemption.noticed
-    assert preemption.overdue  # no grace
+    assert preemption.seconds_left == 0  # no grace
     assert preemption.commit_to_leave()
     assert (preemption.exit_code, preemption.reason) == (code, signum.name)
 
@@ -76,7 +76,7 @@ def test_workers_have_what_is_left_of_the_first_notice(woken):
         assert 10 < preemption.seconds_left <= 15
         preemption.announce("marker", {"now": Announcement("now", seconds_left=5.0)})
         assert 0 < preemption.seconds_left <= 5
-        assert not preemption.overdue
+        assert preemption.seconds_left > 0
 
 
 def test_a_storm_of_signals_while_the_wake_is_used_does_not_deadlock(preemption, woken):
@@ -102,7 +102,7 @@ def test_an_event_is_a_notice_until_it_is_withdrawn(service, woken):
         event = service.announce("Preempt", "vm_1")
         assert woken.wait(TIMEOUT_S)
         assert preemption.noticed
-        assert not preemption.overdue
+        assert preemption.seconds_left > 0
         assert (preemption.reason, preemption.exit_code) == (f"scheduled event Preempt {event}", 143)
         woken.clear()
         service.remove(event)
@@ -154,12 +154,12 @@ def test_the_time_that_is_left_is_the_end_of_the_grace(service, woken, monkeypat
     with opened(PreemptionWatcher(policy(grace=60, scheduled_events=service.address("vm_1")), woken.set)) as preemption:
         service.announce("Preempt", "vm_1", notice=30)
         until(lambda: preemption.noticed)
-        assert not preemption.overdue
+        assert preemption.seconds_left > 0
         (notice,) = preemption._notices()
         assert 0 < notice.until - notice.since <= 30
         clock = SimpleNamespace(monotonic=lambda: notice.until)
         monkeypatch.setattr("azureml_elastic.node.preemption.watcher.time", clock)
-        assert preemption.overdue
+        assert preemption.seconds_left == 0
 
 
 @pytest.mark.parametrize(("acknowledge", "machines"), [(True, ("vm_1",)), (False, ("vm_1",)), (True, ("vm_1", "vm_2"))])
