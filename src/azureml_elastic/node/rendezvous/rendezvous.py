@@ -77,7 +77,6 @@ class Rendezvous:
         wake: event that is set when the agent should look at :meth:`status` and at the inbox.
         inbox: messages of other agents for the agent's thread.
         authenticator: this node's part in the handshakes with other nodes.
-        hub: this node's hub.
         membership: the round joined last, and the connection to its rank 0.
         round_end: reopens the round, or closes the run.
 
