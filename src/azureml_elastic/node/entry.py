@@ -112,6 +112,8 @@ class _Node(Surroundings):
         start_preload: function that starts the preload server.
     """
 
+    _group: WorkerGroup | None = None
+
     def __init__(
         self,
         identity: NodeIdentity,
@@ -126,7 +128,7 @@ class _Node(Surroundings):
         timings = distribution.rendezvous.timings
         self._slots = 1 if distribution.runs_engine else _slots(distribution.process_count_per_instance)
         wake = threading.Event()
-        self._preemption = preemption = PreemptionWatcher(distribution.preemption, wake.set, identity.node)
+        self._preemption = preemption = PreemptionWatcher(distribution.preemption, wake, identity.node)
         stack.callback(preemption.close)
         opened = open_table(distribution.rendezvous, identity.run_id, os.environ)
         self._table = table = AgentTable(opened, preemption)
@@ -174,7 +176,7 @@ class _Node(Surroundings):
         self._record_start()
         self._watch = HangDetector(HangPolicy.of(distribution))
         sender = ShardSender(memory, rendezvous.authenticator)
-        self._channel = Channel(recorder, wake.set, self._watch, memory, sender)
+        self._channel = Channel(recorder, wake, self._watch, memory, sender)
         stack.callback(self._channel.close)
         self._newcomers = NewcomerWatch(
             SaveWatch(self._channel.folder, excluded=identity.folder.absolute()), distribution.newcomer_timeout
@@ -266,6 +268,11 @@ class _Node(Surroundings):
         """Return whether there is a notice, which is final from then on."""
         return self._preemption.commit_to_leave()
 
+    def get_ready(self) -> bool:
+        """Wait for the script's imports before a round ends for this node; return whether that took time."""
+        assert self._group is not None, "a node joins once it has its workers"
+        return self._group.warm_up(self._rendezvous.given_up, settle=False)
+
     def live_strikes(self, *, fresh: bool) -> int:
         """Return the number of live strikes against this machine."""
         return self._strikes.mine(fresh=fresh)
@@ -301,7 +308,7 @@ class _Node(Surroundings):
             stop_seconds=distribution.stop_timeout.total_seconds(),
         )
         interval = distribution.monitor_interval.total_seconds()
-        group = WorkerGroup(
+        self._group = group = WorkerGroup(
             workers,
             channel,
             self._slots,

@@ -135,7 +135,7 @@ class NodeAgent:
 
     def _enter_round(self) -> None:
         """Take a place in the next round, and give the workers theirs."""
-        assignment, store = enter(self._rdzv, self._open_store, self._get_ready)
+        assignment, store = enter(self._rdzv, self._open_store)
         # Closed at the end: the workers of the round before may have used its store until they were interrupted.
         before, self._store = self._store, store
         round_ = assignment.round
@@ -154,7 +154,3 @@ class NodeAgent:
 
     def _open_store(self, assignment: Assignment) -> RoundStore | None:
         return open_round_store(assignment, self._rdzv, lambda: self._workers.preload_server)
-
-    def _get_ready(self) -> bool:
-        """Wait for the script's imports before the round ends for this node; return whether that took time."""
-        return self._group.warm_up(self._rdzv.given_up, settle=False)
