@@ -41,7 +41,7 @@ from azureml_elastic.node.agent.session_detection import opens_session
 from azureml_elastic.node.agent.shard_receiver import ShardReceiver
 from azureml_elastic.node.agent.shard_sender import ShardSender
 from azureml_elastic.node.agent.worker_environment import set_inherited_variables, withheld_variables
-from azureml_elastic.node.agent.worker_group import PlaceWait, WorkerGroup
+from azureml_elastic.node.agent.worker_group import WorkerGroup
 from azureml_elastic.node.agent.worker_processes import Workers
 from azureml_elastic.node.core.hangs import HangPolicy
 from azureml_elastic.node.core.round import Limits
@@ -271,7 +271,7 @@ class _Node(Surroundings):
     def get_ready(self) -> bool:
         """Wait for the script's imports before a round ends for this node; return whether that took time."""
         assert self._group is not None, "a node joins once it has its workers"
-        return self._group.warm_up(self._rendezvous.given_up, settle=False)
+        return self._group.warm_up(settle=False)
 
     def live_strikes(self, *, fresh: bool) -> int:
         """Return the number of live strikes against this machine."""
@@ -307,15 +307,14 @@ class _Node(Surroundings):
             handover_seconds=distribution.handover_timeout.total_seconds(),
             stop_seconds=distribution.stop_timeout.total_seconds(),
         )
-        interval = distribution.monitor_interval.total_seconds()
         self._group = group = WorkerGroup(
             workers,
             channel,
             self._slots,
-            identity.node,
+            rendezvous,
             stays=distribution.keeps_processes(opens_session=opens),
             handover_seconds=distribution.handover_timeout.total_seconds(),
-            place=PlaceWait(rendezvous.wake, interval, preemption),
+            interval=distribution.monitor_interval.total_seconds(),
         )
         hangs = HangWatch(
             self._watch, StackReporter(channel.folder, identity.folder / "stacks", identity.node, rendezvous.wake)
@@ -353,10 +352,7 @@ class _Node(Surroundings):
         Raises:
             InterruptedError: this node must leave.
         """
-        self._rendezvous.wake.wait(seconds)
-        self._rendezvous.wake.clear()
-        if self._preemption.commit_to_leave():
-            raise InterruptedError("the node is being preempted")
+        self._rendezvous.wait(seconds)
 
 
 def _tell(failure: str) -> None:

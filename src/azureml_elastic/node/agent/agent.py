@@ -93,7 +93,7 @@ class NodeAgent:
             self._runner.record(NodeReady)
             while True:
                 if self._group.stays:
-                    self._group.get_ready(self._rdzv.is_left_out)
+                    self._group.get_ready()
                 self._enter_round()
                 training = self._runner.run(self._store)
                 if training.state is not State.RECOVERING:
@@ -124,12 +124,12 @@ class NodeAgent:
         """Wait until this node's workers could start, or for a while."""
         round_ = self._rdzv.read_round()
         if round_.number > 1 or round_.state == "sealed":
-            self._group.warm_up(self._rdzv.given_up, settle=round_.state == "sealed")
+            self._group.warm_up(settle=round_.state == "sealed")
         elif self._resources.max_instance_count > 1:
             # A round that is sealed before its workers can start begins no earlier, but without the nodes that come a
             # moment later: each of them has announced itself by then, and the first round waits for these.
             if self._workers.is_preloaded:
-                self._group.warm_up(self._rdzv.given_up, settle=False)
+                self._group.warm_up(settle=False)
             else:
                 self._rdzv.wake.wait(_ANNOUNCEMENT_SECONDS)
 

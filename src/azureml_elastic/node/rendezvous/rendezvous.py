@@ -307,6 +307,14 @@ class Rendezvous:
                 if isinstance(event, on.LinkEnded):
                     self._watch.close()
 
+    def wait(self, seconds: float) -> None:
+        """Wait until there may be something to do, at most for this time, while this node is in no round.
+
+        Raises:
+            InterruptedError: this node must leave.
+        """
+        self._sleeper.wait(seconds)
+
     def read_round(self) -> Round:
         """Read the current round, for a node that has not joined yet: no node waits for it after the first seal."""
         return self._rows.read_round()
