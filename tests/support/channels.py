@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
 from azureml_elastic.ipc import KEY_BYTES, Authenticator, Peer
 from azureml_elastic.node.agent.channel import Channel
@@ -16,4 +18,4 @@ def open_channel(recorder):
     """Return a channel that nothing is woken by."""
     memory = AgentMemory()
     sender = ShardSender(memory, Authenticator(Peer("node-0", "inc"), "hub", bytes(KEY_BYTES)))
-    return Channel(recorder, lambda: None, HangDetector(HangPolicy()), memory, sender)
+    return Channel(recorder, threading.Event(), HangDetector(HangPolicy()), memory, sender)

@@ -42,7 +42,6 @@ class Peer:
     """One end of a connection.
 
     Args:
-        name: name of the node.
         incarnation: random identifier of the node's process; ``""`` accepts any.
     """
 

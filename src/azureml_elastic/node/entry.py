@@ -42,7 +42,7 @@ from azureml_elastic.node.agent.session_detection import opens_session
 from azureml_elastic.node.agent.shard_receiver import ShardReceiver
 from azureml_elastic.node.agent.shard_sender import ShardSender
 from azureml_elastic.node.agent.worker_environment import set_inherited_variables, withheld_variables
-from azureml_elastic.node.agent.worker_group import PlaceWait, WorkerGroup
+from azureml_elastic.node.agent.worker_group import WorkerGroup
 from azureml_elastic.node.agent.worker_processes import Workers
 from azureml_elastic.node.core.hangs import HangPolicy
 from azureml_elastic.node.core.round import Limits
@@ -113,6 +113,8 @@ class _Node(Surroundings):
         start_preload: function that starts the preload server.
     """
 
+    _group: WorkerGroup | None = None
+
     def __init__(
         self,
         identity: NodeIdentity,
@@ -127,7 +129,7 @@ class _Node(Surroundings):
         timings = distribution.rendezvous.timings
         self._slots = 1 if distribution.runs_engine else _slots(distribution.process_count_per_instance)
         wake = threading.Event()
-        self._preemption = preemption = PreemptionWatcher(distribution.preemption, wake.set, identity.node)
+        self._preemption = preemption = PreemptionWatcher(distribution.preemption, wake, identity.node)
         stack.callback(preemption.close)
         opened = open_table(distribution.rendezvous, identity.run_id, os.environ)
         self._table = table = AgentTable(opened, preemption)
@@ -171,7 +173,7 @@ class _Node(Surroundings):
         self._record_start()
         self._watch = HangDetector(HangPolicy.of(distribution))
         sender = ShardSender(memory, rendezvous.authenticator)
-        self._channel = Channel(recorder, wake.set, self._watch, memory, sender)
+        self._channel = Channel(recorder, wake, self._watch, memory, sender)
         stack.callback(self._channel.close)
         self._newcomers = NewcomerWatch(
             SaveWatch(self._channel.folder, excluded=identity.folder.absolute()), distribution.newcomer_timeout
@@ -263,6 +265,11 @@ class _Node(Surroundings):
         """Return whether there is a notice, which is final from then on."""
         return self._preemption.commit_to_leave()
 
+    def get_ready(self) -> bool:
+        """Wait for the script's imports before a round ends for this node; return whether that took time."""
+        assert self._group is not None, "a node joins once it has its workers"
+        return self._group.warm_up(settle=False)
+
     def live_strikes(self, *, fresh: bool) -> int:
         """Return the number of live strikes against this machine."""
         return self._strikes.mine(fresh=fresh)
@@ -297,15 +304,14 @@ class _Node(Surroundings):
             handover_seconds=distribution.handover_timeout.total_seconds(),
             stop_seconds=distribution.stop_timeout.total_seconds(),
         )
-        interval = distribution.monitor_interval.total_seconds()
-        group = WorkerGroup(
+        self._group = group = WorkerGroup(
             workers,
             channel,
             self._slots,
-            identity.node,
+            rendezvous,
             stays=distribution.keeps_processes(opens_session=opens),
             handover_seconds=distribution.handover_timeout.total_seconds(),
-            place=PlaceWait(rendezvous.wake, interval, preemption),
+            interval=distribution.monitor_interval.total_seconds(),
         )
         hangs = HangWatch(
             self._watch, StackReporter(channel.folder, identity.folder / "stacks", identity.node, rendezvous.wake)
@@ -343,10 +349,7 @@ class _Node(Surroundings):
         Raises:
             InterruptedError: this node must leave.
         """
-        self._rendezvous.wake.wait(seconds)
-        self._rendezvous.wake.clear()
-        if self._preemption.commit_to_leave():
-            raise InterruptedError("the node is being preempted")
+        self._rendezvous.wait(seconds)
 
 
 def _tell(failure: str) -> None:

@@ -15,7 +15,6 @@ class Process:
     """Process of a node. Its seconds are accounted up to ``at``; those of members while they train, by ``Training``.
 
     Args:
-        name: name of the node.
         pool: index of its pool.
         began: start of the process.
         at: time up to which its seconds are accounted.

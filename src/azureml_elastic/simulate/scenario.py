@@ -33,7 +33,6 @@ class SimulatedPool:
     """A node pool and the availability of its machines.
 
     Args:
-        pool: node pool.
         trace: availability of its machines; ``None`` for machines that are always there.
         size: VM size, for the price.
         tier: tier, for the price.
@@ -100,7 +99,6 @@ class Outcome:
     """Result of a simulated run.
 
     Args:
-        strategy: strategy.
         seconds: time from the submission to the end of the run, or to the point at which it was given up.
         steps: number of completed steps.
         finished: whether the work was done.

@@ -108,6 +108,7 @@ class Nodes:
         program: str | None = None,
         noticed: threading.Event | None = None,
         runtime: Runtime | None = None,
+        surroundings: Surroundings | None = None,
     ) -> Rendezvous:
         limits = Limits(minimum, maximum)
         node = Rendezvous(
@@ -115,7 +116,7 @@ class Nodes:
             LocalNode(name, "127.0.0.1", slots, program=program),
             limits,
             self.timings,
-            Leaving(noticed or self.over),
+            surroundings or Leaving(noticed or self.over),
             runtime=runtime,
         )
         self.made.append(node)

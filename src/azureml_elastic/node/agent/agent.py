@@ -93,7 +93,7 @@ class NodeAgent:
             self._runner.record(NodeReady)
             while True:
                 if self._group.stays:
-                    self._group.get_ready(self._rdzv.is_left_out)
+                    self._group.get_ready()
                 self._enter_round()
                 training = self._runner.run(self._store)
                 if training.state is not State.RECOVERING:
@@ -124,18 +124,18 @@ class NodeAgent:
         """Wait until this node's workers could start, or for a while."""
         round_ = self._rdzv.read_round()
         if round_.number > 1 or round_.state == "sealed":
-            self._group.warm_up(self._rdzv.given_up, settle=round_.state == "sealed")
+            self._group.warm_up(settle=round_.state == "sealed")
         elif self._resources.max_instance_count > 1:
             # A round that is sealed before its workers can start begins no earlier, but without the nodes that come a
             # moment later: each of them has announced itself by then, and the first round waits for these.
             if self._workers.is_preloaded:
-                self._group.warm_up(self._rdzv.given_up, settle=False)
+                self._group.warm_up(settle=False)
             else:
                 self._rdzv.wake.wait(_ANNOUNCEMENT_SECONDS)
 
     def _enter_round(self) -> None:
         """Take a place in the next round, and give the workers theirs."""
-        assignment, store = enter(self._rdzv, self._open_store, self._get_ready)
+        assignment, store = enter(self._rdzv, self._open_store)
         # Closed at the end: the workers of the round before may have used its store until they were interrupted.
         before, self._store = self._store, store
         round_ = assignment.round
@@ -154,7 +154,3 @@ class NodeAgent:
 
     def _open_store(self, assignment: Assignment) -> RoundStore | None:
         return open_round_store(assignment, self._rdzv, lambda: self._workers.preload_server)
-
-    def _get_ready(self) -> bool:
-        """Wait for the script's imports before the round ends for this node; return whether that took time."""
-        return self._group.warm_up(self._rdzv.given_up, settle=False)

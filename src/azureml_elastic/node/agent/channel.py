@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -42,7 +43,7 @@ class Channel:
 
     Args:
         recorder: writer of the ledger's events.
-        wake: callback for changes, called from the channel's thread.
+        wake: event that is set for changes.
         watch: detector of hanging workers.
         memory: memory of the agent, which the channel closes.
         sender: sender of snapshot shards to other nodes, which the channel closes.
@@ -57,7 +58,7 @@ class Channel:
     def __init__(
         self,
         recorder: Recorder,
-        wake: Callable[[], None],
+        wake: threading.Event,
         watch: HangDetector,
         memory: AgentMemory,
         sender: ShardSender,
@@ -185,7 +186,7 @@ class Channel:
                 state.connected = True
             case worker_messages.Parked():
                 self.workers.park(local_rank)
-                self._wake()
+                self._wake.set()
             case worker_messages.Damaged(directory, problems):
                 self._recorder.record(CheckpointQuarantined, state.number, directory=directory, problems=problems)
             case worker_messages.Restored(step, directory):
@@ -199,7 +200,7 @@ class Channel:
                 if step:  # else there was no step
                     self._progress.completed(state.number, step)
                 self._progress.flush()
-                self._wake()
+                self._wake.set()
             case worker_messages.GaveWay():
                 self.workers.give_way(state, local_rank)
 
@@ -211,7 +212,7 @@ class Channel:
 
     def _on_close(self, connection: Connection) -> None:
         self.workers.remove(connection)
-        self._wake()
+        self._wake.set()
 
 
 _IN_ANY_ROUND = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from azureml_elastic.ipc import Connection
@@ -77,13 +77,13 @@ class LocalWorkers:
     """Connections and reports of the local workers. Thread-safe.
 
     Args:
-        wake: callback for changes.
+        wake: event that is set for changes.
 
     Attributes:
         expected: number of steps of the whole run, ``None`` while it is unknown.
     """
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+    def __init__(self, wake: threading.Event) -> None:
         self._wake = wake
         self._lock = threading.Lock()
         self._round = RoundState()
@@ -167,7 +167,7 @@ class LocalWorkers:
         """Record a worker's answer to a proposal."""
         with self._lock:
             state.votes.append((local_rank, vote))
-        self._wake()
+        self._wake.set()
 
     def assign(self, assignments: Mapping[int, Assign]) -> None:
         """Send the parked workers their assignments, by local rank."""

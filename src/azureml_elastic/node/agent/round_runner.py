@@ -54,11 +54,7 @@ class RoundRunner:
         self._observer.begin()
 
     def run(self, store: RoundStore) -> Training:
-        """Run the round that this node has entered, once its workers have started, until it is over for this node.
-
-        Args:
-            store: the round's store.
-        """
+        """Run the round that this node has entered, once its workers have started, until it is over for this node."""
         membership, now = self._rdzv.membership, time.monotonic()
         training = Training(
             membership.assignment.round,

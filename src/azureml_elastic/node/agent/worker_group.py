@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 import time
 from collections.abc import Callable, Mapping
 
@@ -15,11 +14,11 @@ from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.worker_environment import worker_environments
 from azureml_elastic.node.agent.worker_processes import Workers
 from azureml_elastic.node.failures.classification import root_cause
-from azureml_elastic.node.preemption.watcher import PreemptionWatcher
+from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
-__all__ = ["PlaceWait", "WorkerGroup"]
+__all__ = ["WorkerGroup"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -40,32 +39,6 @@ _NEEDS_SESSION = (
 _RANKS = re.compile(r"\b(RANK|WORLD_SIZE)\b")
 
 
-class PlaceWait:
-    """Waits while a node has no place in a round.
-
-    Args:
-        wake: event that is set when something has happened.
-        seconds: longest wait.
-        preemption: watch for notices of this node's preemption.
-    """
-
-    def __init__(self, wake: threading.Event, seconds: float, preemption: PreemptionWatcher) -> None:
-        self._wake = wake
-        self._seconds = seconds
-        self._preemption = preemption
-
-    def wait(self) -> None:
-        """Wait a moment, or until something happens.
-
-        Raises:
-            InterruptedError: this node must leave.
-        """
-        self._wake.wait(self._seconds)
-        self._wake.clear()
-        if self._preemption.noticed and self._preemption.commit_to_leave():
-            raise InterruptedError("the node is being preempted")
-
-
 class WorkerGroup:
     """The workers of one node, started anew in each round or staying over several. For the agent's thread.
 
@@ -73,10 +46,10 @@ class WorkerGroup:
         workers: the processes.
         channel: server for their sessions.
         slots: how many there are.
-        node: this node's name.
+        rendezvous: this node's part in the run, which waits while the node has no place in a round.
         stays: whether they stay over the rounds where they can.
         handover_seconds: timeout for workers of the previous round to wait for the next one.
-        place: what to wait with while this node has no place.
+        interval: longest wait in seconds until the workers are looked at again.
         clock: clock in monotonic seconds.
 
     Attributes:
@@ -89,19 +62,19 @@ class WorkerGroup:
         workers: Workers,
         channel: Channel,
         slots: int,
-        node: str,
+        rendezvous: Rendezvous,
         *,
         stays: bool,
         handover_seconds: float,
-        place: PlaceWait,
+        interval: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.workers = workers
         self._channel = channel
         self._slots = slots
-        self._node = node
+        self._rdzv = rendezvous
         self._handover = handover_seconds
-        self._place = place
+        self._interval = interval
         self._clock = clock
         self._warm_since: float | None = None
         self._ready_at: float | None = None
@@ -111,13 +84,12 @@ class WorkerGroup:
         """Whether these are all of them."""
         return len(local_ranks) == self._slots
 
-    def warm_up(self, given_up: Callable[[], bool], *, settle: bool) -> bool:
+    def warm_up(self, *, settle: bool) -> bool:
         """Wait until new workers would start fast, before this node asks for a place; other nodes train meanwhile.
 
         The wait ends early where workers cannot be preloaded, and ten minutes after the first call.
 
         Args:
-            given_up: reads the table; raises where the run has ended.
             settle: whether to wait, for up to 30 s, for imports that only make the first steps faster, too.
 
         Returns:
@@ -125,6 +97,7 @@ class WorkerGroup:
 
         Raises:
             RunSucceeded, RunFailed: the run has ended.
+            InterruptedError: this node must leave.
         """
         began = self._clock()
         self._warm_since = began if self._warm_since is None else self._warm_since
@@ -146,28 +119,27 @@ class WorkerGroup:
                 )
                 break
             if now >= check_at:
-                given_up()
+                self._rdzv.given_up()
                 check_at = now + _CHECK_SECONDS
             waited = True
-            self._place.wait()
+            self._rdzv.wait(self._interval)
         return waited
 
-    def get_ready(self, given_up: Callable[[], bool]) -> None:
+    def get_ready(self) -> None:
         """Have workers that wait for a place: those of the round before, or new ones that have run up to their session.
 
         A node asks for a place only when they do, so that nobody waits for its imports and its data.
 
-        Args:
-            given_up: tells whether the others have gone on without this node. What its workers know is old then: they
-                would be at another place in the script.
-
         Raises:
-            RunFailed: a new worker has ended before it came so far.
+            RunSucceeded: the run has ended.
+            RunFailed: it has, or a new worker has ended before it came so far.
+            InterruptedError: this node must leave.
         """
         until = time.monotonic() + self._handover
         while self.workers.alive and not self.all(self._channel.workers.parked) and time.monotonic() < until:
-            self._place.wait()
-        if not given_up() and self.workers.alive and self.all(self._channel.workers.parked):
+            self._rdzv.wait(self._interval)
+        # Where the others have gone on without this node, what its workers know is old: they would be at another place.
+        if not self._rdzv.is_left_out() and self.workers.alive and self.all(self._channel.workers.parked):
             return
         self.workers.begin_stopping()
         self.workers.finish_stopping()
@@ -175,7 +147,7 @@ class WorkerGroup:
         known = {variables.ROUND: "0", "LOCAL_WORLD_SIZE": str(self._slots)}
         self._start({local_rank: {**known, "LOCAL_RANK": str(local_rank)} for local_rank in range(self._slots)})
         while not self.all(self._channel.workers.parked):
-            self._place.wait()
+            self._rdzv.wait(self._interval)
             if self.workers.exit_codes:
                 raise self._early_end()
 
@@ -214,7 +186,7 @@ class WorkerGroup:
     def _start(self, environments: Mapping[int, Mapping[str, str]]) -> None:
         own = {variables.CHANNEL: self._channel.path}
         if self.stays:
-            prefixes = {local_rank: f"[{self._node} worker {local_rank}]: " for local_rank in environments}
+            prefixes = {local_rank: f"[{self._rdzv.node} worker {local_rank}]: " for local_rank in environments}
         else:
             prefixes = {local_rank: f"[rank{each['RANK']}]: " for local_rank, each in environments.items()}
         self.workers.start({local_rank: {**own, **each} for local_rank, each in environments.items()}, prefixes)

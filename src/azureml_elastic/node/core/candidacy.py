@@ -33,7 +33,6 @@ class Candidacy:
     """One node as a candidate of one open round.
 
     Args:
-        round_: the round.
         me: row of the node.
         known: other nodes by name: the members of the round before, or the rows as they were read.
         limits: node counts.

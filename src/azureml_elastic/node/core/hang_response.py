@@ -30,7 +30,6 @@ class HangResponse:
     """One agent's part in one round.
 
     Args:
-        round_: the round.
         node: name of the agent's node.
 
     Attributes:

@@ -408,7 +408,6 @@ class Enter:
     """Enter a sealed round at rank 0's hub: :class:`Entered` or :class:`EntryFailed`.
 
     Args:
-        round: the round.
         rank: rank of this node in it.
         again: whether it is a further attempt, for which less time is enough.
     """

@@ -21,7 +21,6 @@ class Leader:
     """Rank 0's part in one round.
 
     Args:
-        round_: the round.
         distribution: what the plan says.
         opens_session: whether the program uses this library, so that newcomers wait for its session.
         now: monotonic seconds at which the workers were started, or received their assignments.

@@ -76,7 +76,6 @@ class Member:
         round: number of the round that the node wants to be in.
         host: address under which other nodes reach the node.
         store_port: port on which it would serve the round's store.
-        hub_port: port of its hub.
         slots: number of its workers.
         reason: why it left, or which nodes it cannot reach.
         host_id: identifier of the machine, against which strikes are counted.

@@ -154,7 +154,6 @@ class Close:
     Args:
         succeeded: whether it has succeeded.
         message: the closing message of a failed run.
-        exit_code: its exit code.
         failures: its failures, with the one that ends it.
     """
 

@@ -23,7 +23,6 @@ class Watcher:
         beside: number of the sealed round beside which it waits, 0 for none.
         candidacy: the row with which it wants to be in an open round.
         strikes: number of strikes against its machine.
-        incarnation: incarnation of the node.
         unreached: incarnations of the nodes that it cannot reach.
     """
 

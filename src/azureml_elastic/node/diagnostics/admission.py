@@ -43,11 +43,9 @@ class Admission:
 
     Args:
         policy: limits and time limits of the checks.
-        checks: the checks.
         table: table of the run.
         strikes: writer of strikes; the host gets at most one from this agent.
         incarnation: incarnation of this agent.
-        node: the node.
         stay: whether the node keeps checking until the run ends, because its exit would end the job for all nodes.
         report: the newest report.
     """

@@ -22,7 +22,7 @@ from azureml_elastic.node.core.failures import Failure, FailureKind
 from azureml_elastic.node.failures.tracebacks import ExceptionInfo, ParsedError, find_dump, find_error
 from azureml_elastic.node.host.memory import OomKillCounter
 
-__all__ = ["FailedWorker", "describe_ending", "hang_failure", "last_error", "root_cause", "signature_of"]
+__all__ = ["FailedWorker", "describe_ending", "hang_failure", "root_cause", "signature_of"]
 
 _READ_BYTES = 8 * 1024 * 1024
 """Size of the searched end of a worker's standard error; a traceback may be followed by much other output."""
@@ -133,13 +133,6 @@ def hang_failure(rank: int, exit_code: int, message: str) -> Failure:
     """Return the failure of a worker that was stopped because it hung; the message contains the stacks."""
     raised = ExceptionInfo("Hang", "no step for too long")
     return Failure(rank, exit_code, _shortened(message), "hang", signature_of(raised))
-
-
-def last_error(path: Path) -> str:
-    """Return the fatal traceback in a program's standard error, else its last lines, else an empty string."""
-    text = _read(path)
-    parsed = find_error(text)
-    return _shortened(parsed.text if parsed else _last_lines(text))
 
 
 def signature_of(raised: ExceptionInfo) -> str:

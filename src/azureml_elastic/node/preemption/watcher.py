@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from types import FrameType
 
@@ -33,11 +33,11 @@ class PreemptionWatcher:
 
     Args:
         policy: preemption policy of the plan.
-        wake: callback for new and withdrawn notices, called from a thread.
+        wake: event that is set for new and withdrawn notices.
         node: this node's name, for the path of the marker file.
     """
 
-    def __init__(self, policy: PreemptionPolicy, wake: Callable[[], None], node: str = "") -> None:
+    def __init__(self, policy: PreemptionPolicy, wake: threading.Event, node: str = "") -> None:
         self._policy = policy
         self._grace = policy.grace.total_seconds()
         self._wake = wake
@@ -85,11 +85,6 @@ class PreemptionWatcher:
     def noticed(self) -> bool:
         """Whether there is an active notice."""
         return bool(self._notices())
-
-    @property
-    def overdue(self) -> bool:
-        """Whether the deadline of the workers has passed."""
-        return self.noticed and self.seconds_left <= 0.0
 
     @property
     def seconds_left(self) -> float:
@@ -167,4 +162,4 @@ class PreemptionWatcher:
 
     def _wake_on_changes(self) -> None:
         while self._changes.get():
-            self._wake()
+            self._wake.set()

@@ -16,7 +16,6 @@ class Value:
     Args:
         name: name of the metric.
         step: step that the value belongs to.
-        value: the value.
         time: seconds since the epoch.
     """
 

@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from azureml_elastic.config import RendezvousTimings
@@ -77,7 +77,6 @@ class Rendezvous:
         wake: event that is set when the agent should look at :meth:`status` and at the inbox.
         inbox: messages of other agents for the agent's thread.
         authenticator: this node's part in the handshakes with other nodes.
-        hub: this node's hub.
         membership: the round joined last, and the connection to its rank 0.
         round_end: reopens the round, or closes the run.
 
@@ -149,12 +148,8 @@ class Rendezvous:
             self._rows.read_run_key(defer=False)
         self._rows.write_member(replace(self.membership.me, state="starting"))
 
-    def join(self, get_ready: Callable[[], bool] = lambda: False) -> Assignment:
+    def join(self) -> Assignment:
         """Wait for the next round in which this node is a member, and enter it.
-
-        Args:
-            get_ready: callback before this node is a spare of a running round; it returns once the node can train, with
-                whether that took time.
 
         Returns:
             The assignment. On rank 0 the caller must start serving the store on its ``listener`` at once.
@@ -173,7 +168,7 @@ class Rendezvous:
         try:
             round_, known = self._first_read()
             self._rows.read_run_key(defer=self._is_one_of_many)
-            self._drive(on.Started(round_, known), get_ready)
+            self._drive(on.Started(round_, known))
             self._rows.persistent = True
             assignment = self.membership.assignment
             self._prober.begin(assignment)
@@ -186,7 +181,7 @@ class Rendezvous:
                 self._listener.close()
                 self._listener = None
 
-    def _drive(self, event: on.Event, get_ready: Callable[[], bool]) -> None:
+    def _drive(self, event: on.Event) -> None:
         """Bring events to a :class:`Joiner` and perform its actions, until this node has its place in a round."""
         me, limits, timings = self.membership.me, self._context.limits, self._context.timings
         last_round, has_left = self.membership.last_round, self._rows.has_left
@@ -199,7 +194,7 @@ class Rendezvous:
                 if not isinstance(action, on.Call):
                     self._perform(action)
                 elif self._context.latest.after(joiner.round) is None:
-                    answer = self._call(action, joiner.me, get_ready)
+                    answer = self._call(action, joiner.me)
 
     def _next_event(self, joiner: Joiner) -> on.Event:
         """Wait for what happens next.
@@ -224,7 +219,7 @@ class Rendezvous:
                 return on.TimerFired()
             self._has_woken = self._sleeper.wait(left)
 
-    def _call(self, call: on.Call, me: Member, get_ready: Callable[[], bool]) -> on.Event | None:
+    def _call(self, call: on.Call, me: Member) -> on.Event | None:
         """Perform a call; return its answer, ``None`` where it was abandoned for a newer version of the round."""
         match call:
             case on.Prepare():
@@ -246,7 +241,7 @@ class Rendezvous:
                 self.round_end.reopen(call.reason, lost=call.lost, round_failed=call.round_failed)
                 return on.Reopened()
             case on.GetReady():
-                return on.GotReady(get_ready())
+                return on.GotReady(self._surroundings.get_ready())
         return self._rows.perform(call)
 
     def _perform(self, action: on.Action) -> None:
@@ -311,6 +306,14 @@ class Rendezvous:
                 self._events.append(event)
                 if isinstance(event, on.LinkEnded):
                     self._watch.close()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until there may be something to do, at most for this time, while this node is in no round.
+
+        Raises:
+            InterruptedError: this node must leave.
+        """
+        self._sleeper.wait(seconds)
 
     def read_round(self) -> Round:
         """Read the current round, for a node that has not joined yet: no node waits for it after the first seal."""

@@ -61,10 +61,10 @@ class StoreProcess:
     Args:
         assignment: rank 0's assignment, whose listening socket the process takes over.
         preload_server: server that forks the process, ready; ``None`` starts a new interpreter.
-        wake: function called, on a thread, when the process ends although it was not closed.
+        wake: event that is set when the process ends although it was not closed.
     """
 
-    def __init__(self, assignment: Assignment, preload_server: PreloadServer | None, wake: Callable[[], None]) -> None:
+    def __init__(self, assignment: Assignment, preload_server: PreloadServer | None, wake: threading.Event) -> None:
         assert assignment.listener is not None
         self._address = assignment.store_address
         # The assignment's own object is closed when this node leaves the round, maybe before the process has started.
@@ -133,7 +133,7 @@ class StoreProcess:
                 _LOG.warning("The process of the round's store has failed: %s", error)
         if not self._closed:
             self.ended = True
-            self._wake()
+            self._wake.set()
 
 
 class RemoteStore:
@@ -164,7 +164,7 @@ def open_round_store(
         The store, or ``None`` if the round has broken or its port cannot be reached.
     """
     if assignment.listener is not None:
-        return StoreProcess(assignment, preload_server(), rendezvous.wake.set)
+        return StoreProcess(assignment, preload_server(), rendezvous.wake)
     reached = reaches(assignment.store_address, lambda: rendezvous.status().broken, rendezvous.store_failed)
     return RemoteStore() if reached else None
 
@@ -172,20 +172,18 @@ def open_round_store(
 def enter(
     rendezvous: Rendezvous,
     open_store: Callable[[Assignment], _Store | None],
-    get_ready: Callable[[], bool] = lambda: False,
 ) -> tuple[Assignment, _Store]:
     """Join the next round and open its store, again if the round breaks before that.
 
     Args:
         rendezvous: this node's part in the run.
         open_store: function that opens the store of a round, ``None`` where that is not possible.
-        get_ready: see :meth:`Rendezvous.join`.
 
     Raises:
         RunSucceeded, RunFailed, InterruptedError: see :meth:`Rendezvous.join`.
     """
     while True:
-        assignment = rendezvous.join(get_ready)
+        assignment = rendezvous.join()
         store = open_store(assignment)
         if store is not None:
             return assignment, store

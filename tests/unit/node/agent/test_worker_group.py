@@ -19,7 +19,7 @@ class Node:
         self.reads = 0
         self.ended_at = float("inf")
         self.group = WorkerGroup(
-            self, SimpleNamespace(), 1, "node-2", stays=False, handover_seconds=5.0, place=self,
+            self, SimpleNamespace(), 1, self, stays=False, handover_seconds=5.0, interval=0.5,
             clock=lambda: self.now,
         )  # fmt: skip
 
@@ -31,10 +31,10 @@ class Node:
     def settled(self) -> bool:
         return self.now >= self._settled
 
-    def wait(self) -> None:
-        self.now += 0.5
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
 
-    def _given_up(self) -> bool:
+    def given_up(self) -> bool:
         self.reads += 1
         if self.now >= self.ended_at:
             raise RunSucceeded("The run ended well in round 3.")
@@ -43,7 +43,7 @@ class Node:
     def warm_up(self, *, settle: bool = True) -> float:
         """Return how long it took."""
         began = self.now
-        waited = self.group.warm_up(self._given_up, settle=settle)
+        waited = self.group.warm_up(settle=settle)
         assert waited == (self.now > began)
         return self.now
 

@@ -21,7 +21,6 @@ from azureml_elastic.config import environment as variables
 from azureml_elastic.node.failures.classification import (
     FailedWorker,
     hang_failure,
-    last_error,
     root_cause,
     signature_of,
 )
@@ -189,19 +188,14 @@ def test_a_message_has_an_end(tmp_path):
 
 
 def test_the_last_traceback_counts(tmp_path):
-    path = tmp_path / "stderr.log"
-    path.write_text(f"warning\n{TRACEBACK.replace('ValueError', 'KeyError')}\nmore\n{TRACEBACK}\n")
-    assert last_error(path) == TRACEBACK
+    text = f"warning\n{TRACEBACK.replace('ValueError', 'KeyError')}\nmore\n{TRACEBACK}\n"
+    assert examined(tmp_path, 1, text).message == TRACEBACK
 
 
 def test_without_a_traceback_the_last_lines_count(tmp_path):
-    path = tmp_path / "stderr.log"
-    path.write_text("\n".join(str(line) for line in range(100)))
-    assert last_error(path).splitlines() == [str(line) for line in range(70, 100)]
-
-
-def test_no_file_is_no_message(tmp_path):
-    assert last_error(tmp_path / "none") == ""
+    found = examined(tmp_path, 1, "\n".join(str(line) for line in range(100)))
+    assert found.message.splitlines()[-30:] == [str(line) for line in range(70, 100)]
+    assert "69" not in found.message
 
 
 def test_the_first_failure_wins_and_signals_become_exit_codes(tmp_path):

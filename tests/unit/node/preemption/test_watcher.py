@@ -46,7 +46,7 @@ def woken():
 
 @pytest.fixture
 def preemption(woken):
-    with opened(PreemptionWatcher(policy(grace=0), woken.set)) as made:
+    with opened(PreemptionWatcher(policy(grace=0), woken)) as made:
         yield made
 
 
@@ -59,24 +59,24 @@ def service():
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_is_a_notice(preemption, woken, signum, code):
     assert not preemption.noticed
-    assert not preemption.overdue
+    assert preemption.seconds_left > 0
     assert not preemption.commit_to_leave()
     os.kill(os.getpid(), signum)
     assert woken.wait(10)
     assert preemption.noticed
-    assert preemption.overdue  # no grace
+    assert preemption.seconds_left == 0  # no grace
     assert preemption.commit_to_leave()
     assert (preemption.exit_code, preemption.reason) == (code, signum.name)
 
 
 def test_workers_have_what_is_left_of_the_first_notice(woken):
-    with opened(PreemptionWatcher(policy(grace=20), woken.set)) as preemption:
+    with opened(PreemptionWatcher(policy(grace=20), woken)) as preemption:
         assert preemption.seconds_left == float("inf")
         preemption.announce("event", {"late": Announcement("late", seconds_left=15.0)})
         assert 10 < preemption.seconds_left <= 15
         preemption.announce("marker", {"now": Announcement("now", seconds_left=5.0)})
         assert 0 < preemption.seconds_left <= 5
-        assert not preemption.overdue
+        assert preemption.seconds_left > 0
 
 
 def test_a_storm_of_signals_while_the_wake_is_used_does_not_deadlock(preemption, woken):
@@ -98,11 +98,11 @@ def test_a_storm_of_signals_while_the_wake_is_used_does_not_deadlock(preemption,
 
 
 def test_an_event_is_a_notice_until_it_is_withdrawn(service, woken):
-    with opened(PreemptionWatcher(policy(scheduled_events=service.address("vm_1")), woken.set)) as preemption:
+    with opened(PreemptionWatcher(policy(scheduled_events=service.address("vm_1")), woken)) as preemption:
         event = service.announce("Preempt", "vm_1")
         assert woken.wait(TIMEOUT_S)
         assert preemption.noticed
-        assert not preemption.overdue
+        assert preemption.seconds_left > 0
         assert (preemption.reason, preemption.exit_code) == (f"scheduled event Preempt {event}", 143)
         woken.clear()
         service.remove(event)
@@ -114,7 +114,7 @@ def test_an_event_is_a_notice_until_it_is_withdrawn(service, woken):
 
 def test_a_committed_node_leaves_although_the_event_is_withdrawn(service, woken, caplog):
     caplog.set_level(logging.INFO)
-    with opened(PreemptionWatcher(policy(scheduled_events=service.address("vm_1")), woken.set)) as preemption:
+    with opened(PreemptionWatcher(policy(scheduled_events=service.address("vm_1")), woken)) as preemption:
         event = service.announce("Preempt", "vm_1")
         until(lambda: preemption.noticed)
         assert preemption.commit_to_leave()
@@ -126,7 +126,7 @@ def test_a_committed_node_leaves_although_the_event_is_withdrawn(service, woken,
 
 
 def test_a_withdrawn_event_leaves_a_signal_standing(service, woken):
-    with opened(PreemptionWatcher(policy(scheduled_events=service.address("vm_1")), woken.set)) as preemption:
+    with opened(PreemptionWatcher(policy(scheduled_events=service.address("vm_1")), woken)) as preemption:
         event = service.announce("Preempt", "vm_1")
         until(lambda: preemption.noticed)
         os.kill(os.getpid(), signal.SIGINT)
@@ -138,7 +138,7 @@ def test_a_withdrawn_event_leaves_a_signal_standing(service, woken):
 
 
 def test_the_last_document_stays_valid_while_the_service_fails(service, woken):
-    with opened(PreemptionWatcher(policy(scheduled_events=service.address("vm_1")), woken.set)) as preemption:
+    with opened(PreemptionWatcher(policy(scheduled_events=service.address("vm_1")), woken)) as preemption:
         event = service.announce("Preempt", "vm_1")
         until(lambda: preemption.noticed)
         service.fault = MetadataFault(status=500)
@@ -151,21 +151,21 @@ def test_the_last_document_stays_valid_while_the_service_fails(service, woken):
 
 
 def test_the_time_that_is_left_is_the_end_of_the_grace(service, woken, monkeypatch):
-    with opened(PreemptionWatcher(policy(grace=60, scheduled_events=service.address("vm_1")), woken.set)) as preemption:
+    with opened(PreemptionWatcher(policy(grace=60, scheduled_events=service.address("vm_1")), woken)) as preemption:
         service.announce("Preempt", "vm_1", notice=30)
         until(lambda: preemption.noticed)
-        assert not preemption.overdue
+        assert preemption.seconds_left > 0
         (notice,) = preemption._notices()
         assert 0 < notice.until - notice.since <= 30
         clock = SimpleNamespace(monotonic=lambda: notice.until)
         monkeypatch.setattr("azureml_elastic.node.preemption.watcher.time", clock)
-        assert preemption.overdue
+        assert preemption.seconds_left == 0
 
 
 @pytest.mark.parametrize(("acknowledge", "machines"), [(True, ("vm_1",)), (False, ("vm_1",)), (True, ("vm_1", "vm_2"))])
 def test_an_event_of_this_machine_alone_is_acknowledged_on_request(service, woken, acknowledge, machines):
     asked = policy(scheduled_events=service.address("vm_1"), acknowledge=acknowledge)
-    with opened(PreemptionWatcher(asked, woken.set)) as preemption:
+    with opened(PreemptionWatcher(asked, woken)) as preemption:
         preemption.acknowledge()
         event = service.announce("Preempt", *machines)
         until(lambda: preemption.noticed)
@@ -177,7 +177,7 @@ def test_an_event_of_this_machine_alone_is_acknowledged_on_request(service, woke
 
 def test_a_failing_service_does_not_prevent_leaving(service, woken):
     asked = policy(scheduled_events=service.address("vm_1"), acknowledge=True)
-    with opened(PreemptionWatcher(asked, woken.set)) as preemption:
+    with opened(PreemptionWatcher(asked, woken)) as preemption:
         service.announce("Preempt", "vm_1")
         until(lambda: preemption.noticed)
         service.fault = MetadataFault(status=503)
@@ -186,7 +186,7 @@ def test_a_failing_service_does_not_prevent_leaving(service, woken):
 
 
 def test_a_marker_is_a_notice_while_it_is_there(tmp_path, woken):
-    with opened(PreemptionWatcher(policy(marker=str(tmp_path / "leave-{node}")), woken.set, "node-7")) as preemption:
+    with opened(PreemptionWatcher(policy(marker=str(tmp_path / "leave-{node}")), woken, "node-7")) as preemption:
         (tmp_path / "leave-node-8").touch()
         marker = tmp_path / "leave-node-7"
         time.sleep(0.1)

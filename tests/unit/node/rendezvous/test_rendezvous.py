@@ -15,6 +15,7 @@ from azureml_elastic.node.core.join_events import HubSent
 from azureml_elastic.node.core.messages import RoundChanged, Watch
 from azureml_elastic.node.core.round import Member, Round, reopened
 from azureml_elastic.node.rendezvous.hub.link import Link
+from azureml_elastic.node.rendezvous.local_node import Surroundings
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY, RUN_KEY, member_key
 from tests.support.rendezvous.hubs import PausableRuntime, hub_at, make_context
 from tests.support.rendezvous.nodes import TIMEOUT, TIMINGS, Nodes, Slow
@@ -134,13 +135,14 @@ def test_a_newcomer_that_is_not_ready_is_neither_seen_nor_waited_for(nodes):
     nodes.join(first)
     importing, ready = threading.Event(), threading.Event()
 
-    def get_ready() -> bool:
-        waits = not ready.is_set()
-        importing.set()
-        ready.wait(TIMEOUT)
-        return waits
+    class Importing(Surroundings):
+        def get_ready(self) -> bool:
+            waits = not ready.is_set()
+            importing.set()
+            ready.wait(TIMEOUT)
+            return waits
 
-    pending = nodes.pool.submit(nodes.make("node-1").join, get_ready)
+    (pending,) = nodes.start(nodes.make("node-1", surroundings=Importing()))
     assert importing.wait(TIMEOUT)
     first.round_end.reopen("a worker failed")
     (alone,) = nodes.rejoin(first)  # the newcomer still holds the first round
