@@ -1,0 +1,173 @@
+"""What the integrations leave to Lightning, transformers and DeepSpeed, or refuse, and what they say of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from azureml_elastic.errors import UsageError
+from azureml_elastic.train.integrations.deepspeed import checkpoint_folders
+from azureml_elastic.train.integrations.deepspeed import training_loop as deepspeed_loop
+from azureml_elastic.train.integrations.deepspeed.batch_sizes import batch_sizes
+from azureml_elastic.train.integrations.lightning import training_loop as lightning_loop
+from azureml_elastic.train.integrations.transformers import training_loop as transformers_loop
+
+pl = pytest.importorskip("lightning.pytorch")
+transformers = pytest.importorskip("transformers")
+
+DATA = TensorDataset(torch.zeros(8, 2))
+
+
+class Numbers(IterableDataset):
+    """Samples without an index."""
+
+    def __iter__(self):
+        return iter(range(8))
+
+
+class Session:
+    """A session of one rank that has trained nothing."""
+
+    world_size, is_main, trains = 1, True, False
+
+    def windows(self, dataset, **_):
+        return type("Windows", (), {"micro_batches": 2, "__len__": lambda _: 8})()
+
+
+@pytest.fixture
+def session():
+    return Session()
+
+
+def said(caplog):
+    """Return what this library has logged."""
+    return [record.getMessage() for record in caplog.records if record.name.startswith("azureml_elastic")]
+
+
+class OwnStrategy(pl.strategies.SingleDeviceStrategy):
+    """A strategy of the script's own."""
+
+
+def lightning_trainer(**options):
+    return pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, barebones=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "manual", "reason"),
+    [
+        ({}, False, None),
+        ({}, True, "the optimization is manual"),
+        ({"strategy": OwnStrategy("cpu")}, False, "the strategy is OwnStrategy"),
+        ({"reload_dataloaders_every_n_epochs": 1}, False, "the training data are loaded anew in each epoch"),
+        ({"limit_train_batches": 0.5}, False, "only a part of the training data is used"),
+        ({"overfit_batches": 2}, False, "only a part of the training data is used"),
+    ],
+)
+def test_fits_that_are_left_to_lightning(session, caplog, options, manual, reason):
+    model = pl.LightningModule()
+    model.automatic_optimization = not manual
+    assert lightning_loop.obstacle(session, lightning_trainer(**options), model) == reason
+    assert said(caplog) == ([f"Trainer.fit() does not use the elastic session: {reason}."] if reason else [])
+
+
+def transformers_trainer(folder, **options):
+    arguments = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], **options)
+    return transformers.Trainer(model=nn.Linear(2, 2), args=arguments)
+
+
+def test_trainings_that_are_left_to_transformers(session, caplog, tmp_path):
+    plain = transformers_trainer(tmp_path)
+    searched = transformers_loop.obstacle(session, plain, (None, {"lr": 0.1}), {})
+    assert searched == "a search of hyperparameters trains several times"
+    assert transformers_loop.obstacle(session, plain, (), {"trial": {"lr": 0.1}}) == searched
+    resized = transformers_loop.obstacle(session, transformers_trainer(tmp_path, auto_find_batch_size=True), (), {})
+    assert resized == "auto_find_batch_size changes the batch size"
+    assert transformers_loop.obstacle(session, plain, (), {}) is None
+    reasons = (searched, searched, resized)
+    assert said(caplog) == [f"Trainer.train() does not use the elastic session: {reason}." for reason in reasons]
+
+
+def test_a_second_training_and_one_of_other_ranks(session, tmp_path):
+    module = pl.LightningModule()
+    session.world_size = 2
+    with pytest.raises(UsageError, match="The run has 2 ranks, but Lightning works with 1"):
+        lightning_loop.obstacle(session, lightning_trainer(), module)
+    with pytest.raises(UsageError, match="The run has 2 ranks, but transformers works with 1"):
+        transformers_loop.obstacle(session, transformers_trainer(tmp_path), (), {})
+    session.world_size, session.trains = 1, True
+    second = "another training of this process has used the session"
+    assert lightning_loop.obstacle(session, lightning_trainer(), module) == second
+    assert transformers_loop.obstacle(session, transformers_trainer(tmp_path), (), {}) == second
+
+
+SAMPLED = DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("loader", "sampler"),
+    [(DataLoader(Numbers(), batch_size=2), "_InfiniteConstantSampler"), (SAMPLED, "WeightedRandomSampler")],
+)
+def test_data_that_are_left_to_lightning(session, caplog, loader, sampler):
+    loop = lightning_loop.TrainingLoop(session, lightning_trainer())
+    assert loop.process_dataloader(lambda *given: given[-1], None, None, "train", loader) is loader
+    assert f"The training data come from DataLoader with {sampler}: Lightning divides them" in caplog.text
+
+
+def test_several_training_loaders_of_lightning_are_refused(session):
+    trainer = lightning_trainer()
+    loop = lightning_loop.TrainingLoop(session, trainer)
+    assert loop.process_dataloader(None, trainer, None, "train", DataLoader(DATA, shuffle=True)).micro_batches == 2
+    with pytest.raises(UsageError, match="several loaders at once"):
+        loop.process_dataloader(None, trainer, None, "train", DataLoader(DATA, shuffle=True))
+
+
+def test_data_that_are_left_to_transformers(session, caplog, tmp_path):
+    loop = transformers_loop.TrainingLoop(session, transformers_trainer(tmp_path))
+    loader = DataLoader(Numbers(), batch_size=2)
+    assert loop.get_train_dataloader(lambda: loader) is loader
+    assert "The training data of Trainer come from Numbers with no sampler: transformers divides them" in caplog.text
+
+
+CONFIG = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+
+
+@pytest.fixture
+def deepspeed(session):
+    return deepspeed_loop.TrainingLoop(session, SimpleNamespace(), batch_sizes(CONFIG, 1))
+
+
+def distributed(batch_size):
+    return DataLoader(DATA, batch_size=batch_size, sampler=DistributedSampler(DATA, num_replicas=1, rank=0))
+
+
+def test_loaders_that_are_left_to_the_script_with_deepspeed(deepspeed, caplog):
+    assert deepspeed.replaced(distributed(4)) is None
+    assert "TensorDataset among the ranks by itself: its batch size is 4, and that of the engine 2" in caplog.text
+    first = distributed(2)
+    assert deepspeed.replaced(first) is deepspeed.replaced(first)
+    assert deepspeed.replaced(distributed(2)) is None
+    assert "by itself: another loader is the one of the training" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("dataset", "curriculum", "reason"),
+    [(Numbers(), False, "it has no index"), (DATA, True, "the engine has curriculum learning")],
+)
+def test_data_that_are_left_to_deepspeed(deepspeed, caplog, dataset, curriculum, reason):
+    loader = SimpleNamespace(curriculum_learning_enabled=curriculum)
+    assert deepspeed.deepspeed_io(lambda _: loader, dataset) is loader
+    assert f"DeepSpeed divides the samples of {type(dataset).__name__} among the ranks: {reason}." in caplog.text
+
+
+@pytest.mark.parametrize("option", [{"load_module_only": True}, {"load_optimizer_states": False}])
+def test_a_part_of_a_folder_is_refused(session, tmp_path, option):
+    folders = checkpoint_folders.CheckpointFolders(session, SimpleNamespace())
+    (tmp_path / "tag" / checkpoint_folders._STATE).mkdir(parents=True)
+    assert folders.find(tmp_path, "tag") == Path(tmp_path, "tag")
+    with pytest.raises(UsageError, match="holds the state of the engine as a whole"):
+        folders.find(tmp_path, "tag", **option)
