@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from contextlib import closing, suppress
@@ -9,6 +10,7 @@ from contextlib import closing, suppress
 import psutil
 import pytest
 
+from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot
 from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST
 from tests.support.train import recovering
 from tests.support.train.fake_agent import AssigningAgent
@@ -85,6 +87,25 @@ def test_survivors_continue_and_a_new_process_joins(agent, tmp_path, fault, norm
     assert values[0][-3:] == values[1][-3:]
     if not normalised:
         assert values[0][-1] == pytest.approx(undisturbed(tmp_path), abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["hooked", "averaged", "unseen"])
+def test_a_device_behind_the_host_hands_over_completed_steps_alone(agent, tmp_path, kind):
+    arguments = (tmp_path / "c", kind)
+    world = World(2, recovering.on_a_deferred_device, *arguments, **environment(agent, 1, victim=1))
+    agent.wait_for_all(connected=2, step=2 * 2)
+    until_hit(world.processes[1])
+    agent.interrupt(victim=1)
+    agent.wait_for_all(gave_way=1, gone=1)
+    outcomes = world.outcomes()
+    assert [outcome.code for outcome in outcomes] == [EXIT_AGENT_LOST, -signal.SIGKILL], outcomes
+    if kind != "hooked":
+        assert agent.memory is None, "whether the update is complete is not known"
+        return
+    kept = Snapshot.from_memory(agent.memory["path"])
+    assert kept.step == agent.memory["step"] == 2
+    assert all(tensor.abs().max() < 10 for tensor in kept.tensors.values())
+    assert '"lr": 0.05' in json.dumps(kept.state["optimizer"]), "the rate is not that of the step, which is scaled"
 
 
 def test_after_a_shrink_the_expected_steps_are_reported_again(agent, tmp_path):

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,7 @@ from azureml_elastic.checkpoint.snapshots.transfer import send_to_others
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.config import FixedGlobalBatch, FixedPerWorkerBatch
+from azureml_elastic.distributed import device
 from azureml_elastic.distributed.process_groups import ProcessGroups
 from azureml_elastic.distributed.stuck_collective import is_stuck
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
@@ -32,6 +34,7 @@ from azureml_elastic.train.data.sampling import Cursor, DataSpec
 from azureml_elastic.train.optim.learning_rate import LearningRate
 from azureml_elastic.train.session.context import SessionContext
 from azureml_elastic.train.session.training_state import TrainingState
+from tests.support.deferred import DeferredDevice, DeferredSGD, reduce_later
 from tests.support.train import workers
 from tests.support.waiting import until
 
@@ -69,6 +72,45 @@ def train_on(folder, epochs, fault=None, at=0, normalised=False):
     weights = workers.flat(model.parameters())
     others = workers.flat(beside.parameters()).tolist()
     return [first_step, run.steps, run.world_size, pid, others, scheduler.last_epoch, weights.tolist()]
+
+
+def on_a_deferred_device(folder, kind):
+    """Train on a device that runs behind the host; the victim's device dies in step 3.
+
+    It dies before it reduces gradients, or, if weights are averaged behind the update (``"averaged"``), before that.
+    With ``"unseen"`` the update is no step of a tracked optimizer, as in a CUDA graph.
+    """
+    gpu = DeferredDevice()
+    device.register("cpu", gpu)
+    victim = os.environ["LOCAL_RANK"] == os.environ["VICTIM"]
+    run = train.start(workers.policy(folder), batch=FixedPerWorkerBatch(scaling="linear"))
+    model = run.wrap(workers.network(), gradient_as_bucket_view=True)
+    model.register_comm_hook(gpu, reduce_later)
+    optimizer = DeferredSGD(model.parameters(), gpu, lr=0.05)
+    run.track(model=model, optimizer=optimizer)
+    loader = run.loader(workers.dataset(48), global_batch_size=2)
+
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for _ in run.epochs(1):
+        for x, y in loader:
+            gpu.synchronize()  # the forward pass comes after the update
+            dies = victim and run.steps + 1 == 3
+            if dies and kind != "averaged":
+                gpu.queue(die)
+            run.backward(nn.functional.cross_entropy(model(x), y))
+            if kind == "unseen":
+                for parameter in model.parameters():
+                    gpu.queue(partial(parameter.data.sub_, parameter.grad, alpha=0.05))
+            else:
+                optimizer.step()
+            if dies and kind == "averaged":
+                gpu.queue(die)
+            if kind == "averaged":
+                gpu.reduce(next(model.parameters()).data, divisor=run.world_size)
+            optimizer.zero_grad()
+            run.commit()
 
 
 def with_a_batch_per_worker(folder, at):

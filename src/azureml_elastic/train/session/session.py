@@ -126,8 +126,8 @@ class Session(Training):
                 "size. Leave it out of the configuration: deepspeed.initialize(lr_scheduler=run.schedule(scheduler))."
             )
         self._gradients.attach(state)
+        self._lifecycle.guard_updates(state)  # before the hooks that scale learning rates: a state handed over has none
         self._rate.attach(state.optimizers)
-        self._lifecycle.guard_updates(state)
         with self._lifecycle.guard(stay=False):
             self._state.track(state)
             self._lifecycle.settle_weights()
