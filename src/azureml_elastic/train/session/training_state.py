@@ -298,6 +298,7 @@ class TrainingState:
             return False
         if not part and self._identity.local_rank != 0:
             return True  # local rank 0 hands the same state over
+        self._rate.begin()  # an update may have been stopped after the hook that scales its rate
         self.reading = True
         try:
             memory = self._snapshot(part=part).to_memory(self._world.device)
