@@ -542,6 +542,9 @@ class Training:
             return f"lost {_list(lost)}"
         if self._seen.was_given_up:
             return f"{self._node} did not run for some seconds"
+        if gone := self._seen.lost:
+            # Its notice has ended before it could end the round.
+            return ", ".join(f"{node} was preempted" for node in sorted(gone))
         return "the round was reopened" if self._seen.over else f"{self._node} was preempted"
 
     def _why_store_ended(self) -> str:

@@ -238,6 +238,13 @@ def test_a_member_that_is_lost_in_the_moment_in_which_the_last_one_stops_is_not_
     assert reopened(round_.sees("a", lost=frozenset({"c"}))).lost == {"c"}
 
 
+def test_rank_0_that_is_gone_before_it_has_ended_the_round_was_preempted():
+    """Its notice has ended while it still saved, so that it has recorded nothing of it."""
+    round_ = agree(*ABC, leavers="a")
+    reopen = reopened(round_.sees("b", lost=frozenset("a"), over=True))
+    assert (reopen.reason, reopen.lost) == ("a was preempted", {"a"})
+
+
 def test_rank_0_that_leaves_goes_last():
     round_ = agree(*ABC, leavers="a")
     stop(round_, "a", "b")
