@@ -47,10 +47,16 @@ SDK_USERS = (
     "yaml_job",
     "yaml_round_trip",
 )
+SDK_PIPELINES = (
+    "what_any_node_has_written_is_the_output_of_its_step_or_job_each_a_run_of_its_own[fan_out]",
+    "each_trigger_of_an_elastic_jobs_schedule_trains_as_a_run_of_its_own",
+    "the_command_submits_a_sweep_whose_trials_are_runs",
+)
 SDK_TESTS = (
     *(f"unit/submit/test_{name}.py" for name in SDK_USERS),
     "integration/testing/test_workspace.py",
     "integration/testing/test_composed.py",
+    *(f"integration/testing/test_pipelines.py::test_{name}" for name in SDK_PIPELINES),
     "integration/testing/test_secrets.py::test_a_job_shows_no_secret_of_its_author",
     "integration/testing/test_elastic.py::test_a_gang_that_the_service_starts_again_goes_on_from_its_checkpoint",
 )

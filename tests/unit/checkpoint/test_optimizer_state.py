@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from azureml_elastic.checkpoint.state.compatibility import kinds_of
 from azureml_elastic.checkpoint.state.tracked import canonical_names
@@ -68,6 +69,14 @@ def lbfgs(parameters):
     return torch.optim.LBFGS(parameters, lr=0.1, max_iter=2, history_size=3)
 
 
+@pytest.fixture
+def process_group(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
 def network():
     return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
 
@@ -124,6 +133,42 @@ def test_a_new_optimizer_continues_and_is_not_made_to_step(make, network):
     assert new.param_groups[0].get("steps") == optimizer.param_groups[0].get("steps")
 
 
+class Precise(torch.optim.Optimizer):
+    """Momentum in 32 bits, whatever the parameters have, and a counter of eight bits for each number."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["momentum"] = torch.zeros_like(parameter, dtype=torch.float32)
+                state["count"] = torch.zeros_like(parameter, dtype=torch.uint8)
+            if parameter.grad is not None:
+                state["momentum"].lerp_(parameter.grad.float(), 0.1)
+                state["count"].add_(1)
+
+
+def test_a_sharded_optimizers_state_keeps_its_types(process_group):
+    def make():
+        model = half_network()
+        fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+        return model, Precise(model.parameters())
+
+    model, optimizer = train(*make())
+    plain, tensors = TrackedState({"model": model, "optimizer": optimizer}).collect(is_main=True)
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    again, new = make()
+    TrackedState({"model": again, "optimizer": new}).restore(plain, tensors)
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        for name, value in optimizer.state[one].items():
+            found = new.state[other][name]
+            assert found.dtype == value.dtype
+            assert torch.equal(found.to_local(), value.to_local())
+
+
 def test_an_optimizer_of_several_models_continues():
     """It has the parameters of all, a part of each: no name of a model is one that a module cannot have."""
 
@@ -170,14 +215,9 @@ def test_a_new_optimizer_is_refused_the_state_of_another_shape():
     assert "optimizer: 1.bias had the shape [2], and now [7]" in str(refusal)
 
 
-def test_wrappers_leave_no_trace_in_names(tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        parts = {name: nn.parallel.DistributedDataParallel(Compiled(network())) for name in ("a", "b")}
-        for owner, expected in ((nn.ModuleDict(parts), {"a.0.weight", "b.1.bias"}), (parts["a"], {"0.weight"})):
-            names = canonical_names(owner).values()
-            assert expected <= set(names)
-            assert not any("module" in name or "_orig_mod" in name for name in names)
-    finally:
-        torch.distributed.destroy_process_group()
+def test_wrappers_leave_no_trace_in_names(process_group):
+    parts = {name: nn.parallel.DistributedDataParallel(Compiled(network())) for name in ("a", "b")}
+    for owner, expected in ((nn.ModuleDict(parts), {"a.0.weight", "b.1.bias"}), (parts["a"], {"0.weight"})):
+        names = canonical_names(owner).values()
+        assert expected <= set(names)
+        assert not any("module" in name or "_orig_mod" in name for name in names)

@@ -280,22 +280,26 @@ class OptimizerState(Tracked):
         return sorted(path for _, path in self._paths())
 
     def _load(self, state_dict: dict[str, Any], plain: Any) -> None:
-        """Load a state in the types that it has: torch casts it to those of the parameters, quantized numbers too.
+        """Load a state, given its parts as JSON, too."""
+        self.optimizer.load_state_dict(state_dict)
+        names = self._names()
+        self._keep_types({names[key]: state for key, state in state_dict["state"].items() if key in names}, plain)
+
+    def _keep_types(self, saved: Mapping[str, Any], plain: Any) -> None:
+        """Return to the types of the saved states: torch has cast them to the parameters', quantized numbers too.
 
         Floats follow a parameter that has another type than it had.
 
         Args:
-            state_dict: state
-            plain: its parts as JSON
+            saved: states by names of parameters
+            plain: all parts of the state as JSON
         """
-        self.optimizer.load_state_dict(state_dict)
-        names, before, now = self._names(), plain["parameters"], self._parameters()
-        for index, parameter in enumerate(parameter for parameter, _ in self._paths()):
-            if index in state_dict["state"]:
-                name = names[index]
+        before, now, own = plain["parameters"], self._parameters(), self.optimizer.state
+        for parameter, path in self._paths():
+            name = path.partition("/state/")[2]
+            if name in saved and parameter in own:
                 same = name in before and before[name]["dtype"] == now[name]["dtype"]
-                own = self.optimizer.state
-                own[parameter] = _uncast(own[parameter], state_dict["state"][index], floats=same)
+                own[parameter] = _uncast(own[parameter], saved[name], floats=same)
 
     def _group_differences(self, plain: Any) -> list[str]:
         groups = self.collect()[0]["param_groups"]
@@ -351,6 +355,7 @@ class ShardedOptimizerState(OptimizerState):
         options = StateDictOptions(strict=False)  # a parameter without a gradient has no state yet
         saved = tree.join({key: plain[key] for key in ("state", "param_groups")}, tensors)
         set_optimizer_state_dict(self.owner, self.optimizer, saved, options=options)
+        self._keep_types(saved["state"], plain)
 
     @override
     def restore_partly(self, plain: Any, tensors: Tensors) -> list[str]:
