@@ -22,7 +22,10 @@ from string import Template
 
 from measurements import machine
 
+from azureml_elastic.config import CheckpointPolicy, Plan
+from azureml_elastic.ledger.summary import Paths
 from azureml_elastic.local.cluster import LocalCluster
+from azureml_elastic.local.table_choice import TableChoice
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "reference" / "benchmarks-steps.md"
@@ -79,6 +82,15 @@ class Outcome:
     cpu: float
 
 
+class Cluster(LocalCluster):
+    """A local cluster whose checkpoints are as rare as those of a submitted job."""
+
+    def plan(self, table: TableChoice, paths: Paths) -> Plan:
+        plan = super().plan(table, paths)
+        rarer = plan.checkpoint.model_copy(update={"every": CheckpointPolicy().every})
+        return plan.model_copy(update={"checkpoint": rarer})
+
+
 def compare(case: Case, blocks: int) -> Outcome:
     """Run both jobs of a comparison."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
@@ -98,13 +110,7 @@ def compare(case: Case, blocks: int) -> Outcome:
         watchdog.start()
         try:
             os.environ["BENCH_SIDE"] = str(OURS)
-            cluster = LocalCluster(
-                (RANKS, RANKS),
-                start="command",
-                snapshot_steps=SNAPSHOT_STEPS,
-                run_dir=Path(folder, "run"),
-                timeout_s=LIMIT_SECONDS,
-            )
+            cluster = Cluster((RANKS, RANKS), start="command", run_dir=Path(folder, "run"), timeout_s=LIMIT_SECONDS)
             report = cluster.run([sys.executable, *script, *(["--session"] if case.session else [])])
             if report.exit_code != 0 or plain.wait() != 0:
                 raise RuntimeError(f"{case.name}: {report.message}; torchrun ended with {plain.returncode}")
