@@ -67,7 +67,6 @@ def test_a_killed_node_costs_no_step(tmp_path, recovery):
         assert all(len(found) == 1 for found in pids.values()), pids
 
 
-@pytest.mark.parametrize("seconds", [12, pytest.param(60, marks=pytest.mark.chaos)])
 def restored_from(report):
     """Return where each round but the first has restored its state from."""
     restored = [event for event in EventReader(report.paths.events).read() if isinstance(event, Restored)]
@@ -107,6 +106,7 @@ def test_a_worker_of_a_replica_costs_no_step(tmp_path, recovery):
     assert restored_from(report) == {"memory"}
 
 
+@pytest.mark.parametrize("seconds", [12, pytest.param(60, marks=pytest.mark.chaos)])
 @both
 def test_a_frozen_node_costs_no_step_and_comes_back(tmp_path, recovery, seconds):
     arguments = [*TO_THE_FAULT, "25", "--full", "2"]
