@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from azureml_elastic.errors import RoundBroken
+
 __all__ = ["ElasticDataParallel"]
 
 _KEPT = (
@@ -34,6 +36,7 @@ class _Elastic:
     discarded: Callable[[], bool]
     options: dict[str, Any]
     awaits_state: bool
+    communication_hook: tuple[Any, Callable[..., Any]] | None = None
 
     def __deepcopy__(self, _: Any) -> _Elastic:
         return self
@@ -61,9 +64,14 @@ class ElasticDataParallel(DistributedDataParallel):
         **options: Any,
     ) -> None:
         super().__init__(module, **_without_weights(options) if awaits_state else options)
-        self._elastic = _Elastic(absorb, discarded, options, awaits_state)
+        self._elastic = _Elastic(absorb, discarded, options, awaits_state=awaits_state)
         if awaits_state:
             self._send_buffers()
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Register the script's communication hook, for the process groups that follow, too."""
+        super().register_comm_hook(state, hook)
+        self._elastic.communication_hook = state, hook
 
     def reform(self, *, awaits_state: bool = False) -> None:
         """Continue with the present default process group. A collective, as the constructor is.
@@ -72,7 +80,15 @@ class ElasticDataParallel(DistributedDataParallel):
 
         Args:
             awaits_state: whether :meth:`settle` follows.
+
+        Raises:
+            RoundBroken: the script's communication hook refers to a process group of an earlier round.
         """
+        hook = self._elastic.communication_hook
+        if hook is not None and any(
+            isinstance(each, dist.ProcessGroup) for each in (hook[0], getattr(hook[0], "process_group", None))
+        ):
+            raise RoundBroken("The state of the model's communication hook refers to a process group that has ended.")
         kept = {name: getattr(self, name) for name in _KEPT if hasattr(self, name)}
         module, elastic = self.module, self._elastic
         self.dissolve()
@@ -80,6 +96,8 @@ class ElasticDataParallel(DistributedDataParallel):
         try:
             options = elastic.options
             DistributedDataParallel.__init__(self, module, **_without_weights(options) if awaits_state else options)
+            if hook is not None:
+                DistributedDataParallel.register_comm_hook(self, *hook)
             if awaits_state:
                 self._send_buffers()
         finally:

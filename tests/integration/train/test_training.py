@@ -244,7 +244,7 @@ def test_a_model_goes_on_after_a_rank_is_lost_while_its_process_group_is_replace
     assert (survivor.code, lost.code) == (0, 0), survivor.error
     failure, calls, gradient = survivor.value
     assert "gloo/transport" in failure
-    assert (calls, gradient) == (["called"], [[1.0] * 4])
+    assert (calls, gradient) == (["called"], [[0.5] * 4])  # by the script's communication hook
 
 
 def test_a_group_that_ends_while_its_threads_need_the_gil_is_replaced():

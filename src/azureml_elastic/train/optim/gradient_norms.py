@@ -94,7 +94,10 @@ def _hook(model: DistributedDataParallel, norms: _Norms) -> bool:
     group = model.process_group
     try:
         # torch compares annotations, which are texts in this module; a lambda has none.
-        model.register_comm_hook(norms, lambda norms, bucket: _exchange(norms, bucket.buffer(), group))
+        # Of torch's class: for this group alone, and not the script's own.
+        DistributedDataParallel.register_comm_hook(
+            model, norms, lambda norms, bucket: _exchange(norms, bucket.buffer(), group)
+        )
     except RuntimeError:  # torch allows one, and a built-in one is not in the list
         return False
     return True
