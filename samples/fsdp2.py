@@ -3,8 +3,8 @@
 Alone:    python samples/fsdp2.py --epochs 5
 Locally:  azureml-elastic local --nodes 1:3 --nproc-per-node 2 samples/fsdp2.py --epochs 5
 
-With a worker its part of the model is lost, so the run continues from the last checkpoint, or from the newest snapshot
-if the job has ``CheckpointPolicy(snapshot_every=...)``; both are resharded for the workers of the new round.
+With a worker its part of the model is lost, so the run continues from the newest snapshot or checkpoint. Snapshots are
+taken by default where the nodes have the memory; both are resharded for the workers of the new round.
 """
 
 from __future__ import annotations

@@ -30,7 +30,9 @@ class CheckpointPolicy(ConfigModel):
         every_steps: optimizer steps between two checkpoints; ``None`` for no checkpoints by steps.
         snapshot_every: wall time between two snapshots in the memory of two nodes each. They cost less than
             checkpoints, and the run continues from them when no worker with the full state is left, as with sharded
-            state. They take four times the memory of a rank's shard. ``None`` for no snapshots by time.
+            state. They take four times the memory of a rank's shard. ``"auto"`` for the interval by which the measured
+            cost and loss rate lose the least time, where the loss of a worker would lose steps, the nodes have the
+            memory, and ``snapshot_every_steps`` is not given; ``None`` for no snapshots by time.
         snapshot_every_steps: optimizer steps between two snapshots; ``None`` for no snapshots by steps.
         snapshot_path: folder on each node's own disk for copies of the snapshots, from which an agent that is restarted
             on the same machine recovers. Read from the job's policy, not from ``train.start()``. ``None`` for none.
@@ -44,12 +46,17 @@ class CheckpointPolicy(ConfigModel):
     path: str | None = None
     every: Literal["auto"] | PositiveDuration | None = timedelta(minutes=5)
     every_steps: int | None = Field(default=None, ge=1)
-    snapshot_every: PositiveDuration | None = None
+    snapshot_every: Literal["auto"] | PositiveDuration | None = "auto"
     snapshot_every_steps: int | None = Field(default=None, ge=1)
     snapshot_path: str | None = None
     keep: int = Field(default=2, ge=2)
     keep_every: int | None = Field(default=None, ge=1)
     on_nonfinite: NonFinitePolicy = "warn"
+
+    @property
+    def chooses_snapshots(self) -> bool:
+        """Whether it follows from the state and the nodes if there are snapshots, and how many."""
+        return self.snapshot_every == "auto" and self.snapshot_every_steps is None
 
     @property
     def output(self) -> str | None:

@@ -27,7 +27,7 @@ from azureml_elastic.ledger.events import (
     WorkerFailed,
     WorkersStarted,
 )
-from azureml_elastic.ledger.samples import restored_steps, surviving_steps
+from azureml_elastic.ledger.samples import restored_steps, steps_undone, surviving_steps
 from azureml_elastic.ledger.unreported import UnreportedRound, UnreportedWork
 
 __all__ = [
@@ -157,13 +157,7 @@ def _share(found: Iterable[Total], *activities: Activity) -> float | None:
 
 def lost_steps(events: Sequence[Event]) -> int:
     """Return the number of steps that were trained again, because a later round was restored from an earlier one."""
-    restored = restored_steps(events)
-    last: dict[int, int] = {}
-    for event in events:
-        if isinstance(event, Progress):
-            last[event.round] = max(event.step, last.get(event.round, 0))
-    kept = surviving_steps(restored, last)
-    return sum(int(max(0, step - max(restored.get(number, 0), kept[number]))) for number, step in last.items())
+    return sum(steps_undone(events).values())
 
 
 @dataclass

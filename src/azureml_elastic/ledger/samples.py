@@ -20,7 +20,15 @@ from dataclasses import dataclass
 
 from azureml_elastic.ledger.events import Event, Progress, Restored
 
-__all__ = ["SampleAudit", "SampleLine", "audit_samples", "restored_steps", "surviving_steps", "trained_samples"]
+__all__ = [
+    "SampleAudit",
+    "SampleLine",
+    "audit_samples",
+    "restored_steps",
+    "steps_undone",
+    "surviving_steps",
+    "trained_samples",
+]
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,23 @@ def surviving_steps(restored: Mapping[int, int], rounds: Iterable[int]) -> dict[
         number: min((step for later, step in restored.items() if later > number), default=math.inf)
         for number in set(rounds)
     }
+
+
+def steps_undone(events: Iterable[Event]) -> dict[int, int]:
+    """Return for each round that began at an earlier step than had been reached how many steps it undid."""
+    events = list(events)
+    restored = restored_steps(events)
+    reported: dict[int, int] = {}
+    for event in events:
+        if isinstance(event, Progress):
+            reported[event.round] = max(event.step, reported.get(event.round, 0))
+    reached, undone = 0, {}
+    for number in sorted({*restored, *reported}):
+        begin = restored.get(number, reached)
+        if begin < reached:
+            undone[number] = reached - begin
+        reached = max(begin, reported.get(number, begin))
+    return undone
 
 
 def trained_samples(events: Iterable[Event]) -> int | None:

@@ -6,7 +6,7 @@ Rounds are ordered by number. Durations are differences of two times that *one* 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -22,6 +22,7 @@ from azureml_elastic.ledger.events import (
     WorkerFailed,
     WorkersStarted,
 )
+from azureml_elastic.ledger.samples import steps_undone
 from azureml_elastic.ledger.unreported import connecting_seconds
 
 __all__ = [
@@ -85,6 +86,8 @@ class RecoverySpan:
             last step that a survivor reported.
         lost: lost nodes; empty if a worker failed or hung.
         reason: reason of the round's end.
+        lost_steps: number of reported steps that were trained again because of the loss; ``None`` without a session.
+            Of several losses before the next restore it is the last one's.
     """
 
     round: int
@@ -94,6 +97,7 @@ class RecoverySpan:
     since: Literal["loss", "notice", "last step"]
     lost: tuple[str, ...]
     reason: str
+    lost_steps: int | None = None
 
 
 def rounds(events: Iterable[Event]) -> list[RoundSpan]:
@@ -136,7 +140,14 @@ def recoveries(events: Sequence[Event], losses: Iterable[tuple[str, float]] = ()
         pause = _pause(by_round, round_, resumed, [time for node, time in losses if node in lost])
         if pause is not None:
             found.append(RecoverySpan(round_.number, resumed.number, resumed.first_step, *pause, lost, round_.reason))
-    return found
+    undone = steps_undone(events)
+    ends = [min(one.resumed, other.round) for one, other in pairwise(found)] + [each.resumed for each in found[-1:]]
+    return [
+        each
+        if each.step is None
+        else replace(each, lost_steps=sum(undone.get(number, 0) for number in range(each.round + 1, end + 1)))
+        for each, end in zip(found, ends, strict=True)
+    ]
 
 
 def outcome(events: Iterable[Event]) -> tuple[Literal["succeeded", "failed", "unfinished"], str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from azureml_elastic.ledger.events import CheckpointCommitted, Event
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.ledger.timeline import reason_and_losses
+from azureml_elastic.plurals import counted
 from azureml_elastic.report.cells import MEASURED_FROM, bill_rows, money_text, steps_text
 from azureml_elastic.report.numbers import duration_text
 
@@ -17,7 +18,7 @@ _MOST_ROWS = 200
 _MOST_NAMES = 12
 _NUMBERS = frozenset(
     {"round", "workers", "steps", "step", "at", "lasted", "back at step", "recovered in", "nodes", "node-hours"}
-    | {"per hour", "cost", "dedicated", "paused"}
+    | {"trained again", "per hour", "cost", "dedicated", "paused"}
 )
 
 _TEXTS = frozenset({"because", "ended because", "nodes by rank"})
@@ -124,12 +125,13 @@ def rounds_table(report: Report, start: float) -> DataTable:
 def recoveries_table(report: Report) -> DataTable:
     """Return the recoveries."""
     return DataTable.of(
-        ("round", "lost", "back at step", "recovered in", "measured from", "because"),
+        ("round", "lost", "back at step", "trained again", "recovered in", "measured from", "because"),
         (
             (
                 str(each.round),
                 _names(each.lost) or "a worker",
                 "" if each.step is None else f"{each.step:,}",
+                "" if each.lost_steps is None else counted(each.lost_steps, "step"),
                 duration_text(each.seconds),
                 MEASURED_FROM[each.since],
                 each.reason,

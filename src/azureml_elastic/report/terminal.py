@@ -96,12 +96,13 @@ def _rounds_table(report: Report) -> Table:
 
 
 def _recoveries_table(report: Report) -> Table:
-    table = _table("recoveries", "round", "lost", "back at step", "seconds", "measured from")
+    table = _table("recoveries", "round", "lost", "back at step", "trained again", "seconds", "measured from")
     for recovery in report.recoveries:
         table.add_row(
             str(recovery.round),
             ", ".join(recovery.lost) or "a worker",
             "" if recovery.step is None else str(recovery.step),
+            "" if recovery.lost_steps is None else counted(recovery.lost_steps, "step"),
             f"{recovery.seconds:.2f}",
             MEASURED_FROM[recovery.since],
         )

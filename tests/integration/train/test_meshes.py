@@ -118,6 +118,24 @@ def test_survivors_go_on_from_the_furthest_step_of_which_all_parts_are_there(ten
         assert found == wanted
 
 
+def test_snapshots_are_taken_by_default_where_a_lost_worker_has_a_part_alone(tmp_path):
+    policies = {"auto": {}, "steps": {"snapshot_every_steps": 5}, "none": {"snapshot_every": None}}
+    always, never, once_settled = (True, True, True), (False, False, False), (False, True, False)
+
+    def expected(**auto):
+        return {
+            (kind, policy): {"auto": chosen, "steps": always, "none": never}[policy]
+            for kind, chosen in auto.items()
+            for policy in policies
+        }
+
+    several = expected(replicated=never, replicas=never, sharded=once_settled)
+    kinds = ("replicated", "replicas", "sharded")
+    assert World(4, meshes.snapshots_taken, tmp_path, 2, kinds, policies).values() == [several] * 4
+    alone = expected(replicated=once_settled)
+    assert World(1, meshes.snapshots_taken, tmp_path, 1, ("replicated",), policies).values() == [alone]
+
+
 @pytest.mark.parametrize(("kind", "codes"), [("agrees", {5: 2}), ("fails", {7: 1, 9: 1})])
 def test_all_ranks_of_a_replica_complete_a_step_or_none(kind, codes, tmp_path):
     outcomes = World(4, meshes.complete_or_not, tmp_path, kind).outcomes()

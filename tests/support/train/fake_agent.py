@@ -35,6 +35,8 @@ class FakeAgent:
             connection.send({"re": message["id"], "op": "pointer_reply", "pointer": self.pointer})
         elif kind == "memory":
             connection.send({"re": message["id"], "op": "memory_reply", "memory": self.memory})
+        elif kind == "held_shards":
+            connection.send({"re": message["id"], "op": "shards_reply", "held": []})
         elif kind == "hand_over":
             descriptor = os.open(f"/proc/{message['pid']}/fd/{message['fd']}", os.O_RDONLY)
             self.kept.append(descriptor)

@@ -6,6 +6,7 @@ import hashlib
 import os
 import threading
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -14,14 +15,17 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from azureml_elastic import train
+from azureml_elastic.checkpoint.save.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.snapshots.parts import find_complete, open_parts
 from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
-from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan
+from azureml_elastic.checkpoint.storage.local import LocalStorage
+from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, ElasticResources, Plan
 from azureml_elastic.distributed.process_groups import is_peer_error
 from azureml_elastic.distributed.replica_group import ReplicaGroup
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.agent_interface import HandedOverState
+from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from tests.support.train import workers
 
 GLOBAL_BATCH = 7
@@ -107,6 +111,36 @@ def gradients_of_tokens(folder, nodes_per_replica, per_node, tensor_parallel=1):
         found.append(workers.flat(whole(each.grad) for each in model.parameters()).tolist())
         model.zero_grad()
         run.commit()
+    run.finish()
+    return found
+
+
+class HoldingAgent(StandaloneAgent):
+    """An agent that would hold snapshots."""
+
+    holds_snapshots = True
+
+
+def snapshots_taken(folder, per_node, kinds, policies):
+    """Return by state and policy whether snapshots are taken: at first, once the round has settled, in the next."""
+    run = start(folder, 1, per_node)
+    world, storage = run._lifecycle.world, LocalStorage(Path(folder))
+    agent = HoldingAgent(storage, world.identity, handles_signals=False)
+    models = {
+        "replicated": workers.network,
+        "replicas": lambda: sharded(run.mesh()),
+        "sharded": lambda: fully_shard(workers.network()),
+    }
+    found = {}
+    for kind in kinds:
+        state = TrackedState({"model": models[kind]()})
+        for name, policy in policies.items():
+            checkpoints = Checkpoints(CheckpointPolicy(**policy), storage, world, agent)
+            before = checkpoints.snapshots
+            checkpoints.prepare(state)
+            settled = checkpoints.snapshots
+            checkpoints.enter()
+            found[kind, name] = before, settled, checkpoints.snapshots
     run.finish()
     return found
 

@@ -4,7 +4,16 @@ import random
 
 import pytest
 
-from azureml_elastic.ledger.events import NodeLeft, RanksConnecting, RoundReopened, RunEnded, WorkerFailed
+from azureml_elastic.ledger.accounting import lost_steps
+from azureml_elastic.ledger.events import (
+    NodeLeft,
+    Progress,
+    RanksConnecting,
+    Restored,
+    RoundReopened,
+    RunEnded,
+    WorkerFailed,
+)
 from azureml_elastic.ledger.timeline import headline, outcome, recoveries, rounds, world_sizes
 from tests.support.histories import enter, loss_and_newcomer, steps
 
@@ -111,6 +120,45 @@ def test_a_second_loss_before_the_next_step_prolongs_the_first_recovery():
         *steps(3, ["a"], 1, 3, at=9.0),
     ]
     assert [(found.round, found.resumed, found.seconds) for found in recoveries(events)] == [(1, 3, 4.0), (2, 3, 2.0)]
+
+
+def several_losses():
+    """Steps 8 to 10 are undone by the first loss, 6 and 7 with 8 and 9 by the second; the third one costs nothing."""
+    return [
+        *enter(1, ["a", "b", "c", "d"], at=1.0),
+        *steps(1, ["a", "b"], 1, 10, at=2.0),
+        RoundReopened(time=12.5, node="a", round=1, reason="d is lost", lost=("d",)),
+        *enter(2, ["a", "b", "c"], at=13.0),
+        Restored(time=13.5, node="a", round=2, step=7),
+        *steps(2, ["a", "b"], 8, 9, at=14.0),
+        RoundReopened(time=16.5, node="a", round=2, reason="c is lost", lost=("c",)),
+        *enter(3, ["a", "b"], at=17.0),  # ends before its workers have restored anything
+        RoundReopened(time=17.5, node="a", round=3, reason="e is ready"),
+        *enter(4, ["a", "b", "e"], at=18.0),
+        Restored(time=18.5, node="a", round=4, step=5),
+        *steps(4, ["a", "b"], 6, 12, at=19.0),
+        RoundReopened(time=27.0, node="a", round=4, reason="b is lost", lost=("b",)),
+        *enter(5, ["a", "e"], at=28.0),
+        Restored(time=28.5, node="a", round=5, step=13),  # one that was not reported
+        *steps(5, ["a"], 14, 16, at=29.0),
+    ]
+
+
+def test_each_loss_has_the_steps_that_it_cost():
+    found = recoveries(several_losses())
+    assert [(each.lost, each.lost_steps) for each in found] == [(("d",), 3), (("c",), 4), (("b",), 0)]
+    assert sum(each.lost_steps for each in found) == lost_steps(several_losses())
+
+
+def test_steps_that_two_losses_have_cost_together_are_counted_once():
+    events = [event for event in several_losses() if event.round != 2 or not isinstance(event, Restored | Progress)]
+    found = recoveries(events)
+    assert [(each.lost, each.resumed, each.lost_steps) for each in found] == [
+        (("d",), 4, 0),
+        (("c",), 4, 5),
+        (("b",), 5, 0),
+    ]
+    assert lost_steps(events) == 5
 
 
 @pytest.mark.parametrize("ahead", [0.0, 500.0])

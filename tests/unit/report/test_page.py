@@ -94,6 +94,8 @@ def test_the_page_has_what_the_report_has(tmp_path):
         "node-hours",
         "low-priority",
         "back at step",
+        "trained again",
+        ">2 steps<",
         "a survivor&#x27;s notice",
         "Throughput, steps/s",
     ):

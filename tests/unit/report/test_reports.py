@@ -49,6 +49,7 @@ def test_the_summary_has_rounds_recoveries_and_outcome(tmp_path):
         "11 to 20",
         "exactly once: 300 samples of 3 epochs",
         "20 samples of 2 steps rolled back",
+        "│ 2 steps",  # that the loss has cost, in the table of recoveries
         "the run succeeded at step 30",
         str(tmp_path.name),
     ):

@@ -8,6 +8,7 @@ manifest's parent.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,7 @@ from azureml_elastic.checkpoint.save.background_save import SaveTask
 from azureml_elastic.checkpoint.save.background_task import BackgroundTask, TaskOutcome
 from azureml_elastic.checkpoint.save.commit import LONG_RETRY_SECONDS, RETRY_SECONDS, retry_while_unavailable
 from azureml_elastic.checkpoint.save.local_shard import LocalShard, ShardCopy
+from azureml_elastic.checkpoint.snapshots.memory_need import RankMemory, node_short_of_memory
 from azureml_elastic.checkpoint.snapshots.recovery_from_replicas import (
     choose_replicas,
     gather_replicas,
@@ -39,8 +41,9 @@ from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.distributed.process_groups import ProcessGroups
-from azureml_elastic.errors import CheckpointDamaged, CheckpointError, Fenced
+from azureml_elastic.errors import CheckpointDamaged, CheckpointError, Fenced, MissingExtra
 from azureml_elastic.ipc.agent_interface import Agent
+from azureml_elastic.memory import available_memory
 
 __all__ = ["Checkpoints"]
 
@@ -62,7 +65,7 @@ class Checkpoints:
         earlier: committed checkpoint of another run, which is restored as long as this run has none.
 
     Attributes:
-        snapshots: whether snapshots are taken.
+        snapshots: whether snapshots are taken. Where the policy leaves that open, :meth:`prepare` decides it.
     """
 
     def __init__(
@@ -78,7 +81,11 @@ class Checkpoints:
         self._earlier = earlier
         self._policy, self._storage, self._stale_seconds = policy, storage, stale_seconds
         self._groups, self._agent = groups, agent
-        self.snapshots = agent.holds_snapshots and (policy.snapshot_every or policy.snapshot_every_steps) is not None
+        # May be there to be recovered from, also where this round takes none.
+        self._holds_snapshots = (
+            agent.holds_snapshots and (policy.snapshot_every or policy.snapshot_every_steps) is not None
+        )
+        self.snapshots = self._holds_snapshots and not policy.chooses_snapshots
         self._shard = LocalShard(groups, spare=self.snapshots)
         self._committed: Reference | None = None
         self._selected: tuple[Storage, Manifest] | None = None
@@ -95,12 +102,42 @@ class Checkpoints:
         self._shard.enter()
         self._failures.clear()
         self._fenced = ""
+        # A new process of the next round has not decided yet either, and a snapshot is a collective.
+        self.snapshots = self._holds_snapshots and not self._policy.chooses_snapshots
 
     def prepare(self, state: TrackedState) -> None:
-        """Plan and allocate what the first save would otherwise wait for."""
+        """Plan and allocate what the first save would otherwise wait for, and decide whether snapshots are taken."""
         self._shard.collect(state)
+        if self._holds_snapshots and self._policy.chooses_snapshots:
+            self.snapshots = self._profits_from_snapshots(state) and self._has_memory_for_snapshots()
+            if self.snapshots:
+                self._shard.add_spare()
         if self._task is None and self._abandoned is None:
             self._shard.reserve()
+
+    def _profits_from_snapshots(self, state: TrackedState) -> bool:
+        """Return whether a lost rank takes a part of the state along that no other one has. Not a collective."""
+        return self._groups.identity.world_size == 1 or not (state.replicated or state.copies > 1)
+
+    def _has_memory_for_snapshots(self) -> bool:
+        """Return whether all nodes have it. A collective."""
+        control, identity = self._groups.control, self._groups.identity
+
+        def look() -> RankMemory:
+            replaced, available = sum(each.size for each in self._agent.held_shards()), 0
+            with contextlib.suppress(MissingExtra):  # of the agent, which may run under another interpreter
+                available = available_memory()[0] + replaced
+            return RankMemory(identity.rank - identity.local_rank, self._shard.nbytes, available)
+
+        short = node_short_of_memory(control.together("Looking for memory for snapshots", look))
+        if short is not None and identity.rank == 0:
+            _LOG.warning(
+                "No snapshots are taken, so that a lost worker costs the steps since the last checkpoint: the node of "
+                "rank %d has %d MiB of memory, of which they may take half, and shards of %d MiB, of which they hold "
+                "four copies. Give snapshot_every a time to have them nevertheless.",
+                short.node, short.available_bytes >> 20, short.shard_bytes >> 20,
+            )  # fmt: skip
+        return short is None
 
     def begin(
         self, step: int, state: TrackedState, data: Mapping[str, Any] | None, *, must_commit: bool = False
@@ -325,7 +362,7 @@ class Checkpoints:
 
     def _select(self) -> tuple[Storage, Manifest] | None:
         pointer, control, agent = self._committed or self.committed(), self._groups.control, self._agent
-        if self.snapshots:
+        if self._holds_snapshots:
             identity = self._groups.identity
             pointer = recover_from_replicas(self._storage, control, agent, identity, pointer, self._policy) or pointer
         pointer = adopt_handed_over(self._storage, control, agent, pointer) or pointer
@@ -344,7 +381,7 @@ class Checkpoints:
 
     def has_snapshot_after(self, step: int) -> bool:
         """Return whether the nodes hold a complete snapshot of a later step."""
-        if not self.snapshots:
+        if not self._holds_snapshots:
             return False
         return (
             choose_replicas(gather_replicas(self._groups.control, self._agent, self._groups.identity), step) is not None

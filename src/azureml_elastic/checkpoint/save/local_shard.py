@@ -105,6 +105,17 @@ class LocalShard:
             self._plan = _Plan(signature(tensors), layout, tuple(parts), plans[0][1])
         return plain, tensors
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the planned shard in bytes."""
+        assert self._plan is not None
+        return self._plan.layout.nbytes
+
+    def add_spare(self) -> None:
+        """Have a spare buffer from now on."""
+        if len(self._buffers) == 1:
+            self._buffers.append(StagingBuffer(self._groups.device))
+
     def reserve(self) -> None:
         """Allocate the memory for a copy on a thread. No task may read a copy meanwhile."""
         if self._reserving is None:

@@ -15,13 +15,11 @@ from typing import Protocol
 
 from azureml_elastic.config import CheckpointPolicy
 
-__all__ = ["CheckpointSchedule", "Decision", "Main", "decide", "optimal_interval"]
+__all__ = ["CheckpointSchedule", "Decision", "Main", "decide", "lost_share", "optimal_interval"]
 
-_FIRST_COST_SECONDS = 1.0
 _EXPECTED_SECONDS = 7200.0
 """Prior of the mean time between losses, as if two hours without a loss had preceded the run."""
 
-_SHORTEST_SECONDS = 10.0
 _LONGEST_SECONDS = 3600.0
 _TOLERANCE = 0.02
 """Fraction of the interval by which a checkpoint may be early."""
@@ -41,6 +39,11 @@ def optimal_interval(cost: float, between_losses: float) -> float:
     if ratio >= 1:
         return between_losses
     return math.sqrt(2 * cost * between_losses) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
+
+
+def lost_share(interval: float, cost: float, between_losses: float) -> float:
+    """Return the share of the time that is lost on average: by copies in each interval, and half of it by each loss."""
+    return cost / interval + interval / (2 * between_losses)
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,15 @@ class CheckpointSchedule:
         write_seconds: duration of the last write.
     """
 
+    first_cost_seconds = 1.0
+    """Guess of the cost before the first."""
+
+    shortest_seconds = 10.0
+    """Shortest interval that is chosen."""
+
     def __init__(self, policy: CheckpointPolicy, control: Main, *, clock: Callable[[], float]) -> None:
         self._policy, self._control, self._clock = policy, control, clock
-        self.cost_seconds, self.write_seconds = _FIRST_COST_SECONDS, 0.0
+        self.cost_seconds, self.write_seconds = self.first_cost_seconds, 0.0
         self._measured = False
         self._quiet: tuple[int, float] | None = None
         self._pace: float | None = None
@@ -143,15 +152,28 @@ class CheckpointSchedule:
             self._measured = True
         self._quiet, self._stopped = (step, now), None
 
+    def disturbed(self, step: int) -> None:
+        """Record that something else has slowed the steps up to this one, so that they do not tell the pace."""
+        if self._stopped is None:
+            self._quiet = step, self._clock()
+
+    @property
+    def between_losses(self) -> float:
+        """The mean time between two losses in seconds, as far as it is known."""
+        return (self._seconds + self._clock() - self._began + _EXPECTED_SECONDS) / (self._losses + 1)
+
+    @property
+    def lost_share(self) -> float:
+        """The share of the time that copies and losses cost on average; see :func:`lost_share`."""
+        return lost_share(self.every, self.cost_seconds, self.between_losses)
+
     @property
     def every(self) -> float:
         """The interval between two checkpoints in seconds."""
         if isinstance(self._policy.every, timedelta):
             return self._policy.every.total_seconds()
-        trained = self._seconds + self._clock() - self._began
-        between = (trained + _EXPECTED_SECONDS) / (self._losses + 1)
-        shortest = max(_SHORTEST_SECONDS, _WRITES * self.write_seconds)
-        return min(max(optimal_interval(self.cost_seconds, between), shortest), _LONGEST_SECONDS)
+        shortest = max(self.shortest_seconds, _WRITES * self.write_seconds)
+        return min(max(optimal_interval(self.cost_seconds, self.between_losses), shortest), _LONGEST_SECONDS)
 
     def next_candidate(self, step: int) -> int | None:
         """Return the first step later than ``step`` at which one may be due; ``None`` without checkpoints."""

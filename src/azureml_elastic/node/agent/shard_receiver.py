@@ -24,8 +24,8 @@ from azureml_elastic.errors import ElasticError
 from azureml_elastic.ipc import Connection
 from azureml_elastic.ipc.message_stream import MessageStream
 from azureml_elastic.ipc.shards import ShardDescription
+from azureml_elastic.memory import available_memory
 from azureml_elastic.node.core import messages
-from azureml_elastic.node.host.memory import available_memory
 
 __all__ = ["MAX_TRANSFERS", "PIECE_BYTES", "TIMEOUT_SECONDS", "ShardReceiver"]
 

@@ -18,9 +18,9 @@ from typing import Any
 
 from azureml_elastic.free_space import is_full
 from azureml_elastic.ledger.timeline import headline
+from azureml_elastic.memory import OomKillCounter
 from azureml_elastic.node.core.failures import Failure, FailureKind
 from azureml_elastic.node.failures.tracebacks import ExceptionInfo, ParsedError, find_dump, find_error
-from azureml_elastic.node.host.memory import OomKillCounter
 
 __all__ = ["FailedWorker", "describe_ending", "hang_failure", "root_cause", "signature_of"]
 

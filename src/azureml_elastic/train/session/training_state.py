@@ -13,6 +13,7 @@ import torch
 from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.checkpoint.save.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.save.schedule import CheckpointSchedule
+from azureml_elastic.checkpoint.save.snapshot_schedule import SnapshotSchedule
 from azureml_elastic.checkpoint.snapshots.parts import CompleteParts, find_complete, open_parts
 from azureml_elastic.checkpoint.snapshots.snapshot import RecoverableState, Snapshot, choose, position_key
 from azureml_elastic.checkpoint.snapshots.transfer import send_to_others
@@ -58,9 +59,7 @@ class TrainingState:
         self._rate = rate
         self._checkpoints = Checkpoints(policy, context.storage, world, context.agent, earlier=context.earlier)
         self._schedule = CheckpointSchedule(policy, world.control, clock=time.monotonic)
-        rarer = {"every": policy.snapshot_every, "every_steps": policy.snapshot_every_steps}
-        snapshots = policy.model_copy(update=rarer)
-        self._snapshot_schedule = CheckpointSchedule(snapshots, world.control, clock=time.monotonic)
+        self._snapshot_schedule = SnapshotSchedule(policy, world.control, clock=time.monotonic)
         self.tracked: TrackedState | None = None
         self._inherited: tuple[RecoverableState | None, Snapshot | None] | None = None
         self._last_saved: tuple[int, str] | None = None
@@ -273,8 +272,14 @@ class TrainingState:
         if timeout is None and self._checkpoints.under_way:
             self._agent.busy()
         outcome = self._checkpoints.settle(timeout)
-        if outcome is not None and self._pending is not None:
+        if outcome is not None and self._pending is None:
+            self._snapshot_schedule.written(self.steps)
+            self._schedule.disturbed(self.steps)
+            if self._identity.rank == 0:
+                self._snapshot_schedule.tell_what_is_lost()
+        elif outcome is not None:
             self._schedule.written(self.steps)
+            self._snapshot_schedule.disturbed(self.steps)
             self._save_pending = outcome.kind in ("broken", "fenced")  # the next round saves again
             if outcome.kind == "committed":
                 self._last_saved = self._pending

@@ -27,6 +27,7 @@ from azureml_elastic.config.exit_codes import UNHEALTHY
 from azureml_elastic.ledger.events import HealthChecked, HostQuarantined, HostStruck, read_event
 from azureml_elastic.local.board import Board
 from azureml_elastic.local.view import describe
+from azureml_elastic.memory import available_memory
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.diagnostics.admission import Admission
 from azureml_elastic.node.diagnostics.checks.accelerator import check_ecc, check_gpus, examine, read_ecc
@@ -40,7 +41,6 @@ from azureml_elastic.node.diagnostics.checks.network import check_clock, check_h
 from azureml_elastic.node.diagnostics.findings import Check, CheckRunner, DiagnosticReport, Finding
 from azureml_elastic.node.diagnostics.node_checks import check_folders, node_checks
 from azureml_elastic.node.failures.host_strikes import STRIKE_PREFIX, HostStrikes
-from azureml_elastic.node.host.memory import available_memory
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
 from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
 from azureml_elastic.node.table import open_table

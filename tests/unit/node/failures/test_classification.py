@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from azureml_elastic.config import environment as variables
+from azureml_elastic.memory import OomKillCounter
 from azureml_elastic.node.failures.classification import (
     FailedWorker,
     hang_failure,
@@ -25,7 +26,6 @@ from azureml_elastic.node.failures.classification import (
     signature_of,
 )
 from azureml_elastic.node.failures.tracebacks import ExceptionInfo, Frame, find_dump, find_error
-from azureml_elastic.node.host.memory import OomKillCounter
 from azureml_elastic.node.preload.stack_imports import for_plain_start
 
 ENDINGS = Path(__file__).parent / "worker_output"

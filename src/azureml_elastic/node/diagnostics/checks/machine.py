@@ -16,10 +16,10 @@ from pathlib import Path
 from azureml_elastic.config import HealthPolicy, TableRendezvous
 from azureml_elastic.config.rendezvous import PORTS_OF_A_NODE
 from azureml_elastic.errors import UsageError
+from azureml_elastic.memory import available_memory
 from azureml_elastic.node.diagnostics.checks.network import check_hub
 from azureml_elastic.node.diagnostics.findings import Finding, Status
 from azureml_elastic.node.host.addresses import Ports, advertised_address, is_loopback, listening_address
-from azureml_elastic.node.host.memory import available_memory
 
 __all__ = ["check_folder", "check_machine", "check_memory", "check_open_files", "check_packages", "check_shared_memory"]
 
