@@ -35,7 +35,6 @@ with train.start() as run:
         gradient_as_bucket_view=True,
         bucket_cap_mb=0.0001,
     )
-    hooked_in = run.round
     model.register_comm_hook(gpu, reduce_later)
     optimizer = DeferredSGD(model.parameters(), gpu, lr=0.05, momentum=0.9)
     run.track(model=model, optimizer=optimizer)
@@ -43,9 +42,6 @@ with train.start() as run:
     for _ in run.epochs(arguments.epochs):
         for x, y in loader:
             gpu.synchronize()  # the forward pass is the device's work, too: it comes after the update
-            if run.round != hooked_in:
-                model.register_comm_hook(gpu, reduce_later)
-                hooked_in = run.round
             run.backward(nn.functional.mse_loss(model(x), y))
             optimizer.step()
             optimizer.zero_grad()
