@@ -38,8 +38,8 @@ sys.exit(3)
 
 OURS = {"AZUREML_ELASTIC_HISTORY", "AZUREML_ELASTIC_ROUND", "AZUREML_ELASTIC_WORKER"}
 OF_THE_RUN = OURS | {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID"}
-OF_TORCHRUN = {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
-"""Variable that torchrun sets for its own option."""
+OF_TORCHRUN = {"TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+"""Variables that torchrun sets for an option of its own, and in place of torch's default, which a session replaces."""
 
 PREFIX = "[worker"
 
