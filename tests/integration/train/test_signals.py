@@ -58,8 +58,12 @@ class Agent:
             if message["op"] == "step":
                 self.step = message["step"]
             elif "id" in message:
-                replies = {"pointer": "pointer_reply", "memory": "memory_reply"}
-                connection.send({"re": message["id"], "op": replies.get(message["op"], "accepted")})
+                replies = {
+                    "pointer": {"op": "pointer_reply"},
+                    "memory": {"op": "memory_reply"},
+                    "held_shards": {"op": "shards_reply", "held": []},
+                }
+                connection.send({"re": message["id"], **replies.get(message["op"], {"op": "accepted"})})
             self.said.append(message["op"])
             if message["op"] == "vote":
                 connection.send({"op": "decide", "boundary": 1, "go": message["ok"]})
