@@ -108,6 +108,11 @@ class Device:
         self.torch = device
 
     @property
+    def kind(self) -> str:
+        """torch's name of its kind, for a device mesh."""
+        return self.torch.type
+
+    @property
     def profiler_activities(self) -> list[ProfilerActivity]:
         """What PyTorch's profiler records."""
         return [ProfilerActivity.CPU]

@@ -248,7 +248,7 @@ def test_a_library_that_was_sent_is_the_installed_one_or_is_executed(shell, tmp_
         ("nice -n 5", "nice"),
         ("umask 027;", "Umask"),
         ("ulimit -n 200;", "limits"),
-        ("trap '' HUP;", "SigIgn"),
+        ("trap '' USR2;", "SigIgn"),  # not HUP, which is ignored where nohup has started the tests
     ],
 )
 def test_what_only_a_new_process_takes_over_from_the_shell_is_no_fork(shell, before, reason):

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from azureml_elastic.config import FixedPerWorkerBatch
 from azureml_elastic.distributed.replica_group import ReplicaGroup
+from azureml_elastic.distributed.device import device_of
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data.batching import Batching
 from azureml_elastic.train.data.loader import ElasticLoader, LoaderContext
@@ -136,7 +137,8 @@ class Training:
             firsts = lifecycle.world.control.gather(identity.rank - identity.local_rank)
             shape = MeshShape.of([*Counter(firsts).values()], self._context.nodes_per_replica, tensor_parallel)
             sizes = shape.dimensions
-            self._mesh = init_device_mesh(self.device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
+            kind = device_of(self.device).kind
+            self._mesh = init_device_mesh(kind, (*sizes.values(),), mesh_dim_names=(*sizes,))
             if shape.replicas > 1 and len(shape.rows[0]) > 1:
                 self._replica = ReplicaGroup(lifecycle.world, shape.rows)
         if tensor_parallel > 1:
