@@ -109,7 +109,7 @@ class Device:
 
     @property
     def kind(self) -> str:
-        """torch's name of its kind, for a device mesh."""
+        """Torch's name of its kind, for a device mesh."""
         return self.torch.type
 
     @property

@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 
 from azureml_elastic.config import FixedPerWorkerBatch
-from azureml_elastic.distributed.replica_group import ReplicaGroup
 from azureml_elastic.distributed.device import device_of
+from azureml_elastic.distributed.replica_group import ReplicaGroup
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data.batching import Batching
 from azureml_elastic.train.data.loader import ElasticLoader, LoaderContext
