@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin, set_seed
+from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig, set_seed
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
@@ -30,6 +30,8 @@ parser.add_argument("--die-in-evaluation", action="store_true")
 parser.add_argument("--by-hand", action="store_true")
 parser.add_argument("--dropout", type=float, default=0.1)
 parser.add_argument("--zero", type=int, help="stage of DeepSpeed's ZeRO")
+parser.add_argument("--fsdp", type=int, help="version of FSDP")
+parser.add_argument("--replicas", type=int, default=1, help="of a model that FSDP shards")
 args = parser.parse_args()
 
 
@@ -54,7 +56,15 @@ def record(**line):
 
 
 plugin = None if args.zero is None else DeepSpeedPlugin(zero_stage=args.zero)
-accelerator = Accelerator(gradient_accumulation_steps=args.accumulate, deepspeed_plugin=plugin)
+sharding = {}
+if args.fsdp is not None:
+    import fsdp_on_cpus  # noqa: F401
+
+    policy = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 50}
+    sharding["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=args.fsdp, **policy)
+    if args.replicas > 1:
+        sharding["parallelism_config"] = ParallelismConfig(dp_replicate_size=args.replicas, dp_shard_size=2)
+accelerator = Accelerator(gradient_accumulation_steps=args.accumulate, deepspeed_plugin=plugin, **sharding)
 set_seed(0)
 model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(args.dropout), nn.ReLU(), nn.Linear(32, 2))
 train_dataloader = DataLoader(Points(args.samples), shuffle=True, batch_size=8)
@@ -114,7 +124,8 @@ for epoch in range(starting_epoch, args.epochs):
     accelerator.print(f"epoch {epoch}: accuracy {correct / count:.3f} of {count}")
 
 accelerator.wait_for_everyone()
+weights = accelerator.get_state_dict(accelerator.unwrap_model(model))
 if accelerator.is_main_process:
-    torch.save(accelerator.unwrap_model(model).state_dict(), args.folder / "model.pt")
+    torch.save(weights, args.folder / "model.pt")
     text = json.dumps({"accuracies": accuracies, "completed_steps": completed_steps})
     (args.folder / "record.json").write_text(text)

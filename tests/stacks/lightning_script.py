@@ -13,6 +13,8 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset
 
 parser = argparse.ArgumentParser()
@@ -22,6 +24,7 @@ parser.add_argument("--samples", type=int, default=1000)
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--pause", type=float, default=0.03)
 parser.add_argument("--dropout", type=float, default=0.1)
+parser.add_argument("--sharded", action="store_true", help="by FSDP2")
 options = parser.parse_args()
 
 
@@ -49,6 +52,11 @@ class Classifier(pl.LightningModule):
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 32), nn.Dropout(options.dropout), nn.ReLU(), nn.Linear(32, 2))
+
+    def configure_model(self):
+        if options.sharded:
+            for part in (self.net[0], self.net[3], self.net):
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch, batch_idx):
         points, classes, index = batch
@@ -82,7 +90,7 @@ trainer = pl.Trainer(
     accelerator="cpu",
     devices=1,
     num_nodes=3,
-    strategy="ddp",
+    strategy=pl.strategies.ModelParallelStrategy(3, tensor_parallel_size=1) if options.sharded else "ddp",
     max_epochs=options.epochs,
     accumulate_grad_batches=options.accumulate,
     default_root_dir=options.folder,
@@ -94,8 +102,9 @@ model = Classifier()
 trainer.fit(
     model, DataLoader(Points(options.samples), batch_size=8, shuffle=True), DataLoader(Points(100), batch_size=16)
 )
+weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 if trainer.is_global_zero:
-    torch.save(model.state_dict(), options.folder / "model.pt")
+    torch.save(weights, options.folder / "model.pt")
     lines = [json.loads(line) for file in options.folder.glob("steps.*") for line in file.read_text().splitlines()]
     document = {
         "steps": trainer.global_step,

@@ -23,7 +23,15 @@ parser.add_argument("--pause", type=float, default=0.02)
 parser.add_argument("--loss", choices=["mean", "ignored", "divided"], default="mean")
 parser.add_argument("--dropout", type=float, default=0.1)
 parser.add_argument("--zero", type=int, help="stage of DeepSpeed's ZeRO")
+parser.add_argument("--fsdp", type=int, help="version of FSDP")
 options = parser.parse_args()
+
+sharding = {}
+if options.fsdp is not None:
+    import fsdp_on_cpus  # noqa: F401
+
+    config = {"fsdp_version": options.fsdp, "transformer_layer_cls_to_wrap": "BertLayer"}
+    sharding = {"fsdp": "full_shard", "fsdp_config": {**config, "state_dict_type": "SHARDED_STATE_DICT"}}
 
 deepspeed = None
 if options.zero is not None:
@@ -87,6 +95,7 @@ arguments = TrainingArguments(
     gradient_accumulation_steps=options.accumulate,
     num_train_epochs=options.epochs,
     deepspeed=deepspeed,
+    **sharding,
     learning_rate=1e-3,
     logging_steps=1,
     save_steps=20,
@@ -100,7 +109,8 @@ arguments = TrainingArguments(
 trainer = Trainer(model=model, args=arguments, train_dataset=Sentences(options.samples), eval_dataset=Sentences(100))
 output = Path(arguments.output_dir)
 result = trainer.train(resume_from_checkpoint=get_last_checkpoint(output) if output.is_dir() else None)
+weights = trainer.accelerator.get_state_dict(trainer.model)
 if trainer.is_world_process_zero():
-    torch.save(model.state_dict(), options.folder / "model.pt")
+    torch.save(weights, options.folder / "model.pt")
     record = {"log": trainer.state.log_history, "max_steps": trainer.state.max_steps, "loss": result.training_loss}
     (options.folder / "record.json").write_text(json.dumps(record))

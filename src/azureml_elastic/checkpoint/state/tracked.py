@@ -37,6 +37,7 @@ from azureml_elastic.checkpoint.state.compatibility import (
     shape_differences,
     tensor_differences,
 )
+from azureml_elastic.errors import UsageError
 
 __all__ = [
     "ModuleState",
@@ -386,7 +387,14 @@ class OtherState(Tracked):
 
     @override
     def collect(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        return tree.split(self.name, self.value.state_dict())
+        plain, tensors = tree.split(self.name, self.value.state_dict())
+        if sharded := next((name for name, tensor in tensors.items() if isinstance(tensor, DTensor)), None):
+            raise UsageError(  # rank 0 alone saves it
+                f"The state of {self.name!r} ({type(self.value).__name__}) holds a part of a sharded tensor, "
+                f"{sharded!r}, of which rank 0 cannot save the others. Keep what follows sharded weights, such as "
+                "their moving average, in a module, and track that."
+            )
+        return plain, tensors
 
     @override
     def common(self, tensors: Tensors) -> set[str]:

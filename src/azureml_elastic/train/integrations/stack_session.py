@@ -233,6 +233,15 @@ class StackSession(Session):
         with self._lifecycle.guard(stay=False):
             return self._lifecycle.world.control.from_main(value)
 
+    def replicas_and_shards(self) -> tuple[int, int]:
+        """Return the number of replicas of the round, and of the shards of each. A collective when called first.
+
+        Raises:
+            UsageError: called first when there is a loader, or the workers cannot be divided so.
+        """
+        replicas, shards = (self._mesh or self.mesh()).shape
+        return replicas, shards
+
     def begin_at(self, steps: int, epoch: int, windows: int) -> None:
         """Continue after steps that the script has restored by itself, in a run that has no state yet.
 

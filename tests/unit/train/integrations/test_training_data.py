@@ -59,7 +59,7 @@ def shuffled():
             "the sampler draws with replacement",
         ),
         (accelerator(dispatch=True), shuffled(), "dispatch_batches=True has rank 0 read all data"),
-        (accelerator("FSDP"), shuffled(), "FSDP shards the model"),
+        (accelerator("FSDP"), shuffled(), "FSDP version 1 shards the model"),
         (accelerator("MEGATRON_LM"), shuffled(), "Megatron-LM has checkpoints of its own"),
         (accelerator("XLA"), shuffled(), "the device is an XLA device"),
         (accelerator(), DataLoader(DATA), "no model was in training mode when the iteration began"),

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from wrapt import wrap_function_wrapper
 
 from azureml_elastic.distributed.device import device_of
+from azureml_elastic.train.integrations.accelerate.parallelism import fit_to_round
 from azureml_elastic.train.integrations.accelerate.training_data import SequentialLoader, TrainingData
 from azureml_elastic.train.integrations.deepspeed.other_stacks import preparing
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
@@ -24,6 +25,7 @@ __all__ = [
     "attach_to_local_sgd",
     "attach_to_logging",
     "attach_to_optimizer",
+    "attach_to_parallelism",
     "attach_to_scheduler",
     "attach_to_state",
 ]
@@ -90,6 +92,18 @@ def attach_to_optimizer(module: ModuleType) -> None:
     # A plain function: a scheduler that is made with a prepared optimizer calls what is bound, past wrapt's proxies.
     module.AcceleratedOptimizer.step = stepped
     wrap_function_wrapper(module, "AcceleratedOptimizer.zero_grad", _in_loop("zero_grad"))
+
+
+def attach_to_parallelism(module: ModuleType) -> None:
+    """Attach to ``accelerate.parallelism_config``: a mesh has the ranks of the round, whatever the script says."""
+
+    def make_mesh(wrapped: Wrapped, config: Any, args: Any, kwargs: Any) -> Any:
+        session = stack_session()
+        if session is not None and config.device_mesh is None:
+            fit_to_round(session, config)
+        return wrapped(*args, **kwargs)
+
+    wrap_function_wrapper(module, "ParallelismConfig.get_device_mesh", make_mesh)
 
 
 def attach_to_scheduler(module: ModuleType) -> None:

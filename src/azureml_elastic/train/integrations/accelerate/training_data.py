@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from azureml_elastic.train.integrations.accelerate.divided_loader import DividedLoader
+from azureml_elastic.train.integrations.accelerate.parallelism import obstacle
 from azureml_elastic.train.integrations.accelerate.training_loop import TrainingLoop, batches_of_epoch
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
 from azureml_elastic.train.integrations.stack_session import StackSession
@@ -28,12 +29,6 @@ _WARNED = ""
 """In place of the reason, once a warning has named it."""
 
 _ANOTHER = "another loader is the one of the training"
-
-_SHARDING = {
-    "FSDP": "FSDP shards the model",
-    "MEGATRON_LM": "Megatron-LM has checkpoints of its own",
-    "XLA": "the device is an XLA device",
-}
 
 
 class TrainingData:
@@ -198,7 +193,7 @@ def _obstacle(accelerator: Any, loader: DataLoader[Any]) -> str | None:
         return "its dataset is an IterableDataset, whose samples have no index"
     sampler = loader.sampler
     reasons = {
-        _SHARDING.get(accelerator.distributed_type.value): True,
+        obstacle(accelerator): True,
         "dispatch_batches=True has rank 0 read all data": bool(accelerator.dispatch_batches),
         "the loader has a batch sampler of its own": loader.batch_size is None,
         f"the loader has a {type(sampler).__name__}": type(sampler) not in (RandomSampler, SequentialSampler),

@@ -11,7 +11,12 @@ from typing import Any
 from wrapt import wrap_function_wrapper
 
 from azureml_elastic.train.integrations.lightning import loggers
-from azureml_elastic.train.integrations.lightning.training_loop import PROGRESS, TrainingLoop, obstacle
+from azureml_elastic.train.integrations.lightning.training_loop import (
+    PROGRESS,
+    TrainingLoop,
+    obstacle,
+    tensor_parallel_size,
+)
 from azureml_elastic.train.integrations.stack_session import stack_session
 
 __all__ = [
@@ -20,6 +25,7 @@ __all__ = [
     "attach_to_epoch_loop",
     "attach_to_fabric",
     "attach_to_fit_loop",
+    "attach_to_model_parallel",
     "attach_to_signals",
     "attach_to_strategy",
     "attach_to_trainer",
@@ -81,6 +87,18 @@ def attach_to_csv_logger(module: ModuleType) -> None:
         return None if loggers.continue_file(writer) else wrapped(*args, **kwargs)
 
     wrap_function_wrapper(module, "ExperimentWriter._check_log_dir_exists", check)
+
+
+def attach_to_model_parallel(module: ModuleType) -> None:
+    """Attach to ``strategies.model_parallel``: a mesh has the ranks of the round, not those that the script knows."""
+
+    def set_up(wrapped: Wrapped, strategy: Any, args: Any, kwargs: Any) -> Any:
+        session, tensor = stack_session(), tensor_parallel_size(strategy)
+        if session is not None and session.world_size % tensor == 0:
+            strategy._data_parallel_size = session.world_size // tensor  # noqa: SLF001
+        return wrapped(*args, **kwargs)
+
+    wrap_function_wrapper(module, "ModelParallelStrategy.setup_environment", set_up)
 
 
 def attach_to_strategy(module: ModuleType) -> None:

@@ -15,14 +15,14 @@ from azureml_elastic.train.integrations.lightning.progress import Progress, Stag
 from azureml_elastic.train.integrations.stack_session import StackSession
 from azureml_elastic.train.integrations.window_loader import WindowLoader, loader_options
 
-__all__ = ["PROGRESS", "TrainingLoop", "obstacle"]
+__all__ = ["PROGRESS", "TrainingLoop", "obstacle", "tensor_parallel_size"]
 
 _LOG = logging.getLogger(__name__)
 
 PROGRESS = "lightning"
 """Name of the tracked object with the trainer's progress."""
 
-_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
+_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 
 Wrapped = Callable[..., Any]
 
@@ -42,6 +42,9 @@ def obstacle(session: StackSession, trainer: Any, model: Any, *_: Any) -> str | 
     reasons = {
         "another training of this process has used the session": session.trains,
         f"the strategy is {strategy}": strategy not in _STRATEGIES,
+        "several ranks compute the same samples, by tensor parallelism": (
+            strategy == "ModelParallelStrategy" and tensor_parallel_size(trainer.strategy) > 1
+        ),
         "the optimization is manual": not model.automatic_optimization,
         "the training data are loaded anew in each epoch": bool(trainer.reload_dataloaders_every_n_epochs),
         "only a part of the training data is used": trainer.limit_train_batches != 1.0 or trainer.overfit_batches > 0,
@@ -50,6 +53,12 @@ def obstacle(session: StackSession, trainer: Any, model: Any, *_: Any) -> str | 
     if reason is not None and session.is_main:
         _LOG.warning("Trainer.fit() does not use the elastic session: %s.", reason)
     return reason
+
+
+def tensor_parallel_size(strategy: Any) -> int:
+    """Return how many ranks compute a layer together, by a ``ModelParallelStrategy``: by default all of a node."""
+    size = strategy._tensor_parallel_size  # noqa: SLF001
+    return int(strategy.num_processes if size == "auto" else size)
 
 
 class TrainingLoop:

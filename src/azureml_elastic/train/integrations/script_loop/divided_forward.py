@@ -23,6 +23,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from azureml_elastic.train.integrations.script_loop.sharded_models import is_sharded
+
 __all__ = ["divide_forward"]
 
 _LOG = logging.getLogger(__name__)
@@ -81,7 +83,9 @@ def _obstacle(model: nn.Module, stage: int | None) -> str | None:
         return "batch normalisation would count each part twice"
     if hasattr(model, "_orig_mod"):
         return "it is compiled"
-    return "ZeRO stage 3 gathers its weights for each forward pass" if stage == _SHARDED_WEIGHTS else None
+    if stage == _SHARDED_WEIGHTS or is_sharded(model):
+        return "its weights are gathered for each forward pass, of which all ranks must have as many"
+    return None
 
 
 _undivided: WeakSet[nn.Module] = WeakSet()

@@ -2,13 +2,14 @@
 
 Nothing is computed in them: models answer with the outputs of one small batch, optimizers do nothing, and no rank waits
 for another. The losses are those of the trained steps, so that sums of the script's own come out as if they had been
-computed in this process.
+computed in this process. A model that is sharded cannot compute that batch on one rank: a hollow copy does.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import logging
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MethodType
@@ -18,7 +19,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from azureml_elastic.train.integrations.script_loop.sharded_models import HollowModel, is_sharded
+
 __all__ = ["FirstForward", "RepeatedModels", "StepHistory", "own_loss"]
+
+_LOG = logging.getLogger(__name__)
 
 
 class StepHistory:
@@ -98,7 +103,7 @@ class FirstForward:
 
     def __init__(self, begin: Callable[[], None]) -> None:
         self._begin = begin
-        self._replaced = ReplacedForwards(self._forward)
+        self._replaced = ReplacedCalls(self._call)
 
     def watch(self, model: nn.Module) -> bool:
         """Watch a model; return whether it is a new one."""
@@ -108,52 +113,60 @@ class FirstForward:
         """Leave the models as they were."""
         self._replaced.end()
 
-    def _forward(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _call(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._replaced.own(model)(*args, **kwargs)
         self.end()
         self._begin()
-        return model.forward(*args, **kwargs)  # which may be another one now
+        call = model if is_sharded(model) else model.forward  # which may be another one now
+        return call(*args, **kwargs)
 
 
-class ReplacedForwards:
-    """Forward functions of models that others stand for.
+class ReplacedCalls:
+    """Calls of models that others stand for.
+
+    It is the forward function that is replaced, so that a model's hooks run as they always do. Of a sharded model it is
+    the whole call: its hooks gather weights from other ranks before the forward function begins, and a state that is
+    restored in there would not reach the weights that they have gathered.
 
     Args:
-        forward: function in their place, of the model, its arguments and its named arguments
+        call: function in their place, of the model, its arguments and its named arguments
     """
 
-    def __init__(self, forward: Callable[[nn.Module, Any, Any], Any]) -> None:
-        self._forward = forward
-        self._models: dict[int, nn.Module] = {}
+    def __init__(self, call: Callable[[nn.Module, Any, Any], Any]) -> None:
+        self._call = call
+        self._models: dict[int, tuple[nn.Module, str]] = {}  # with the name of the attribute that is replaced
         self._before: dict[int, Any] = {}  # those that the models have of their own
 
     def replace(self, model: nn.Module) -> bool:
-        """Replace the forward function of a model; return whether it was not replaced yet."""
+        """Replace the call of a model; return whether it was not replaced yet."""
         if id(model) in self._models:
             return False
-        self._models[id(model)] = model
-        self._before[id(model)] = model.__dict__.get("forward")
-        replacement = self._forward
+        name = "_compiled_call_impl" if is_sharded(model) else "forward"
+        self._models[id(model)] = model, name
+        self._before[id(model)] = model.__dict__.get(name)
+        replacement = self._call
 
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return replacement(self, args, kwargs)
 
-        model.forward = MethodType(forward, model)
+        setattr(model, name, MethodType(call, model))
         return True
 
     def own(self, model: nn.Module) -> Any:
-        """Return the forward function that a model has by itself."""
-        return self._before.get(id(model)) or MethodType(type(model).forward, model)
+        """Return the call, or the forward function, that a model has by itself."""
+        _, name = self._models[id(model)]
+        plain = type(model).forward if name == "forward" else type(model)._call_impl  # noqa: SLF001 - with its hooks
+        return self._before[id(model)] or MethodType(plain, model)
 
     def end(self) -> None:
         """Give the models theirs again."""
-        for key, model in self._models.items():
+        for key, (model, name) in self._models.items():
             before = self._before[key]
             if before is None:
-                model.__dict__.pop("forward", None)
+                model.__dict__.pop(name, None)
             else:
-                model.forward = before
+                setattr(model, name, before)
         self._models.clear()
         self._before.clear()
 
@@ -174,7 +187,8 @@ class RepeatedModels:
         self.certain = False
         self._loss: float | None = None
         self._outputs: dict[tuple[Any, ...], Any] = {}  # by model, and shapes of its inputs
-        self._replaced = ReplacedForwards(self._answer)
+        self._hollow: dict[int, HollowModel | None] = {}  # by sharded model; None where there cannot be one
+        self._replaced = ReplacedCalls(self._answer)
 
     def begin(self) -> None:
         """Begin with repeated outputs."""
@@ -185,6 +199,7 @@ class RepeatedModels:
     def end(self) -> None:
         """Return to computed outputs."""
         self._replaced.end()
+        self._hollow.clear()
 
     def set_loss(self, loss: float | None) -> None:
         """Set the loss of the micro-batch that follows, ``None`` where it is not known."""
@@ -193,18 +208,43 @@ class RepeatedModels:
     def _answer(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._compute(model, args, kwargs)  # an evaluation
+        compute = self._compute_alone if is_sharded(model) else self._compute
         if not self.certain:
-            return _answered(self._compute(model, args, kwargs), self._loss if model.training else None)
+            return _answered(compute(model, args, kwargs), self._loss if model.training else None)
         key = (id(model), *_shapes((args, kwargs)))  # a step may call a model with several batches
-        if key not in self._outputs:
-            self._outputs[key] = self._compute(model, args, kwargs)
-        return _answered(self._outputs[key], self._loss)
+        found = self._outputs.get(key)
+        if found is None:
+            found = compute(model, args, kwargs)
+            # What a sharded model itself computes is not kept: the ranks must call it equally often.
+            if self._hollow.get(id(model), model) is not None:
+                self._outputs[key] = found
+        return _answered(found, self._loss)
 
     def _compute(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Compute without gradients, and by the model alone: others would wait for the buffers of rank 0."""
         compute = model.module if isinstance(model, DistributedDataParallel) else self._replaced.own(model)
         with torch.no_grad():
             return compute(*args, **kwargs)
+
+    def _compute_alone(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Compute in place of a sharded model, on this rank; together with all ranks where that cannot be."""
+        key = id(model)
+        try:
+            if key not in self._hollow:
+                self._hollow[key] = HollowModel(model)
+            hollow = self._hollow[key]
+            if hollow is not None:
+                with torch.no_grad():
+                    return hollow(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - of any code of the script's
+            self._hollow[key] = None
+            _LOG.warning(
+                "Steps that are trained already are counted slowly, as %s computes each of them on all ranks: without "
+                "weights of its own it fails by %r.",
+                type(model).__name__,
+                error,
+            )
+        return self._compute(model, args, kwargs)
 
 
 class _Answer(torch.Tensor):

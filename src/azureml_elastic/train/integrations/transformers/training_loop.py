@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from azureml_elastic.errors import UsageError
+from azureml_elastic.train.integrations.accelerate import parallelism
 from azureml_elastic.train.integrations.stack_session import StackSession
 from azureml_elastic.train.integrations.transformers.label_count import LabelCount, count_labels
 from azureml_elastic.train.integrations.transformers.progress import Progress, Stage
@@ -46,7 +48,10 @@ def obstacle(session: StackSession, trainer: Any, args: tuple[Any, ...], kwargs:
     trial = args[1] if len(args) > 1 else kwargs.get("trial")
     reasons = {
         "another training of this process has used the session": session.trains,
-        "FSDP shards the model": trainer.is_fsdp_enabled,
+        parallelism.obstacle(trainer.accelerator): True,
+        "transformers has sharded the model when it was loaded": getattr(
+            trainer, "is_distributed_loading_by_transformers", False
+        ),
         "auto_find_batch_size changes the batch size": arguments.auto_find_batch_size,
         "a process has several GPUs": arguments.n_gpu > 1,
         "a search of hyperparameters trains several times": trial is not None,
@@ -57,7 +62,7 @@ def obstacle(session: StackSession, trainer: Any, args: tuple[Any, ...], kwargs:
             "would train a model of its own. Make the TrainingArguments in the script that the workers run, or set "
             "AZUREML_ELASTIC_INTEGRATIONS=off."
         )
-    reason = next((text for text, applies in reasons.items() if applies), None)
+    reason = next((text for text, applies in reasons.items() if text is not None and applies), None)
     if reason is not None and session.is_main:
         _LOG.warning("Trainer.train() does not use the elastic session: %s.", reason)
     return reason
@@ -214,7 +219,10 @@ class TrainingLoop:
 
     def _recorded_clip(self, clip: Wrapped) -> Wrapped:
         def record(*args: Any, **kwargs: Any) -> Any:
-            self._progress.line["grad_norm"] = norm = clip(*args, **kwargs)
+            norm = clip(*args, **kwargs)
+            if isinstance(norm, DTensor):  # of a sharded model: to read it later would wait for the other ranks
+                norm = norm.full_tensor()
+            self._progress.line["grad_norm"] = norm
             return norm
 
         return record
