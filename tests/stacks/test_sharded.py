@@ -31,6 +31,14 @@ PAUSE = 0.25
 """Seconds of a batch, so that the node arrives before the end."""
 
 EXACT = ("--epochs", str(EPOCHS), "--samples", str(SAMPLES), "--dropout", "0")
+REPLICATED = {
+    "processes_per_node": 2,
+    "snapshot_steps": None,
+    "most_repeated": 0,
+    "batch": FixedGlobalBatch(logical_workers=3),
+}
+"""Replicas of two workers each, whose number follows that of the nodes; snapshots are not needed."""
+
 MOST_REPEATED = 5
 """Steps since the last snapshot, which are taken after each step as far as the one before is written."""
 
@@ -106,17 +114,24 @@ class TestAccelerate:
         assert_same_loop(disturbed("accelerate", tmp_path, "--fsdp", "2", "--resume", accumulation=2), expected)
 
     def test_no_step_is_lost_of_a_model_with_replicas(self, tmp_path, plain_loop):
-        """Of two workers each, whose number follows that of the nodes; snapshots are not needed."""
-        sharding, workers = ("--fsdp", "2", "--replicas", "3"), {"processes_per_node": 2, "snapshot_steps": None}
-        batch = FixedGlobalBatch(logical_workers=3)
-        found = disturbed("accelerate", tmp_path, *sharding, most_repeated=0, batch=batch, **workers)
+        found = disturbed("accelerate", tmp_path, "--fsdp", "2", "--replicas", "3", **REPLICATED)
         assert_same_loop(found, plain_loop)
 
 
+@pytest.fixture(scope="module")
+def plain_trainer(tmp_path_factory):
+    return undisturbed("trainer", tmp_path_factory.mktemp("plain"))
+
+
 @pytest.mark.xdist_group("transformers, sharded")
-def test_trainer(tmp_path):
-    expected = undisturbed("trainer", tmp_path / "expected")
-    found = disturbed("trainer", tmp_path, "--fsdp", "2")
+@pytest.mark.parametrize("replicated", [False, True], ids=["sharded", "with replicas"])
+def test_trainer(tmp_path, plain_trainer, replicated):
+    """With folders of parts, and of whole states where there are replicas."""
+    expected, sharding, options = plain_trainer, ["--fsdp", "2"], {}
+    if replicated:
+        sharding += ["--replicas", "3", "--folders", "FULL_STATE_DICT"]
+        options = REPLICATED
+    found = disturbed("trainer", tmp_path, *sharding, **options)
     assert found.record["max_steps"] == expected.record["max_steps"] == STEPS
     assert_same_rates(dict(found.curve("learning_rate")), dict(expected.curve("learning_rate")))
     for name in ("loss", "grad_norm", "eval_loss"):

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import torch
+from accelerate.utils import ParallelismConfig
 from torch.utils.data import Dataset
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
@@ -24,6 +25,8 @@ parser.add_argument("--loss", choices=["mean", "ignored", "divided"], default="m
 parser.add_argument("--dropout", type=float, default=0.1)
 parser.add_argument("--zero", type=int, help="stage of DeepSpeed's ZeRO")
 parser.add_argument("--fsdp", type=int, help="version of FSDP")
+parser.add_argument("--replicas", type=int, default=1, help="of a model that FSDP shards")
+parser.add_argument("--folders", default="SHARDED_STATE_DICT", help="kind of the state that FSDP saves")
 options = parser.parse_args()
 
 sharding = {}
@@ -31,7 +34,9 @@ if options.fsdp is not None:
     import fsdp_on_cpus  # noqa: F401
 
     config = {"fsdp_version": options.fsdp, "transformer_layer_cls_to_wrap": "BertLayer"}
-    sharding = {"fsdp": "full_shard", "fsdp_config": {**config, "state_dict_type": "SHARDED_STATE_DICT"}}
+    sharding = {"fsdp": "full_shard", "fsdp_config": {**config, "state_dict_type": options.folders}}
+    if options.replicas > 1:
+        sharding["parallelism_config"] = ParallelismConfig(dp_replicate_size=options.replicas, dp_shard_size=2)
 
 deepspeed = None
 if options.zero is not None:
