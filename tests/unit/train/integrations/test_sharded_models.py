@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -76,6 +77,23 @@ def test_a_repeated_step_of_a_sharded_model_waits_for_no_rank(model):
         assert collectives(lambda: model(x)) > 0, "an evaluation is computed by all ranks"
     repeated.end()
     assert collectives(lambda: model(x)) > 0
+
+
+def compiles(*_):
+    raise AssertionError("compiled code gathers weights")
+
+
+def test_compiled_layers_and_those_that_are_computed_again_are_copied_as_well(caplog):
+    model, mesh = Tower(nn.BatchNorm1d(4)), init_device_mesh("cpu", (2,))
+    model.order[0] = model.layers[1] = checkpoint_wrapper(model.layers[1])
+    fully_shard(model.layers[1], mesh=mesh)
+    compiled = fully_shard(torch.compile(model, backend=compiles), mesh=mesh)
+    repeated = RepeatedModels([compiled])
+    repeated.begin()
+    repeated.certain = True
+    assert compiled(torch.ones(3, 4))[0].shape == (3, 4)
+    repeated.end()
+    assert "are counted slowly" not in caplog.text
 
 
 def test_the_types_are_those_of_the_sharded_model():

@@ -23,6 +23,9 @@ _SHARDED = "FSDPModule"
 _SHARDING = "torch.distributed."
 """Beginning of the names of the modules whose hooks gather and reshard weights."""
 
+_COMPILED = "_orig_mod"
+"""Name of the module that a compiled one was made of."""
+
 _LEFT_OUT = ("__composable_api", "_compiled_call_impl")
 """Beginnings of the names of attributes that belong to the sharding, and of what stands for a model's call."""
 
@@ -44,10 +47,11 @@ class HollowModel:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        policy = next((_policy(module) for module in model.modules() if _is_sharded(module)), None)
-        self._inputs: torch.dtype | None = getattr(policy, "param_dtype", None)
-        self._outputs: torch.dtype | None = getattr(policy, "output_dtype", None)
-        self._model = _hollow(model, self._inputs)
+        state = next(_state(module) for module in model.modules() if _is_sharded(module))
+        policy = state._mp_policy  # noqa: SLF001 - FSDP2 has no other way to read it
+        self._inputs: torch.dtype | None = policy.param_dtype
+        self._outputs: torch.dtype | None = policy.output_dtype
+        self._model = _hollow(model, self._inputs, state._device)  # noqa: SLF001 - weights may wait on the CPU
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute a forward pass, in the types in which the sharded model would.
@@ -59,8 +63,8 @@ class HollowModel:
         return _cast(self._model(*args, **kwargs), self._outputs)
 
 
-def _policy(module: Any) -> Any:
-    return module._get_fsdp_state()._mp_policy  # noqa: SLF001 - FSDP2 has no other way to read it
+def _state(module: Any) -> Any:
+    return module._get_fsdp_state()  # noqa: SLF001
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
@@ -69,12 +73,15 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     return tree_map_only(torch.Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, value)
 
 
-def _hollow(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+def _hollow(model: nn.Module, dtype: torch.dtype | None, device: torch.device) -> nn.Module:
     """Return a copy of a model whose weights are expanded zeros, and whose buffers are its own."""
     modules = list(model.modules())
     copies: dict[int, Any] = {id(module): object.__new__(_plain_class(module)) for module in modules}
-    copies.update((id(parameter), _zeros(parameter, dtype)) for parameter in model.parameters())
-    for module in modules:
+    copies.update((id(parameter), _zeros(parameter, dtype, device)) for parameter in model.parameters())
+    compiled = {id(module): module._modules[_COMPILED] for module in modules if _COMPILED in module._modules}  # noqa: SLF001
+    # What is compiled refers to the sharded model; the code that it was made of does as well.
+    copies.update((key, copies[id(inner)]) for key, inner in compiled.items())
+    for module in (each for each in modules if id(each) not in compiled):
         copies[id(module)].__dict__.update(
             (name, _copied(value, copies)) for name, value in vars(module).items() if not name.startswith(_LEFT_OUT)
         )
@@ -94,7 +101,8 @@ def _copied(value: Any, copies: Mapping[int, Any]) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if type(value) in (dict, OrderedDict):
-        return type(value)((key, _copied(each, copies)) for key, each in value.items() if not _gathers(each))
+        kept = ((key, each) for key, each in value.items() if id(each) in copies or not _gathers(each))
+        return type(value)((key, _copied(each, copies)) for key, each in kept)
     if type(value) in (list, tuple):
         return type(value)(_copied(each, copies) for each in value)
     return value
@@ -108,9 +116,9 @@ def _plain_class(module: nn.Module) -> type[nn.Module]:
     return kind
 
 
-def _zeros(parameter: torch.Tensor, dtype: torch.dtype | None) -> nn.Parameter:
+def _zeros(parameter: torch.Tensor, dtype: torch.dtype | None, device: torch.device) -> nn.Parameter:
     kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-    zero = torch.zeros((), dtype=kind, device=parameter.device)
+    zero = torch.zeros((), dtype=kind, device=device)
     return nn.Parameter(zero.expand(parameter.shape), requires_grad=False)
 
 

@@ -220,7 +220,7 @@ class TrainingLoop:
     def _recorded_clip(self, clip: Wrapped) -> Wrapped:
         def record(*args: Any, **kwargs: Any) -> Any:
             norm = clip(*args, **kwargs)
-            if isinstance(norm, DTensor):  # of a sharded model: to read it later would wait for the other ranks
+            if isinstance(norm, DTensor):  # some releases of torch add up its parts, with all ranks, once it is read
                 norm = norm.full_tensor()
             self._progress.line["grad_norm"] = norm
             return norm
