@@ -79,7 +79,7 @@ def _hollow(model: nn.Module, dtype: torch.dtype | None, device: torch.device) -
     copies: dict[int, Any] = {id(module): object.__new__(_plain_class(module)) for module in modules}
     copies.update((id(parameter), _zeros(parameter, dtype, device)) for parameter in model.parameters())
     compiled = {id(module): module._modules[_COMPILED] for module in modules if _COMPILED in module._modules}  # noqa: SLF001
-    # What is compiled refers to the sharded model; the code that it was made of does as well.
+    # Compiled code refers to the sharded model: the copy is one of the module that it was compiled from.
     copies.update((key, copies[id(inner)]) for key, inner in compiled.items())
     for module in (each for each in modules if id(each) not in compiled):
         copies[id(module)].__dict__.update(
