@@ -63,6 +63,12 @@ def lightning_trainer(**options):
         ({}, False, None),
         ({}, True, "the optimization is manual"),
         ({"strategy": OwnStrategy("cpu")}, False, "the strategy is OwnStrategy"),
+        ({"strategy": pl.strategies.ModelParallelStrategy(1, 1)}, False, None),
+        (
+            {"strategy": pl.strategies.ModelParallelStrategy(1, 2)},
+            False,
+            "several ranks compute the same samples, by tensor parallelism",
+        ),
         ({"reload_dataloaders_every_n_epochs": 1}, False, "the training data are loaded anew in each epoch"),
         ({"limit_train_batches": 0.5}, False, "only a part of the training data is used"),
         ({"overfit_batches": 2}, False, "only a part of the training data is used"),

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from azureml_elastic.config import FixedGlobalBatch
+from azureml_elastic.errors import UsageError
 from azureml_elastic.train.integrations.accelerate import parallelism
 from tests.support.stacks import assert_same_rates, run_stock
 
-pytest.importorskip("accelerate")
+accelerate = pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 pytest.importorskip("lightning")
 
@@ -27,7 +28,7 @@ STEPS = EPOCHS * 20  # windows of 24 samples, the last of an epoch of 14
 LOSS, ARRIVAL = 12, 18
 """Steps at which rank 0's node is lost, and another one is started, which takes part in the second epoch."""
 
-PAUSE = 0.25
+PAUSE = 0.3
 """Seconds of a batch, so that the node arrives before the end."""
 
 EXACT = ("--epochs", str(EPOCHS), "--samples", str(SAMPLES), "--dropout", "0")
@@ -177,3 +178,35 @@ def test_what_is_left_to_the_stack(kind, second, others, reason):
         distributed_type=SimpleNamespace(value=kind), is_fsdp2=second, parallelism_config=config
     )
     assert parallelism.obstacle(accelerator) == reason
+
+
+class Session:
+    """A session of six ranks, in replicas of two."""
+
+    world_size, is_main = 6, True
+
+    def __init__(self, shape=(3, 2)):
+        self.replicas_and_shards = lambda: shape
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        ({"dp_replicate_size": 4, "dp_shard_size": 2}, (3, 2)),
+        ({"dp_shard_size": 8}, (1, 6)),
+        ({"dp_replicate_size": 8}, (6, 1)),
+        ({}, (1, 1)),
+        ({"dp_shard_size": 4, "tp_size": 2}, (1, 4)),
+    ],
+    ids=["replicas of shards", "shards", "replicas", "nothing", "tensor parallelism"],
+)
+def test_a_mesh_has_the_ranks_of_the_round(given, sizes):
+    config = accelerate.ParallelismConfig(**given)
+    parallelism.fit_to_round(Session(), config)
+    assert (config.dp_replicate_size, config.dp_shard_size) == sizes
+
+
+def test_replicas_of_one_worker_have_no_shards():
+    config = accelerate.ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)
+    with pytest.raises(UsageError, match="those of this run have 1 worker each"):
+        parallelism.fit_to_round(Session((6, 1)), config)
