@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import torch
-from accelerate.utils import ParallelismConfig
 from torch.utils.data import Dataset
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
@@ -36,6 +35,8 @@ if options.fsdp is not None:
     config = {"fsdp_version": options.fsdp, "transformer_layer_cls_to_wrap": "BertLayer"}
     sharding = {"fsdp": "full_shard", "fsdp_config": {**config, "state_dict_type": options.folders}}
     if options.replicas > 1:
+        from accelerate.utils import ParallelismConfig  # which the oldest supported releases lack
+
         sharding["parallelism_config"] = ParallelismConfig(dp_replicate_size=options.replicas, dp_shard_size=2)
 
 deepspeed = None
