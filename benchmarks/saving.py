@@ -219,7 +219,7 @@ def _restore(state: State, tracked: TrackedState, ours: Checkpoints, world: Proc
     def from_peer() -> None:
         holders = range(world.control.world_size - 1)
         own = snapshot if world.control.rank in holders else None
-        received = send_to_others(own, world.control, holders, tracked.equal_on_all_ranks, tracked.targets)
+        received = send_to_others(own, world.control, holders, tracked.targets)
         with torch.no_grad():
             tracked.restore(received.state, received.tensors)
 

@@ -87,7 +87,7 @@ class Snapshot:
         parent: last committed checkpoint as JSON, ``None`` without one.
         classes: class of each tracked optimizer and learning rate scheduler, by name.
         origin: number of the round that completed the step, 0 if that is unknown.
-        apart: names of tensors that may differ between ranks, in a part of a sharded state.
+        apart: names of tensors that may differ between ranks.
         random: random number generators of the process, see :mod:`~azureml_elastic.checkpoint.state.random_state`.
         tensors: tensors by name; they may alias those of the model.
     """
