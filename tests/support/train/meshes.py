@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from azureml_elastic import train
+from azureml_elastic.checkpoint.load.reading import targets_for
 from azureml_elastic.checkpoint.save.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.snapshots.parts import find_complete, open_parts
 from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot
@@ -188,7 +189,7 @@ def hand_over_and_find(folder, cases, tensor_parallel):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(-2.0)
-        tensors = complete.held.targets(tracked.targets(complete.header.state))
+        tensors = targets_for(complete.held.chunks, tracked.targets(complete.header.state), complete.held.step)
         complete.held.read(tensors, control)
         tracked.restore(complete.header.state, tensors)
         values = {float(each) for parameter in model.parameters() for each in whole(parameter).flatten()}

@@ -24,12 +24,12 @@ import torch
 import xxhash
 
 from azureml_elastic.checkpoint.format.write_plan import Chunk
-from azureml_elastic.checkpoint.load.reading import target_for
+from azureml_elastic.checkpoint.load.reading import targets_for
 from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot, chunk_of
 from azureml_elastic.checkpoint.state.layout import reads
 from azureml_elastic.checkpoint.state.memory import memory_of
 from azureml_elastic.distributed.device import device_of
-from azureml_elastic.errors import CheckpointDamaged, CheckpointError
+from azureml_elastic.errors import CheckpointDamaged
 from azureml_elastic.plurals import counted
 
 __all__ = ["HeldChunks", "Piece", "Ranks", "Region", "cut", "route", "send_to_others"]
@@ -196,25 +196,6 @@ class HeldChunks:
     chunks: Sequence[Chunk]
     holders: Sequence[Sequence[int]]
     own: Mapping[Chunk, torch.Tensor]
-
-    def targets(self, present: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return tensors to read the whole state into: those that are present, or new ones where these do not fit.
-
-        Raises:
-            CheckpointError: this process has no memory for them.
-        """
-        found: dict[str, torch.Tensor] = {}
-        try:
-            for chunk in self.chunks:
-                if chunk.name not in found:
-                    found[chunk.name] = target_for(present.get(chunk.name), chunk)
-        except (RuntimeError, MemoryError) as error:
-            mebibytes = sum(chunk.nbytes for chunk in self.chunks) >> 20
-            raise CheckpointError(
-                f"There is no memory for the state of step {self.step} that other ranks send, {mebibytes} MiB: "
-                f"{error}. Raise the memory limit of the process, or use larger nodes."
-            ) from error
-        return found
 
     def read(self, targets: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
         """Overwrite tensors, of which each rank may have others, or none. A collective.
@@ -387,7 +368,7 @@ def send_to_others(
     holding = [holders[:1] if chunk.name in header["apart"] else holders for chunk in chunks]
     state = HeldChunks(header["step"], chunks, holding, held)
     if own is None:
-        own = Snapshot(**header, tensors=state.targets(targets(header["state"])))
+        own = Snapshot(**header, tensors=targets_for(chunks, targets(header["state"]), state.step))
         state.read(own.tensors, ranks)
     else:
         state.read({}, ranks)

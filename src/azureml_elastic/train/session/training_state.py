@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from azureml_elastic.checkpoint.format.manifest import Reference
+from azureml_elastic.checkpoint.load.reading import targets_for
 from azureml_elastic.checkpoint.save.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.save.schedule import CheckpointSchedule
 from azureml_elastic.checkpoint.save.snapshot_schedule import SnapshotSchedule
@@ -21,6 +22,7 @@ from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.config import CheckpointPolicy
+from azureml_elastic.distributed.device import device_of
 from azureml_elastic.distributed.process import read_history
 from azureml_elastic.distributed.process_groups import ProcessGroups
 from azureml_elastic.errors import CheckpointDamaged, ElasticError, RoundBroken, UsageError
@@ -384,6 +386,9 @@ class TrainingState:
             self.weights_restored = True
         else:
             assert snapshot is not None
+            self._incomplete = True
+            if snapshot is inherited and not device_of(self._world.device).separate:
+                snapshot = inherited.copied_into(self._in_place(inherited.state))
             self._apply(snapshot, live=live)
             if not live:
                 continues = inherited is not None and same[control.rank] and self._identity.local_rank == 0
@@ -457,8 +462,9 @@ class TrainingState:
     def _apply_parts(self, parts: CompleteParts, reference: Reference | None) -> None:
         """Restore a sharded state from the memory of the nodes. A collective."""
         self._incomplete = True  # until all tensors are restored
-        tensors = parts.held.targets(self._objects.targets(parts.header.state))
-        parts.held.read(tensors, self._world.control)
+        held, present = parts.held, self._objects.targets(parts.header.state)
+        tensors = targets_for(held.chunks, present, held.step)
+        held.read(tensors, self._world.control)
         self._apply(replace(parts.header, tensors=tensors), live=False)
         mine = (part for part in parts.own if part.handed_over.part == self._identity.local_rank)
         random = next((part.header.random for part in mine), None)
