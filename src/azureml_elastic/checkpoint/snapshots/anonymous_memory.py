@@ -19,7 +19,7 @@ _BLOCK_BYTES = 8 << 20
 
 
 class AnonymousMemory:
-    """Memory of a size (``memfd_create``), which lives as long as a process has a descriptor of it.
+    """Memory of a fixed size (``memfd_create``), which lives as long as a process has a descriptor of it.
 
     Attributes:
         descriptor: descriptor of the memory; -1 after its release.
@@ -30,27 +30,11 @@ class AnonymousMemory:
 
     def __init__(self, nbytes: int) -> None:
         self.descriptor = os.memfd_create("azureml-elastic-state", os.MFD_CLOEXEC)
-        self.resize(nbytes)
-
-    def resize(self, nbytes: int) -> None:
-        """Set the size. What is allocated stays so, up to this size.
-
-        Raises:
-            OSError: it is too large; the memory is released.
-        """
         try:
             os.ftruncate(self.descriptor, nbytes)
         except OSError:
             self.release()
             raise
-
-    def allocate(self, begin: int, nbytes: int) -> None:
-        """Have the kernel allocate a part, which otherwise happens when it is first written.
-
-        Raises:
-            OSError: there is not enough memory.
-        """
-        os.posix_fallocate(self.descriptor, begin, nbytes)
 
     def put(self, begin: int, content: bytes | memoryview) -> None:
         """Write bytes to an offset.

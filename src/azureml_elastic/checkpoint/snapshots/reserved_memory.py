@@ -1,8 +1,7 @@
-"""Memory for the next hand-over, allocated while training goes on.
+"""Memory for the next hand-over, allocated and mapped while training goes on.
 
-The kernel takes as long to allocate memory as a worker does to fill it, while all nodes stand still. At the time of a
-hand-over the memory is needed anyway; reserving it makes that need a lasting one, so that it is left where a node has
-little.
+Both take longer than the copy, while all nodes stand still. At the time of a hand-over the memory is needed anyway;
+reserving it makes that need a lasting one, so that it is left where a node has little.
 """
 
 from __future__ import annotations
@@ -10,7 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 
-from azureml_elastic.checkpoint.snapshots.anonymous_memory import AnonymousMemory
+import torch
+
+from azureml_elastic.checkpoint.save.staging_buffer import StagingBuffer
 
 __all__ = ["ReservedMemory"]
 
@@ -19,53 +20,38 @@ _LOG = logging.getLogger(__name__)
 _SHARE = 0.25
 """Fraction of the node's available memory that may be reserved."""
 
-_PIECE_BYTES = 32 << 20
-"""Size that is allocated at once: a hand-over waits for the end of one piece."""
-
 
 class ReservedMemory:
-    """Memory that a thread allocates, of which a hand-over takes as much as is there, and the rest as fresh memory."""
+    """Memory of the host that a thread allocates, for one hand-over."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._memory: AnonymousMemory | None = None
+        self._wanted: StagingBuffer | None = None
+        self._ready: StagingBuffer | None = None
 
     def begin(self, nbytes: int, available: int) -> None:
-        """Begin to allocate, unless that is under way or the node has little memory.
+        """Begin to allocate, unless that was begun or the node has little memory.
 
         Args:
             nbytes: size that a hand-over is expected to have.
             available: memory of the node that its processes may still take.
         """
-        if self._memory is not None or nbytes > _SHARE * available:
-            return
+        if self._wanted is None and nbytes <= _SHARE * available:
+            self._wanted = buffer = StagingBuffer(torch.device("cpu"))
+            threading.Thread(target=self._allocate, args=(buffer, nbytes), name="reserve-memory", daemon=True).start()
+
+    def take(self, nbytes: int) -> StagingBuffer | None:
+        """Return memory of at least this size, which is the caller's, ``None`` where it is not there."""
+        with self._lock:
+            buffer, self._ready, self._wanted = self._ready, None, None
+        return buffer if buffer is not None and buffer.nbytes >= nbytes else None
+
+    def _allocate(self, buffer: StagingBuffer, nbytes: int) -> None:
         try:
-            self._memory = memory = AnonymousMemory(nbytes)
+            buffer.reserve(nbytes)
         except OSError as error:
             _LOG.info("No memory is reserved for a hand-over: %s", error)
             return
-        threading.Thread(target=self._allocate, args=(memory, nbytes), name="reserve-memory", daemon=True).start()
-
-    def take(self, nbytes: int) -> AnonymousMemory:
-        """Return memory of a size, which is the caller's.
-
-        Raises:
-            OSError: there is not enough memory.
-        """
         with self._lock:
-            memory, self._memory = self._memory, None
-        if memory is None:
-            return AnonymousMemory(nbytes)
-        memory.resize(nbytes)
-        return memory
-
-    def _allocate(self, memory: AnonymousMemory, nbytes: int) -> None:
-        for begin in range(0, nbytes, _PIECE_BYTES):
-            with self._lock:
-                if self._memory is not memory:
-                    return
-                try:
-                    memory.allocate(begin, min(_PIECE_BYTES, nbytes - begin))
-                except OSError as error:
-                    _LOG.info("No more memory is reserved for a hand-over: %s", error)
-                    return
+            if self._wanted is buffer:  # otherwise the hand-over has not waited for it
+                self._ready = buffer

@@ -118,7 +118,7 @@ class Snapshot:
 
         Args:
             device: the device.
-            reserved: memory of the host that is taken, ``None`` for fresh memory.
+            reserved: memory of the host, which is taken if it is there.
 
         Raises:
             OSError: there is not enough memory, or the system has no ``memfd_create``.
@@ -128,15 +128,18 @@ class Snapshot:
         boxes = (box for name, tensor in tensors.items() for box in _boxes(name, tensor))
         layout = Layout.of(sorted(boxes, key=lambda box: -box.nbytes), json.dumps(self.header()))
         parts = [(entry.begin, Piece(entry.chunk, entry.chunk.offsets, 0).of(tensors)) for entry in layout.entries]
+        staging = None if reserved is None else reserved.take(layout.nbytes)
         if device_of(device).separate:  # such a device copies to pinned memory, which has to be mapped
             staging = StagingBuffer(device)
             staging.reserve(layout.nbytes)
+        if staging is not None:
             staging.put(0, layout.header)
             for begin, part in parts:
                 staging.take(begin, part)
             staging.synchronize()
+            staging.trim(layout.nbytes)
             return staging
-        memory = (reserved or ReservedMemory()).take(layout.nbytes)
+        memory = AnonymousMemory(layout.nbytes)
         try:
             memory.put(0, layout.header)
             for begin, part in parts:

@@ -1,24 +1,21 @@
-"""Memory for a hand-over: allocated beforehand, and there in any case."""
+"""Memory for a hand-over: allocated beforehand, taken once, and of no consequence where it is not there."""
 
 from __future__ import annotations
 
 import os
 import resource
 import threading
-from contextlib import closing
+from pathlib import Path
 
 import pytest
+import torch
 
-from azureml_elastic.checkpoint.snapshots import reserved_memory
+from azureml_elastic.checkpoint.snapshots.anonymous_memory import AnonymousMemory
 from azureml_elastic.checkpoint.snapshots.reserved_memory import ReservedMemory
+from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot, size_in_memory
 
-NBYTES = 40 * 4096
 PLENTY = 1 << 40
-
-
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch):
-    monkeypatch.setattr(reserved_memory, "_PIECE_BYTES", 4096)
+TENSORS = {"weights": torch.randn(300, 500), "strided": torch.arange(12).reshape(3, 4).t(), "step": torch.tensor(3)}
 
 
 def begin(nbytes, available=PLENTY):
@@ -33,48 +30,47 @@ def until_allocated():
             thread.join(20)
 
 
-def take(reserved, nbytes):
-    """Return the size of the memory, that of what is allocated, and its content once it is written."""
-    memory = reserved.take(nbytes)
-    found = os.fstat(memory.descriptor)
-    memory.put(0, b"x" * nbytes)
-    with closing(os.fdopen(os.dup(memory.descriptor), "rb")) as stream:
-        content = os.pread(stream.fileno(), nbytes + 1, 0)
-    memory.release()
-    return found.st_size, found.st_blocks * 512, content
+def content(memory):
+    return Path(f"/proc/{os.getpid()}/fd/{memory.descriptor}").read_bytes()
 
 
-@pytest.mark.parametrize(("nbytes", "allocated"), [(NBYTES, NBYTES), (4096, 4096), (2 * NBYTES, NBYTES)])
-def test_what_is_allocated_is_taken_once(nbytes, allocated):
-    reserved = begin(NBYTES)
+def test_a_state_in_reserved_memory_is_that_in_fresh_memory():
+    snapshot = Snapshot(7, {"model": [1]}, {"epoch": 2}, tensors=TENSORS)
+    reserved = begin(size_in_memory(TENSORS))
     until_allocated()
-    assert take(reserved, nbytes) == (nbytes, allocated, b"x" * nbytes)
-    assert take(reserved, nbytes) == (nbytes, 0, b"x" * nbytes)
+    first, second = snapshot.to_memory(reserved=reserved), snapshot.to_memory(reserved=reserved)
+    assert isinstance(second, AnonymousMemory), "what was taken is another's"
+    assert not isinstance(first, AnonymousMemory)
+    assert content(first) == content(second)
 
 
-def test_who_takes_it_early_waits_for_no_more_than_a_piece():
-    reserved = begin(10_000 * 4096)
-    size, allocated, content = take(reserved, NBYTES)
-    assert (size, content) == (NBYTES, b"x" * NBYTES)
+def test_too_little_is_not_taken():
+    reserved = begin(4096)
     until_allocated()
-    assert allocated <= NBYTES
+    assert isinstance(Snapshot(1, {}, None, tensors=TENSORS).to_memory(reserved=reserved), AnonymousMemory)
 
 
-@pytest.mark.parametrize("available", [0, 4 * NBYTES - 1])
-def test_nothing_is_reserved_where_memory_is_scarce(available):
-    reserved = begin(NBYTES, available)
+def test_who_comes_early_does_not_wait():
+    reserved = begin(64 << 20)
+    early = reserved.take(1)
     until_allocated()
-    assert take(reserved, NBYTES)[1] == 0
+    assert early is None or early.nbytes >= 64 << 20
+    assert reserved.take(1) is None, "it was wanted for the hand-over that is over"
 
 
-def test_memory_that_cannot_be_allocated_is_no_error_before_it_is_needed():
+@pytest.mark.parametrize(("available", "there"), [(0, False), (4 * 4096 - 1, False), (4 * 4096, True)])
+def test_nothing_is_reserved_where_memory_is_scarce(available, there):
+    reserved = begin(4096, available)
+    until_allocated()
+    assert (reserved.take(4096) is not None) == there
+
+
+def test_memory_that_cannot_be_allocated_is_no_error():
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)  # of anonymous memory, too
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
-        reserved = begin(NBYTES)
+        reserved = begin(1 << 20)
         until_allocated()
-        with pytest.raises(OSError, match="too large"):
-            reserved.take(NBYTES)
-        assert take(reserved, 4096)[0] == 4096
+        assert reserved.take(1) is None
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
