@@ -16,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -32,8 +31,7 @@ from measurements import machine, write_lines
 from torch import nn
 
 from azureml_elastic.checkpoint.save.checkpoints import Checkpoints
-from azureml_elastic.checkpoint.snapshots.reserved_memory import ReservedMemory
-from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot, size_in_memory
+from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot
 from azureml_elastic.checkpoint.snapshots.transfer import send_to_others
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.local import LocalStorage
@@ -206,8 +204,7 @@ def _asynchronous(state: State, folder: Path, group: Any) -> dict[str, Way]:
 def _restore(state: State, tracked: TrackedState, ours: Checkpoints, world: ProcessGroups, folder: Path) -> None:
     plain, tensors = tracked.collect(is_main=True)
     snapshot = Snapshot(1, plain, None, tensors=tensors)
-    memory, reserved, handed_over = snapshot.to_memory(), ReservedMemory(), list[Any]()
-    memory_size = size_in_memory(tensors)
+    memory, handed_over = snapshot.to_memory(), list[Any]()
     source = torch.empty(state.nbytes // 4).fill_(1.0)
     target = torch.empty_like(source).fill_(0.0)
 
@@ -218,16 +215,8 @@ def _restore(state: State, tracked: TrackedState, ours: Checkpoints, world: Proc
             tracked.restore(kept.state, kept.tensors)
 
     def hand_over() -> None:
-        handed_over.append(snapshot.to_memory(reserved=reserved))
+        handed_over.append(snapshot.to_memory())
         from_memory(handed_over[-1].descriptor)
-
-    def reserve() -> None:
-        while handed_over:  # by the agent, after the first step
-            handed_over.pop().release()
-        reserved.begin(memory_size, memory_size * 8)
-        for thread in threading.enumerate():
-            if thread.name == "reserve-memory":
-                thread.join()
 
     def from_peer() -> None:
         holders = range(world.control.world_size - 1)
@@ -251,8 +240,8 @@ def _restore(state: State, tracked: TrackedState, ours: Checkpoints, world: Proc
     }
     for number in range(4):  # the first one is for warmth
         for name, way in ways.items():
-            if name == HAND_OVER:
-                reserve()  # as it is while training goes on
+            while handed_over:  # by the agent, after the first step
+                handed_over.pop().release()
             dist.barrier()
             began, cpu = time.perf_counter(), time.process_time()
             way()

@@ -90,10 +90,6 @@ class StagingBuffer:
         """Wait until all copies are complete."""
         self._device.synchronize()
 
-    def trim(self, nbytes: int) -> None:
-        """Give up what is behind an offset, so that the file ends there; nothing can be copied afterwards."""
-        os.ftruncate(self.descriptor, nbytes)
-
     def release(self) -> None:
         """Free the memory; views of it keep it alive."""
         if self._bytes is not None and self._pinned:

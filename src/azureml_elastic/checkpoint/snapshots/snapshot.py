@@ -24,19 +24,15 @@ from azureml_elastic.checkpoint.format.write_plan import Chunk
 from azureml_elastic.checkpoint.load.reading import targets_for
 from azureml_elastic.checkpoint.save.staging_buffer import StagingBuffer
 from azureml_elastic.checkpoint.snapshots.anonymous_memory import AnonymousMemory
-from azureml_elastic.checkpoint.snapshots.reserved_memory import ReservedMemory
 from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.layout import Piece, held
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.errors import CheckpointDamaged
 
-__all__ = ["RecoverableState", "Snapshot", "choose", "chunk_of", "position_key", "size_in_memory"]
+__all__ = ["RecoverableState", "Snapshot", "choose", "chunk_of", "position_key"]
 
 _RANDOM = random_state.tensor_name(0)
 """Name of the tensor of :attr:`Snapshot.random`: as in a checkpoint, whose rank 0 continues these generators."""
-
-_HEADER_BYTES = 1 << 20
-"""Usual size of all but tensors, with much to spare."""
 
 _HOST = torch.device("cpu")
 
@@ -111,14 +107,8 @@ class Snapshot:
     random: torch.Tensor | None = None
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
-    def to_memory(
-        self, device: torch.device = _HOST, reserved: ReservedMemory | None = None
-    ) -> AnonymousMemory | StagingBuffer:
+    def to_memory(self, device: torch.device = _HOST) -> AnonymousMemory | StagingBuffer:
         """Return memory that holds a copy of the tensors of a device, of a sharded one that of this process's shard.
-
-        Args:
-            device: the device.
-            reserved: memory of the host, which is taken if it is there.
 
         Raises:
             OSError: there is not enough memory, or the system has no ``memfd_create``.
@@ -128,16 +118,13 @@ class Snapshot:
         boxes = (box for name, tensor in tensors.items() for box in _boxes(name, tensor))
         layout = Layout.of(sorted(boxes, key=lambda box: -box.nbytes), json.dumps(self.header()))
         parts = [(entry.begin, Piece(entry.chunk, entry.chunk.offsets, 0).of(tensors)) for entry in layout.entries]
-        staging = None if reserved is None else reserved.take(layout.nbytes)
         if device_of(device).separate:  # such a device copies to pinned memory, which has to be mapped
             staging = StagingBuffer(device)
             staging.reserve(layout.nbytes)
-        if staging is not None:
             staging.put(0, layout.header)
             for begin, part in parts:
                 staging.take(begin, part)
             staging.synchronize()
-            staging.trim(layout.nbytes)
             return staging
         memory = AnonymousMemory(layout.nbytes)
         try:
@@ -218,11 +205,6 @@ class Snapshot:
 def chunk_of(name: str, tensor: torch.Tensor) -> Chunk:
     """Return the description of a whole tensor."""
     return Chunk.of_whole(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.element_size())
-
-
-def size_in_memory(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return about the size of a snapshot in memory: of tensors that this process holds, and the rest."""
-    return sum(box.nbytes for name, tensor in tensors.items() for box in _boxes(name, tensor)) + _HEADER_BYTES
 
 
 def _boxes(name: str, tensor: torch.Tensor) -> list[Chunk]:

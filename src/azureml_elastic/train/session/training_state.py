@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -17,14 +16,7 @@ from azureml_elastic.checkpoint.save.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.save.schedule import CheckpointSchedule
 from azureml_elastic.checkpoint.save.snapshot_schedule import SnapshotSchedule
 from azureml_elastic.checkpoint.snapshots.parts import CompleteParts, find_complete, open_parts
-from azureml_elastic.checkpoint.snapshots.reserved_memory import ReservedMemory
-from azureml_elastic.checkpoint.snapshots.snapshot import (
-    RecoverableState,
-    Snapshot,
-    choose,
-    position_key,
-    size_in_memory,
-)
+from azureml_elastic.checkpoint.snapshots.snapshot import RecoverableState, Snapshot, choose, position_key
 from azureml_elastic.checkpoint.snapshots.transfer import send_to_others
 from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
@@ -33,8 +25,7 @@ from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.distributed.process import read_history
 from azureml_elastic.distributed.process_groups import ProcessGroups
-from azureml_elastic.errors import CheckpointDamaged, ElasticError, MissingExtra, RoundBroken, UsageError
-from azureml_elastic.memory import available_memory
+from azureml_elastic.errors import CheckpointDamaged, ElasticError, RoundBroken, UsageError
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.optim.learning_rate import LearningRate
@@ -80,7 +71,6 @@ class TrainingState:
         self._incomplete = False
         self._finiteness = FinitenessWatch(policy.on_nonfinite)
         self._origin = 0
-        self._reserved = ReservedMemory()
         self.finite = True
         self.weights_restored = False
         self.reading = False
@@ -184,7 +174,6 @@ class TrainingState:
         if self.steps == self._entered_at + _SETTLED_STEPS:
             self._checkpoints.prepare(self._objects)
             self.half_step = False  # reading the state of a new sharded optimizer makes it take an empty step
-            self._reserve_memory()
         if self._schedule.due(self.steps) or save:
             self.save()
         elif self._checkpoints.snapshots and self._snapshot_schedule.due(self.steps):
@@ -319,7 +308,7 @@ class TrainingState:
         self._rate.begin()  # an update may have been stopped after the hook that scales its rate
         self.reading = True
         try:
-            memory = self._snapshot().to_memory(self._world.device, self._reserved)
+            memory = self._snapshot().to_memory(self._world.device)
             self._agent.hand_over(self.steps, memory.descriptor, part=part)
             memory.release()
         except (OSError, ElasticError, RuntimeError) as error:
@@ -328,14 +317,6 @@ class TrainingState:
         finally:
             self.reading = False
         return True
-
-    def _reserve_memory(self) -> None:
-        """Allocate the memory of a hand-over while training goes on, where each change of the round has one."""
-        leaves = self._agent.holds_snapshots and not self._agent.stays and not device_of(self._world.device).separate
-        if leaves and (self._hands_part_over or (self.holds_full_state and self._identity.local_rank == 0)):
-            nbytes = size_in_memory(self._objects.collect(is_main=True)[1])
-            with contextlib.suppress(MissingExtra):  # of the agent, which may run under another interpreter
-                self._reserved.begin(nbytes, available_memory()[0])
 
     def _begin(self, unsaved_seconds: float) -> None:
         self._entered_at = self.steps
