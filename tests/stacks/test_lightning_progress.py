@@ -29,3 +29,14 @@ def test_batches_are_counted_in_those_of_the_present_world_size(stage, completed
     found = trainer.fit_loop.epoch_loop.batch_progress
     for counts in (found.total, found.current):
         assert (counts.ready, counts.started, counts.processed, counts.completed) == (6, 6, 6, 6)
+
+
+def test_what_is_captured_of_the_loops_is_their_state_and_does_not_change_with_them():
+    trainer = pl.Trainer(logger=False, enable_checkpointing=False, barebones=True)
+    progress = Progress(trainer)
+    trainer.fit_loop.epoch_loop.batch_progress.increment_ready()
+    before = trainer.fit_loop.state_dict()
+    progress.capture(Stage.DONE)
+    trainer.fit_loop.epoch_loop.batch_progress.increment_ready()
+    trainer.fit_loop.epoch_progress.increment_by(4)
+    assert progress.state_dict()["loops"] == before != trainer.fit_loop.state_dict()

@@ -149,11 +149,8 @@ class Agent(Protocol):
             ElasticError: it does not.
         """
 
-    def handed_over(self) -> HandedOverState | None:
-        """Return the whole state that a worker of this node has handed over, if one has."""
-
-    def handed_over_parts(self) -> list[HandedOverState]:
-        """Return the parts of sharded states that workers of this node have handed over."""
+    def handed_over(self) -> list[HandedOverState]:
+        """Return what workers of earlier rounds have handed over on this node: a whole state, and parts of others."""
 
     holds_snapshots: bool
     """Whether the agent holds on to copies of the state."""

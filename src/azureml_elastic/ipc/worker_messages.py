@@ -309,8 +309,7 @@ class PointerReply:
 class MemoryReply:
     """Reply to :class:`Memory`."""
 
-    memory: HandedOverState | None = None
-    parts: list[HandedOverState] = field(default_factory=list)
+    held: list[HandedOverState] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class FakeAgent:
         if kind == "pointer":
             connection.send({"re": message["id"], "op": "pointer_reply", "pointer": self.pointer})
         elif kind == "memory":
-            connection.send({"re": message["id"], "op": "memory_reply", "memory": self.memory})
+            connection.send({"re": message["id"], "op": "memory_reply", "held": [self.memory] if self.memory else []})
         elif kind == "held_shards":
             connection.send({"re": message["id"], "op": "shards_reply", "held": []})
         elif kind == "hand_over":

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from azureml_elastic import train
+from azureml_elastic.checkpoint.load.reading import targets_for
 from azureml_elastic.checkpoint.save.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.snapshots.parts import find_complete, open_parts
 from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot
@@ -177,7 +178,7 @@ def hand_over_and_find(folder, cases, tensor_parallel):
                 parameter.fill_(-1.0 if step is None else step)
             model.seen.fill_(-1.0 if step is None else step + rank / 100)
         if step is not None:
-            plain, tensors, apart = tracked.collect_part()
+            plain, tensors, apart = tracked.collect_held()
             memory = Snapshot(step, plain, {"at": step}, origin=origin, apart=apart, tensors=tensors).to_memory()
             path = f"/proc/{os.getpid()}/fd/{memory.descriptor}"
             parts = open_parts([HandedOverState(path, step, 1, rank, run.local_rank)])
@@ -188,7 +189,8 @@ def hand_over_and_find(folder, cases, tensor_parallel):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(-2.0)
-        tensors = complete.read(tracked.targets(complete.header.state), control)
+        tensors = targets_for(complete.held.chunks, tracked.targets(complete.header.state), complete.held.step)
+        complete.held.read(tensors, control)
         tracked.restore(complete.header.state, tensors)
         values = {float(each) for parameter in model.parameters() for each in whole(parameter).flatten()}
         found.append((complete.header.step, complete.header.data, values, round(float(model.seen), 2)))

@@ -244,7 +244,7 @@ def send_to_a_frozen_rank(folder):
     groups.open()
     state = Snapshot(1, {}, None, tensors={"x": torch.ones(16 << 20)})
     if rank == 1:
-        send_to_others(None, FreezingRank(groups.control, mark), [0], set, lambda _: {})
+        send_to_others(None, FreezingRank(groups.control, mark), [0], lambda _: {})
     over, thread = threading.Event(), threading.get_ident()
 
     def abort():
@@ -258,7 +258,7 @@ def send_to_a_frozen_rank(folder):
     watch = threading.Thread(target=abort)
     watch.start()
     try:
-        send_to_others(state, groups.control, [0], set, lambda _: {})
+        send_to_others(state, groups.control, [0], lambda _: {})
     except RuntimeError:
         return True
     finally:

@@ -18,9 +18,9 @@ from azureml_elastic.checkpoint.state.layout import Read, reads, require_complet
 from azureml_elastic.checkpoint.state.memory import memory_of
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.distributed.control_group import ControlGroup
-from azureml_elastic.errors import UsageError
+from azureml_elastic.errors import CheckpointError, UsageError
 
-__all__ = ["load", "target_for"]
+__all__ = ["load", "targets_for"]
 
 _THREADS = 4
 
@@ -65,10 +65,7 @@ def load(
 
     def fill() -> None:
         require_complete(chunks)
-        for _, entry in stored:
-            chunk = entry.chunk
-            if chunk.name not in targets and wanted(chunk.name):
-                targets[chunk.name] = target_for(present.get(chunk.name), chunk)
+        targets.update(targets_for((each for each in chunks if wanted(each.name)), present, manifest.step))
         by_file: defaultdict[str, list[Read]] = defaultdict(list)
         for read in reads(targets, chunks):
             by_file[stored[read.source][0]].append(read)
@@ -81,8 +78,32 @@ def load(
     return targets
 
 
-def target_for(present: torch.Tensor | None, chunk: Chunk) -> torch.Tensor:
-    """Return the tensor to read one into of which this is a chunk: the present one, if shape and type fit."""
+def targets_for(chunks: Iterable[Chunk], present: Mapping[str, torch.Tensor], step: int) -> dict[str, torch.Tensor]:
+    """Return tensors to read a state into: those that are present, and new CPU memory where these do not fit.
+
+    Args:
+        chunks: chunks of the state's tensors.
+        present: tensors by name.
+        step: step of the state.
+
+    Raises:
+        CheckpointError: this process has no memory for them.
+    """
+    found: dict[str, torch.Tensor] = {}
+    chunks = list(chunks)
+    try:
+        for chunk in chunks:
+            if chunk.name not in found:
+                found[chunk.name] = _target(present.get(chunk.name), chunk)
+    except (RuntimeError, MemoryError) as error:
+        raise CheckpointError(
+            f"There is no memory for the state of step {step}, {sum(chunk.nbytes for chunk in chunks) >> 20} MiB: "
+            f"{error}. Raise the memory limit of the process, or use larger nodes."
+        ) from error
+    return found
+
+
+def _target(present: torch.Tensor | None, chunk: Chunk) -> torch.Tensor:
     dtype = getattr(torch, chunk.dtype)
     if present is not None and tuple(present.shape) == chunk.shape:
         return present if present.dtype == dtype else torch.empty_like(present, dtype=dtype)

@@ -43,8 +43,7 @@ class AgentMemory:
     def __init__(self, local: LocalSnapshots | None = None) -> None:
         self._local = local
         self._lock = threading.Lock()
-        self._state: tuple[int, HandedOverState] | None = None
-        self._parts: dict[int, tuple[int, HandedOverState]] = {}
+        self._states: dict[int | None, tuple[int, HandedOverState]] = {}  # by part
         self._shards: dict[tuple[str, str], tuple[int, ShardDescription]] = {}
         self._written = ""
 
@@ -62,9 +61,7 @@ class AgentMemory:
         with self._lock:
             match message:
                 case Memory():
-                    return MemoryReply(
-                        None if self._state is None else self._state[1], [part for _, part in self._parts.values()]
-                    )
+                    return MemoryReply([state for _, state in self._states.values()])
                 case HeldShards():
                     held = [HeldShard(**asdict(shard), path=_path(fd)) for fd, shard in self._shards.values()]
                     return ShardsReply(held + (self._local.describe() if self._local is not None else []))
@@ -106,31 +103,25 @@ class AgentMemory:
             return Refused("unavailable", f"The memory cannot be opened: {error}")
         if isinstance(message, HoldShard):
             self._hold(opened, message.shard)
-        elif message.part is not None:
-            # One of an earlier round stays beside those of this one until its own worker replaces it: a worker that
-            # ends before it has restored anything hands nothing over.
-            self._drop_parts([message.part])
-            state = HandedOverState(_path(opened), message.step, number, rank, message.part)
-            self._parts[message.part] = opened, state
-            _LOG.info("A part of the state of step %d is held in memory for the next round.", message.step)
         else:
-            self._drop_state()
-            self._state = opened, HandedOverState(_path(opened), message.step, number, rank)
-            _LOG.info("The state of step %d is held in memory for the next round.", message.step)
+            # A part of an earlier round stays beside those of this one until its own worker replaces it: a worker that
+            # ends before it has restored anything hands nothing over.
+            self._drop_states([message.part])
+            state = HandedOverState(_path(opened), message.step, number, rank, message.part)
+            self._states[message.part] = opened, state
+            what = "The state" if message.part is None else "A part of the state"
+            _LOG.info("%s of step %d is held in memory for the next round.", what, message.step)
         return Accepted()
 
     def take_state(self) -> tuple[int, HandedOverState] | None:
         """Return the whole state that no next worker has restored, if there is one; its descriptor is the caller's."""
         with self._lock:
-            state, self._state = self._state, None
-            return state
+            return self._states.pop(None, None)
 
     def completed(self, number: int) -> None:
         """Release what was handed over before this round, which has completed a step and so has restored it."""
         with self._lock:
-            if self._state is not None and self._state[1].round < number:
-                self._drop_state()
-            self._drop_parts([each for each, (_, part) in self._parts.items() if part.round < number])
+            self._drop_states([part for part, (_, state) in self._states.items() if state.round < number])
 
     def close(self, *, forget: bool = True) -> None:
         """Release all memory.
@@ -139,8 +130,7 @@ class AgentMemory:
             forget: whether to remove the snapshots on the disk too, at the successful end of the run.
         """
         with self._lock:
-            self._drop_state()
-            self._drop_parts([*self._parts])
+            self._drop_states([*self._states])
             self._discard(list(self._shards))
         if self._local is not None:
             if forget:
@@ -160,15 +150,10 @@ class AgentMemory:
             if key in self._shards:
                 os.close(self._shards.pop(key)[0])
 
-    def _drop_parts(self, parts: list[int]) -> None:
+    def _drop_states(self, parts: list[int | None]) -> None:
         for part in parts:
-            if part in self._parts:
-                os.close(self._parts.pop(part)[0])
-
-    def _drop_state(self) -> None:
-        if self._state is not None:
-            os.close(self._state[0])
-            self._state = None
+            if part in self._states:
+                os.close(self._states.pop(part)[0])
 
 
 def _path(descriptor: int) -> str:

@@ -3,10 +3,8 @@
 With replicas each part of the state is held by several nodes. Survivors of a sudden loss hand over what each process
 holds, as they do with a whole state. They may be one step apart: who has completed a step has everybody's gradients,
 while another one's last collective has failed. The furthest step counts of which all parts are there; ranks that have
-not completed it read them from those that have.
-
-What is read is copied straight from the memory of the same node, and sent through the control group from that of
-others. Nothing is written to storage.
+not completed it read them from those that have, see :mod:`~azureml_elastic.checkpoint.snapshots.transfer`. Nothing is
+written to storage.
 """
 
 from __future__ import annotations
@@ -15,19 +13,17 @@ import itertools
 import json
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
-import torch.distributed as dist
 import xxhash
 
 from azureml_elastic.checkpoint.format.write_plan import Chunk
-from azureml_elastic.checkpoint.load.reading import target_for
 from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot
+from azureml_elastic.checkpoint.snapshots.transfer import HeldChunks
 from azureml_elastic.checkpoint.state import tree
-from azureml_elastic.checkpoint.state.layout import Read, reads
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import CheckpointDamaged
 from azureml_elastic.ipc.agent_interface import HandedOverState
@@ -35,9 +31,6 @@ from azureml_elastic.ipc.agent_interface import HandedOverState
 __all__ = ["CompleteParts", "OfferedPart", "Part", "choose_parts", "find_complete", "open_parts"]
 
 _LOG = logging.getLogger(__name__)
-
-_BATCH_BYTES = 32 << 20
-"""Size of what one rank sends to another at once, besides a single larger part."""
 
 
 @dataclass(frozen=True)
@@ -133,108 +126,15 @@ class CompleteParts:
 
     Args:
         header: everything but tensors.
-        main: the main part.
-        chunks: the chunks of all tensors, without repetition.
-        holders: ranks that can read each chunk.
+        held: the tensors.
         save_pending: whether a checkpoint of the state was begun and not committed.
         own: parts of this node.
     """
 
     header: Snapshot
-    main: OfferedPart
-    chunks: Sequence[Chunk]
-    holders: Sequence[Sequence[int]]
+    held: HeldChunks
     save_pending: bool
     own: Sequence[Part]
-
-    def read(self, present: Mapping[str, torch.Tensor], control: ControlGroup) -> dict[str, torch.Tensor]:
-        """Read all tensors, into those that are present. A collective.
-
-        Raises:
-            RuntimeError: a peer was lost meanwhile.
-        """
-        targets: dict[str, torch.Tensor] = {}
-        for chunk in self.chunks:
-            if chunk.name not in targets:
-                targets[chunk.name] = target_for(present.get(chunk.name), chunk)
-        wanted: defaultdict[int, list[Read]] = defaultdict(list)
-        for read in reads(targets, self.chunks):
-            holders = self.holders[read.source]
-            # A rank reads what its own node holds; the others are asked in turn.
-            wanted[control.rank if control.rank in holders else holders[control.rank % len(holders)]].append(read)
-        asked = control.gather({holder: [_Request.of(read) for read in each] for holder, each in wanted.items()})
-        with torch.no_grad():
-            for read in wanted.pop(control.rank, ()):
-                read.target.copy_(self._view(_Request.of(read)))
-            sending = {rank: self._batches(each.get(control.rank, [])) for rank, each in enumerate(asked)}
-            sending.pop(control.rank)
-            receiving = {holder: self._batches([_Request.of(read) for read in each]) for holder, each in wanted.items()}
-            arrived = {holder: iter(each) for holder, each in wanted.items()}
-            # Batch by batch, so that memory for one of each peer is enough.
-            for number in range(max(map(len, [*sending.values(), *receiving.values()]), default=0)):
-                self._exchange(_nth(sending, number), _nth(receiving, number), arrived, control)
-        return targets
-
-    def _exchange(
-        self,
-        sending: Mapping[int, Sequence[_Request]],
-        receiving: Mapping[int, Sequence[_Request]],
-        arrived: Mapping[int, Iterator[Read]],
-        control: ControlGroup,
-    ) -> None:
-        """Send and receive one batch of each peer, and copy what has arrived."""
-        buffers = {peer: torch.empty(self._size(each), dtype=torch.uint8) for peer, each in receiving.items()}
-        works = [dist.irecv(buffer, peer, group=control.group) for peer, buffer in buffers.items()]
-        packed = {peer: torch.cat([_bytes(self._view(each)) for each in batch]) for peer, batch in sending.items()}
-        works += [dist.isend(content, peer, group=control.group) for peer, content in packed.items()]
-        for work in works:
-            assert work is not None
-            work.wait()
-        for peer, batch in receiving.items():
-            begin = 0
-            for request, read in zip(batch, arrived[peer], strict=False):
-                end = begin + self._size([request])
-                dtype = getattr(torch, self.chunks[request.source].dtype)
-                content = buffers[peer][begin:end].clone() if begin % dtype.itemsize else buffers[peer][begin:end]
-                read.target.copy_(content.view(dtype).view(request.sizes))
-                begin = end
-
-    def _batches(self, requests: Sequence[_Request]) -> list[list[_Request]]:
-        batches: list[list[_Request]] = []
-        size = _BATCH_BYTES
-        for request in requests:
-            if size + (own := self._size([request])) > _BATCH_BYTES:
-                batches.append([])
-                size = 0
-            batches[-1].append(request)
-            size += own
-        return batches
-
-    def _size(self, requests: Iterable[_Request]) -> int:
-        return sum(prod(each.sizes) * self.chunks[each.source].itemsize for each in requests)
-
-    def _view(self, request: _Request) -> torch.Tensor:
-        """Return what is asked for as a view of this node's memory."""
-        chunk = self.chunks[request.source]
-        apart = chunk.name in self.header.apart
-        part = next(each for each in self.own if chunk in each.chunks and (not apart or each.is_of(self.main)))
-        view = part.chunks[chunk]
-        for dimension, (offset, size) in enumerate(zip(request.offsets, request.sizes, strict=True)):
-            view = view.narrow(dimension, offset, size)
-        return view
-
-
-@dataclass(frozen=True)
-class _Request:
-    """A part of a chunk, by the chunk's number, that a rank wants from another."""
-
-    source: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @classmethod
-    def of(cls, read: Read) -> _Request:
-        return cls(read.source, tuple(read.offsets), tuple(read.sizes))
 
 
 def find_complete(parts: Sequence[Part], at_least: int, control: ControlGroup) -> CompleteParts | None:
@@ -272,7 +172,15 @@ def find_complete(parts: Sequence[Part], at_least: int, control: ControlGroup) -
         if not missing:
             pending = any(each.save_pending for each in same)
             ordered = sorted(found)
-            return CompleteParts(header, main, ordered, [found[chunk] for chunk in ordered], pending, own)
+            # What may differ between ranks is that of the main part, also on a node with several.
+            views = {
+                chunk: view
+                for part in own
+                for chunk, view in part.chunks.items()
+                if chunk.name not in header.apart or part.is_of(main)
+            }
+            held = HeldChunks(main.step, ordered, [found[chunk] for chunk in ordered], views)
+            return CompleteParts(header, held, pending, own)
         if control.rank == 0:
             _LOG.warning(
                 "The state of step %d in memory is not whole: of %s parts are missing, of %d tensors in all.",
@@ -291,11 +199,3 @@ def _missing(chunks: Iterable[Chunk], names: set[str]) -> list[str]:
         found[chunk.name] += chunk.nbytes
         whole[chunk.name] = prod(chunk.shape) * chunk.itemsize
     return sorted(name for name in names | whole.keys() if found[name] != whole.get(name))
-
-
-def _nth(batches: Mapping[int, Sequence[Sequence[_Request]]], number: int) -> dict[int, Sequence[_Request]]:
-    return {peer: each[number] for peer, each in batches.items() if number < len(each)}
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)

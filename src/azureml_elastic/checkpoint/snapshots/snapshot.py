@@ -8,6 +8,7 @@ an agent that ends makes a checkpoint: see :mod:`~azureml_elastic.checkpoint.sna
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from azureml_elastic.checkpoint.format.shard_file import Layout, read_header
 from azureml_elastic.checkpoint.format.write_plan import Chunk
+from azureml_elastic.checkpoint.load.reading import targets_for
 from azureml_elastic.checkpoint.save.staging_buffer import StagingBuffer
 from azureml_elastic.checkpoint.snapshots.anonymous_memory import AnonymousMemory
 from azureml_elastic.checkpoint.state import random_state
@@ -87,7 +89,7 @@ class Snapshot:
         parent: last committed checkpoint as JSON, ``None`` without one.
         classes: class of each tracked optimizer and learning rate scheduler, by name.
         origin: number of the round that completed the step, 0 if that is unknown.
-        apart: names of tensors that may differ between ranks, in a part of a sharded state.
+        apart: names of tensors that may differ between ranks.
         random: random number generators of the process, see :mod:`~azureml_elastic.checkpoint.state.random_state`.
         tensors: tensors by name; they may alias those of the model.
     """
@@ -174,6 +176,21 @@ class Snapshot:
             return cls(**json.loads(note or ""), random=None if random is None else chunks.pop(random)), chunks
         except (TypeError, ValueError) as error:
             raise CheckpointDamaged(f"{path} holds no snapshot: {error}") from error
+
+    def copied_into(self, present: Mapping[str, torch.Tensor]) -> Snapshot:
+        """Return this state with its tensors copied, into those that are present or new ones where these do not fit.
+
+        An optimizer takes over the very tensors that it is given. If they were those of the mapped memory, its next
+        step would copy each of their pages after a fault, which takes longer.
+
+        Raises:
+            CheckpointError: this process has no memory for them.
+        """
+        tensors = targets_for(itertools.starmap(chunk_of, self.tensors.items()), present, self.step)
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.copy_(self.tensors[name])
+        return replace(self, tensors=tensors)
 
     @property
     def position(self) -> str:

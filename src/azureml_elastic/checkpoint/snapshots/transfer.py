@@ -1,8 +1,9 @@
-"""A state in memory, sent by all ranks that hold it to those that do not: straight into place, and verified.
+"""Chunks of a state in the memory of some ranks, sent to the ranks that want them: straight into place, and verified.
 
-The state is cut into pieces: ranges of large tensors, and groups of small ones. Each piece has a route: from one of its
-holders to a first receiver, from there to a second one, and so on. Holders and first receivers take turns, so that each
-holder sends its part of the state once, whatever the number of receivers.
+The ranks hold the whole state or parts of it, and want the whole or parts. What they want is cut into pieces: ranges
+of large chunks, and groups of small ones. Each piece has a route: from one of its holders to a first receiver, from
+there to a second one, and so on. Holders and first receivers take turns, so that each holder sends its part of the
+state once, whatever the number of receivers.
 
 Every process computes the checksums of what it sends and receives, while the next pieces are on their way, and all
 compare them at the end. What arrived damaged is sent again by another holder. A process that ends meanwhile breaks the
@@ -13,27 +14,33 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
 import torch
 import xxhash
 
 from azureml_elastic.checkpoint.format.write_plan import Chunk
+from azureml_elastic.checkpoint.load.reading import targets_for
 from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot, chunk_of
+from azureml_elastic.checkpoint.state.layout import reads
 from azureml_elastic.checkpoint.state.memory import memory_of
 from azureml_elastic.distributed.device import device_of
-from azureml_elastic.errors import CheckpointDamaged, CheckpointError
+from azureml_elastic.errors import CheckpointDamaged
 from azureml_elastic.plurals import counted
 
-__all__ = ["Piece", "Ranks", "cut", "route", "send_to_others"]
+__all__ = ["HeldChunks", "Piece", "Ranks", "Region", "cut", "route", "send_to_others"]
 
 _LOG = logging.getLogger(__name__)
 
 _PIECE_BYTES = 4 << 20
 """Size of a piece: its checksum is computed while it is in the processor's cache."""
+
+_SMALL_BYTES = 256 << 10
+"""Size up to which regions are sent together: one copy more costs less than one message more."""
 
 _WINDOW = 64
 """Number of pieces that a process has on their way."""
@@ -69,177 +76,226 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True)
+class Region:
+    """A part of a chunk, by the chunk's number."""
+
+    source: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def of(self, tensor: torch.Tensor, begins: Sequence[int]) -> torch.Tensor:
+        """Return it as a view of a tensor that begins at these offsets of the chunk."""
+        for dimension, (offset, begin, size) in enumerate(zip(self.offsets, begins, self.sizes, strict=True)):
+            tensor = tensor.narrow(dimension, offset - begin, size)
+        return tensor.detach()
+
+    def split(self, itemsize: int) -> Iterator[Region]:
+        """Yield parts of at most the size of a piece, each contiguous where this is."""
+        along = next((dimension for dimension, size in enumerate(self.sizes) if size > 1), None)
+        if along is None or prod(self.sizes) * itemsize <= _PIECE_BYTES:
+            yield self
+            return
+        begin, size = self.offsets[along], self.sizes[along]
+        rows = max(1, _PIECE_BYTES // (prod(self.sizes[along + 1 :]) * itemsize))
+        for row in range(0, size, rows):
+            offsets = (*self.offsets[:along], begin + row, *self.offsets[along + 1 :])
+            sizes = (*self.sizes[:along], min(rows, size - row), *self.sizes[along + 1 :])
+            yield from Region(self.source, offsets, sizes).split(itemsize)
+
+
+@dataclass(frozen=True)
 class Piece:
-    """Bytes that are sent together.
+    """Regions that are sent together.
 
     Args:
-        chunks: one tensor, or several small ones.
-        begin: offset of the first byte, of one tensor.
-        end: offset after the last byte; of several tensors, the size of all with their padding.
-        shared: whether all holders have the same bytes.
+        regions: one, or several small ones.
+        begins: offset of each region's first byte in the piece, and the size of the piece.
+        holders: ranks that hold all of them.
+        receivers: ranks that want all of them.
     """
 
-    chunks: tuple[Chunk, ...]
-    begin: int
-    end: int
-    shared: bool
+    regions: tuple[Region, ...]
+    begins: tuple[int, ...]
+    holders: tuple[int, ...]
+    receivers: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size, with the padding between small regions."""
+        return self.begins[-1]
 
 
-def cut(chunks: Iterable[Chunk], shared: Collection[str]) -> list[Piece]:
-    """Return the pieces of a state.
+def cut(
+    wanted: Mapping[Region, Sequence[int]], chunks: Sequence[Chunk], holders: Sequence[Sequence[int]]
+) -> list[Piece]:
+    """Return the pieces that are sent.
 
     Args:
-        chunks: its tensors.
-        shared: names of those that are equal on all ranks that hold the state.
+        wanted: ranks that want each region, and do not hold it.
+        chunks: all chunks.
+        holders: ranks that hold each chunk.
     """
-    pieces: list[Piece] = []
-    small: dict[bool, list[Chunk]] = {False: [], True: []}
-
-    def close(together: bool) -> None:
-        group = small[together]
-        if sum(chunk.nbytes for chunk in group):
-            size = group[0].nbytes if len(group) == 1 else sum(map(_padded, group))
-            pieces.append(Piece(tuple(group), 0, size, together))
-        small[together] = []
-
-    for chunk in chunks:
-        together = chunk.name in shared
-        if chunk.nbytes > _PIECE_BYTES:
-            ranges = itertools.pairwise([*range(0, chunk.nbytes, _PIECE_BYTES), chunk.nbytes])
-            pieces += [Piece((chunk,), begin, end, together) for begin, end in ranges]
-            continue
-        if sum(map(_padded, small[together])) + chunk.nbytes > _PIECE_BYTES:
-            close(together)
-        small[together].append(chunk)
-    close(together=False)
-    close(together=True)
-    return pieces
+    small: defaultdict[tuple[tuple[int, ...], tuple[int, ...]], list[Region]] = defaultdict(list)
+    pieces: defaultdict[tuple[int, ...], list[Piece]] = defaultdict(list)
+    for region, receivers in wanted.items():
+        ends = tuple(holders[region.source]), tuple(receivers)
+        itemsize = chunks[region.source].itemsize
+        for part in region.split(itemsize):
+            nbytes = prod(part.sizes) * itemsize
+            if nbytes > _SMALL_BYTES:
+                pieces[ends[1]].append(Piece((part,), (0, nbytes), *ends))
+            else:
+                small[ends].append(part)
+    for ends, regions in small.items():
+        pieces[ends[1]] += (Piece(group, begins, *ends) for group, begins in _packed(regions, chunks))
+    # In turns, so that none of the receivers waits for the end of what others receive.
+    in_turns = itertools.zip_longest(*pieces.values())
+    return [piece for each in in_turns for piece in each if piece is not None]
 
 
-def route(number: int, piece: Piece, holders: Sequence[int], receivers: Sequence[int], attempt: int = 0) -> list[int]:
+def _packed(regions: Iterable[Region], chunks: Sequence[Chunk]) -> Iterator[tuple[tuple[Region, ...], tuple[int, ...]]]:
+    """Yield groups of regions with the offsets of each; all begin at a multiple of an element's size."""
+    group: list[Region] = []
+    begins = [0]
+    for region in regions:
+        nbytes = prod(region.sizes) * chunks[region.source].itemsize
+        if group and begins[-1] + nbytes > _PIECE_BYTES:
+            yield tuple(group), tuple(begins)
+            group, begins = [], [0]
+        group.append(region)
+        begins.append(begins[-1] + -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
+    if group:
+        yield tuple(group), tuple(begins)
+
+
+def route(number: int, piece: Piece, attempt: int = 0) -> list[int]:
     """Return the ranks that a piece passes through, the one that holds it first.
 
     Args:
         number: number of the piece.
         piece: the piece.
-        holders: ranks that hold the state; what is not the same on all is taken from the first.
-        receivers: all other ranks.
         attempt: number of times that it was sent before.
     """
-    sources = holders if piece.shared else holders[:1]
-    turn = number // len(sources) % len(receivers)
-    return [sources[(number + attempt) % len(sources)], *receivers[turn:], *receivers[:turn]]
+    holders, receivers = piece.holders, piece.receivers
+    turn = number // len(holders) % len(receivers)
+    return [holders[(number + attempt) % len(holders)], *receivers[turn:], *receivers[:turn]]
 
 
-def send_to_others(
-    own: Snapshot | None,
-    ranks: Ranks,
-    holders: Sequence[int],
-    shared: Callable[[Iterable[str]], Collection[str]],
-    targets: Callable[[Mapping[str, Any]], Mapping[str, torch.Tensor]],
-) -> Snapshot:
-    """Return the state on all ranks. A collective.
+@dataclass(frozen=True, eq=False)
+class HeldChunks:
+    """The chunks of a state in the memory of some ranks.
 
     Args:
-        own: the state, of a rank that holds it.
-        ranks: all ranks.
-        holders: those that hold it; one at least, and not all of them.
-        shared: function that returns which of these tensors are equal on all holders; called on the first one.
-        targets: function that returns tensors to be overwritten, by the tracked state without tensors; for what is not
-            among them, or does not fit, there is new CPU memory.
-
-    Raises:
-        CheckpointError: this process has no memory for the state.
-        CheckpointDamaged: it did not arrive undamaged; raised on all ranks.
+        step: step of the state.
+        chunks: chunks of all tensors, without repetition.
+        holders: ranks that hold each chunk.
+        own: tensors of the chunks that this rank holds.
     """
-    sent: tuple[dict[str, Any], list[Chunk], set[str]] | None = None
-    if ranks.rank == holders[0]:
-        assert own is not None
-        sent = own.header(), [chunk_of(*item) for item in own.tensors.items()], set(shared(own.tensors))
-    header, chunks, together = ranks.from_rank(holders[0], sent)
-    pieces = cut(chunks, together)
-    if own is None:
-        own = Snapshot(**header, tensors=_placed(chunks, targets(header["state"]), header["step"]))
-    others = [rank for rank in range(ranks.world_size) if rank not in set(holders)]
-    left = [*range(len(pieces))]
-    content = _Content(own.tensors, writable=ranks.rank in others)
-    for attempt in range(_ATTEMPTS):
-        routes = {number: route(number, pieces[number], holders, others, attempt) for number in left}
-        sums = _exchange(ranks, content, pieces, routes)
-        found = ranks.gather(sums)
-        left = [number for number, way in routes.items() if len({found[rank][number] for rank in way}) > 1]
-        if not left:
-            return own
-        _LOG.warning(
-            "%s of the state of step %d arrived damaged, and %s sent again.",
-            counted(len(left), "piece"), header["step"], "is" if len(left) == 1 else "are",
-        )  # fmt: skip
-    raise CheckpointDamaged(
-        f"The state of step {header['step']} was sent {_ATTEMPTS} times from the ranks {[*holders]} to {others}, but "
-        f"{counted(len(left), 'piece')} of it arrived with another checksum each time. Check the network and the "
-        "memory of these nodes."
-    )
 
+    step: int
+    chunks: Sequence[Chunk]
+    holders: Sequence[Sequence[int]]
+    own: Mapping[Chunk, torch.Tensor]
 
-def _placed(chunks: Iterable[Chunk], targets: Mapping[str, torch.Tensor], step: int) -> dict[str, torch.Tensor]:
-    """Return the tensors to receive: those of the targets that are contiguous CPU memory of the right form, or new."""
-    found: dict[str, torch.Tensor] = {}
-    try:
-        for chunk in chunks:
-            dtype, target = getattr(torch, chunk.dtype), targets.get(chunk.name)
-            fits = (
-                target is not None
-                and (target.dtype, tuple(target.shape)) == (dtype, chunk.shape)
-                and not device_of(target.device).separate
-                and target.is_contiguous()
+    def read(self, targets: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
+        """Overwrite tensors, of which each rank may have others, or none. A collective.
+
+        Raises:
+            CheckpointDamaged: what was sent did not arrive undamaged; raised on all ranks.
+            RuntimeError: a peer was lost meanwhile.
+        """
+        mine = {Region(read.source, read.offsets, read.sizes): read.target for read in reads(targets, self.chunks)}
+        mine = {region: target for region, target in mine.items() if target.numel()}
+        with torch.no_grad():
+            for region in [each for each in mine if ranks.rank in self.holders[each.source]]:
+                mine.pop(region).copy_(self._held(region))
+            pieces = cut(self._gather(mine, ranks), self.chunks, self.holders)
+            content = _Content(self, mine)
+            left = [*range(len(pieces))]
+            for attempt in range(_ATTEMPTS):
+                if not left:
+                    return
+                if attempt:
+                    _LOG.warning(
+                        "%s of the state of step %d arrived damaged, and %s sent again.",
+                        counted(len(left), "piece"), self.step, "is" if len(left) == 1 else "are",
+                    )  # fmt: skip
+                routes = {number: route(number, pieces[number], attempt) for number in left}
+                found = ranks.gather(_exchange(ranks, content, pieces, routes))
+                left = [number for number, way in routes.items() if len({found[rank][number] for rank in way}) > 1]
+        if left:
+            raise CheckpointDamaged(
+                f"The state of step {self.step} was sent {_ATTEMPTS} times between the ranks, but "
+                f"{counted(len(left), 'piece')} of it arrived with another checksum each time, the first one from "
+                f"{[*pieces[left[0]].holders]} at {[*pieces[left[0]].receivers]}. Check the network and the memory of "
+                "these nodes."
             )
-            found[chunk.name] = (
-                target.detach() if fits and target is not None else torch.empty(chunk.shape, dtype=dtype)
-            )
-    except (RuntimeError, MemoryError) as error:
-        mebibytes = sum(chunk.nbytes for chunk in chunks) >> 20
-        raise CheckpointError(
-            f"There is no memory for the state of step {step} that other ranks send, {mebibytes} MiB: {error}. Raise "
-            "the memory limit of the process, or use larger nodes."
-        ) from error
-    return found
+
+    def _gather(self, mine: Iterable[Region], ranks: Ranks) -> dict[Region, list[int]]:
+        """Return the ranks that want each region."""
+        whole = [Region(n, (0,) * len(each.sizes), each.sizes) for n, each in enumerate(self.chunks) if each.nbytes]
+        regions = [*mine]
+        wanted: defaultdict[Region, list[int]] = defaultdict(list)
+        # Of a replicated state ranks want all or nothing, which is not spelt out: there may be hundreds of them.
+        for rank, asked in enumerate(ranks.gather(None if regions == whole else regions)):
+            for region in whole if asked is None else asked:
+                wanted[region].append(rank)
+        return wanted
+
+    def _held(self, region: Region) -> torch.Tensor:
+        return region.of(self.own[self.chunks[region.source]], (0,) * len(region.sizes))
 
 
 class _Content:
-    """The bytes of a state's pieces.
+    """The bytes of pieces on this rank.
 
     Args:
-        tensors: tensors by name.
-        writable: whether their bytes are received, and not sent alone.
+        held: what it may send.
+        wanted: tensors that it receives, by their regions.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], *, writable: bool) -> None:
-        # Once for each tensor: one that is not contiguous would be copied for each of its pieces.
-        self._tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-        self._writable = writable
+    def __init__(self, held: HeldChunks, wanted: Mapping[Region, torch.Tensor]) -> None:
+        self._held = held
+        self._chunks = held.chunks
+        self._targets = {
+            part: part.of(target, region.offsets)
+            for region, target in wanted.items()
+            for part in region.split(held.chunks[region.source].itemsize)
+        }
 
-    def of(self, piece: Piece) -> torch.Tensor:
-        """Return the bytes: a view of one tensor, or a copy of several."""
-        if len(piece.chunks) == 1:
-            (chunk,) = piece.chunks
-            return self._tensors[chunk.name].reshape(-1).view(torch.uint8)[piece.begin : piece.end].cpu()
-        content = torch.zeros(piece.end, dtype=torch.uint8)
-        if not self._writable:
-            self._copy(piece, content, into=False)
+    def held(self, piece: Piece) -> torch.Tensor:
+        """Return the bytes to send: a view of memory, or a copy of several regions."""
+        views = [self._held._held(region) for region in piece.regions]  # noqa: SLF001 - in this module
+        if len(views) == 1:
+            return _bytes(views[0].cpu().contiguous())
+        content = torch.zeros(piece.nbytes, dtype=torch.uint8)
+        for part, view in zip(self._parts(piece, content), views, strict=True):
+            part.copy_(view)
         return content
 
-    def take(self, piece: Piece, content: torch.Tensor) -> None:
-        """Take over received bytes."""
-        if len(piece.chunks) > 1:
-            self._copy(piece, content, into=True)
+    def place(self, piece: Piece) -> torch.Tensor:
+        """Return memory to receive the bytes: that of the tensor itself where it can be."""
+        target = self._targets[piece.regions[0]]
+        if len(piece.regions) == 1 and target.is_contiguous() and not device_of(target.device).separate:
+            return _bytes(target)
+        return torch.empty(piece.nbytes, dtype=torch.uint8)
 
-    def _copy(self, piece: Piece, content: torch.Tensor, *, into: bool) -> None:
-        begin = 0
-        for chunk in piece.chunks:
-            part = content[begin : begin + chunk.nbytes].view(getattr(torch, chunk.dtype)).view(chunk.shape)
-            tensor = self._tensors[chunk.name]
-            (tensor if into else part).copy_(part if into else tensor)
-            begin += _padded(chunk)
+    def take(self, piece: Piece, content: torch.Tensor) -> None:
+        """Copy received bytes to the tensors that they were not received into."""
+        for region, part in zip(piece.regions, self._parts(piece, content), strict=True):
+            target = self._targets[region]
+            if target.data_ptr() != part.data_ptr():
+                target.copy_(part)
+
+    def _parts(self, piece: Piece, content: torch.Tensor) -> Iterator[torch.Tensor]:
+        for region, begin in zip(piece.regions, piece.begins, strict=False):
+            dtype = getattr(torch, self._chunks[region.source].dtype)
+            nbytes = prod(region.sizes) * dtype.itemsize
+            yield content[begin : begin + nbytes].view(dtype).view(region.sizes)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _exchange(
@@ -247,51 +303,73 @@ def _exchange(
 ) -> dict[int, int]:
     """Send, receive and pass on what this rank is to; return the checksums of its pieces by their numbers."""
     sums: dict[int, int] = {}
-    sending: deque[Pending] = deque()
-
-    def send(number: int, data: torch.Tensor, to: int) -> None:
-        if len(sending) >= _WINDOW:
-            sending.popleft().wait()
-        sending.append(ranks.send(data, to, number))
-
-    for number, data, way in _arrived(ranks, content, pieces, routes):
-        after = way.index(ranks.rank) + 1
-        if after < len(way):
-            send(number, data, way[after])
-        sums[number] = xxhash.xxh3_64_intdigest(memory_of(data))
-        if after > 1:
-            content.take(pieces[number], data)
-    for pending in sending:
-        pending.wait()
-    return sums
-
-
-def _arrived(
-    ranks: Ranks, content: _Content, pieces: Sequence[Piece], routes: Mapping[int, Sequence[int]]
-) -> Iterator[tuple[int, torch.Tensor, Sequence[int]]]:
-    """Yield what this rank has of its routes: at once what it holds, and what it receives when that has arrived."""
+    sending: deque[tuple[Pending, int]] = deque()
     receiving: deque[tuple[Pending, int, torch.Tensor]] = deque()
 
-    def take() -> tuple[int, torch.Tensor, Sequence[int]]:
+    def has(number: int, data: torch.Tensor) -> None:
+        way = routes[number]
+        if (after := way.index(ranks.rank) + 1) < len(way):
+            sending.append((ranks.send(data, way[after], number), number))
+        sums[number] = xxhash.xxh3_64_intdigest(memory_of(data))
+
+    def take() -> None:
         pending, number, data = receiving.popleft()
         pending.wait()
-        return number, data, routes[number]
+        has(number, data)
+        content.take(pieces[number], data)
 
     for number, way in routes.items():
         if ranks.rank not in way:
             continue
-        data = content.of(pieces[number])
         before = way.index(ranks.rank) - 1
-        if before < 0:
-            yield number, data, way
+        if before >= 0:
+            if len(receiving) >= _WINDOW:
+                take()
+            data = content.place(pieces[number])
+            receiving.append((ranks.receive(data, way[before], number), number, data))
             continue
-        if len(receiving) >= _WINDOW:
-            yield take()
-        receiving.append((ranks.receive(data, way[before], number), number, data))
+        while len(sending) >= _WINDOW:
+            pending, oldest = sending.popleft()
+            # A rank that waits for a piece to leave has passed on all before it. Thus it only ever waits for one that
+            # is behind: two that hold and receive would otherwise wait for each other.
+            while receiving and receiving[0][1] < oldest:
+                take()
+            pending.wait()
+        has(number, content.held(pieces[number]))
     while receiving:
-        yield take()
+        take()
+    for pending, _ in sending:
+        pending.wait()
+    return sums
 
 
-def _padded(chunk: Chunk) -> int:
-    """Return the bytes of a small tensor in a piece, so that the next one is aligned."""
-    return -(-chunk.nbytes // _ALIGNMENT) * _ALIGNMENT
+def send_to_others(
+    own: Snapshot | None,
+    ranks: Ranks,
+    holders: Sequence[int],
+    targets: Callable[[Mapping[str, Any]], Mapping[str, torch.Tensor]],
+) -> Snapshot:
+    """Return a whole state on all ranks. A collective.
+
+    Args:
+        own: the state, of a rank that holds it.
+        ranks: all ranks.
+        holders: those that hold it; one at least. What may differ between ranks is taken from the first.
+        targets: function that returns tensors to be overwritten, by the tracked state without tensors; for what is not
+            among them, or does not fit, there is new CPU memory.
+
+    Raises:
+        CheckpointError: this process has no memory for the state.
+        CheckpointDamaged: it did not arrive undamaged; raised on all ranks.
+    """
+    held = {} if own is None else {chunk_of(*item): item[1] for item in own.tensors.items()}
+    sent = None if own is None or ranks.rank != holders[0] else (own.header(), [*held])
+    header, chunks = ranks.from_rank(holders[0], sent)
+    holding = [holders[:1] if chunk.name in header["apart"] else holders for chunk in chunks]
+    state = HeldChunks(header["step"], chunks, holding, held)
+    if own is None:
+        own = Snapshot(**header, tensors=targets_for(chunks, targets(header["state"]), state.step))
+        state.read(own.tensors, ranks)
+    else:
+        state.read({}, ranks)
+    return own

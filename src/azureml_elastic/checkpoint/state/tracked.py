@@ -180,6 +180,7 @@ class ModuleState(Tracked):
         sharded = any(isinstance(tensor, DTensor) for tensor in self.module.parameters())
         self._gathers = "FullyShardedDataParallel" in kinds
         self.replicated = not self._gathers and not sharded
+        self._own_names: dict[str, str] = {}
 
     @property
     @override
@@ -189,7 +190,15 @@ class ModuleState(Tracked):
 
     @override
     def collect(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        return tree.split(self.name, get_model_state_dict(self.module))
+        if not self.replicated:
+            return tree.split(self.name, get_model_state_dict(self.module))
+        # Torch walks through all modules for the names, which takes several times as long as the rest.
+        found = self.module.state_dict()
+        if found.keys() != set(self._own_names.values()):
+            canonical = get_model_state_dict(self.module)
+            self._own_names = _own_names(canonical, found)
+            return tree.split(self.name, canonical)
+        return tree.split(self.name, {name: found[own] for name, own in self._own_names.items()})
 
     @override
     def common(self, tensors: Tensors) -> set[str]:
@@ -403,6 +412,26 @@ class OtherState(Tracked):
     @override
     def restore(self, plain: Any, tensors: Tensors) -> None:
         self.value.load_state_dict(tree.join(plain, tensors))
+
+
+def _own_names(canonical: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, str]:
+    """Return a module's own names of its state by their canonical ones, in this order; none where they are not certain.
+
+    Args:
+        canonical: state by canonical names: torch leaves names without a wrapper's where they are, and moves others
+            behind them, in their order.
+        found: the same by the module's own names.
+    """
+    moved = iter([name for name in found if name not in canonical])
+    names = {name: name if name in found else next(moved, name) for name in canonical}
+
+    def same(name: str, own: str) -> bool:
+        one, other = canonical[name], found.get(own)
+        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+            return name == own
+        return one.shape == other.shape and one.data_ptr() == other.data_ptr()
+
+    return names if all(same(*each) for each in names.items()) else {}
 
 
 def _copy_in(present: Tensors, tensors: Tensors) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -166,19 +166,8 @@ class TrackedState:
             tensors.update(found)
         return plain, tensors
 
-    def equal_on_all_ranks(self, names: Iterable[str]) -> set[str]:
-        """Return those of a replicated state's tensors that do not differ between ranks, by their names."""
-        found: set[str] = set()
-        for each in self._tracked:
-            own = {name for name in names if name.startswith(f"{each.name}/")}
-            if isinstance(each, ModuleState):
-                found |= own & each.common(each.collect()[1])
-            elif isinstance(each, OptimizerState):  # a new one has no tensors yet, and all are common
-                found |= own
-        return found
-
-    def collect_part(self) -> tuple[dict[str, Any], dict[str, torch.Tensor], list[str]]:
-        """Return all that this rank holds of a sharded state, and the names of what may differ between ranks.
+    def collect_held(self) -> tuple[dict[str, Any], dict[str, torch.Tensor], list[str]]:
+        """Return all that this rank holds of the state, and the names of what may differ between ranks.
 
         Without the other ranks, at any moment between two changes of the state: what is gathered for a forward pass
         that was interrupted is given up.
@@ -186,7 +175,7 @@ class TrackedState:
         Raises:
             UsageError: a state cannot be saved.
         """
-        for module in self.modules:
+        for module in () if self.replicated else self.modules:
             module.state_dict()  # which has FSDP2 put its shards back in place, that optimizers refer to
         self.drop_gradients()
         plain, tensors = self.collect(is_main=True)

@@ -89,6 +89,7 @@ class ChannelAgent:
         self._interrupt: Callable[[], None] = lambda: None
         self._leave: Callable[[], None] = lambda: None
         self._assignment: messages.Assign | None = None
+        self._handed_over: list[HandedOverState] | None = None
         self._released = False
         self._completed: int | None = None  # until the start is known no step can be promised
         self._ended = False
@@ -175,13 +176,11 @@ class ChannelAgent:
         of = self._identity.local_rank if part else None
         self._request(messages.HandOver(os.getpid(), descriptor, step, of), messages.Accepted)
 
-    def handed_over(self) -> HandedOverState | None:
+    def handed_over(self) -> list[HandedOverState]:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        return self._request(messages.Memory(), messages.MemoryReply).memory
-
-    def handed_over_parts(self) -> list[HandedOverState]:
-        """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        return self._request(messages.Memory(), messages.MemoryReply).parts
+        if self._handed_over is None:  # nothing comes and nothing goes between a round's begin and its first step
+            self._handed_over = self._request(messages.Memory(), messages.MemoryReply).held
+        return self._handed_over
 
     def hold_shard(self, descriptor: int, shard: ShardDescription) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
@@ -210,6 +209,7 @@ class ChannelAgent:
             self._completed = None
             self._boundaries.clear()
             self._assignment = None
+        self._handed_over = None
         self._send(messages.Parked())
 
     def wait_for_place(self) -> WorkerIdentity:

@@ -148,10 +148,7 @@ class StandaloneAgent:
         """
         raise ElasticError(f"There is no agent to hold on to the state of step {step} (descriptor {descriptor}).")
 
-    def handed_over(self) -> None:
-        """Nobody has kept anything."""
-
-    def handed_over_parts(self) -> list[HandedOverState]:
+    def handed_over(self) -> list[HandedOverState]:
         """Nobody has kept anything."""
         return []
 

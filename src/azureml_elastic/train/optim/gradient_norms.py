@@ -26,7 +26,7 @@ class _Norms:
 
     Args:
         in_buckets: whether the norms are those of buckets
-        local: norms before the exchange
+        local: squared norms before the exchange
         buckets: buckets that were exchanged
     """
 
@@ -72,18 +72,19 @@ class GradientNorms:
 
     def local(self) -> float:
         """Return the squared norm of the gradient of the micro-batch."""
-        return _squared(self._norms.local)
+        return _total(self._norms.local)
 
     def mean(self) -> float:
         """Return the squared norm of the gradients that the parameters have after the exchange."""
         if self._norms.in_buckets:
-            return _squared([_norm(bucket) for bucket in self._norms.buckets])
+            return _total([_squared(bucket) for bucket in self._norms.buckets])
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return _squared(torch._foreach_norm([each.to(_dtype_of_norm(each)) for each in gradients]))  # noqa: SLF001 - what clip_grad_norm_ uses
+        norms = torch._foreach_norm([each.to(_dtype_of_norm(each)) for each in gradients])  # noqa: SLF001 - what clip_grad_norm_ uses
+        return _total([norm.double().square() for norm in norms])
 
     def _measure(self, gradient: torch.Tensor) -> None:
         if not self._norms.in_buckets:
-            self._norms.local.append(_norm(gradient.detach()))
+            self._norms.local.append(_squared(gradient.detach()))
 
 
 def _hook(model: DistributedDataParallel, norms: _Norms) -> bool:
@@ -106,24 +107,27 @@ def _hook(model: DistributedDataParallel, norms: _Norms) -> bool:
 def _exchange(norms: _Norms, bucket: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket over the ranks, as torch does without a hook, and take its norm before that."""
     if norms.in_buckets:
-        norms.local.append(_norm(bucket))
+        norms.local.append(_squared(bucket))
         norms.buckets.append(bucket)  # the mean will be there, and holds until the next backward pass
     work = dist.all_reduce(bucket.div_(group.size()), group=group, async_op=True)
     averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
     return averaged
 
 
-def _norm(tensor: torch.Tensor) -> torch.Tensor:
+def _squared(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the squared norm."""
+    if tensor.is_contiguous() and tensor.dtype in (torch.float32, torch.float64):
+        flat = tensor.view(-1)
+        return torch.dot(flat, flat)  # four fifths of the time of a norm, and without its root
     norm: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=_dtype_of_norm(tensor))
-    return norm
+    return norm.square()
 
 
 def _dtype_of_norm(gradient: torch.Tensor) -> torch.dtype:
     return torch.promote_types(gradient.dtype, torch.float32)
 
 
-def _squared(norms: Sequence[torch.Tensor]) -> float:
-    """Return the sum of the squares."""
-    if len({norm.dtype for norm in norms}) > 1:
-        norms = [norm.double() for norm in norms]
-    return float(torch.stack(list(norms)).double().square().sum().item()) if norms else 0.0
+def _total(squares: Sequence[torch.Tensor]) -> float:
+    if len({each.dtype for each in squares}) > 1:
+        squares = [each.double() for each in squares]
+    return float(torch.stack(list(squares)).sum(dtype=torch.float64).item()) if squares else 0.0

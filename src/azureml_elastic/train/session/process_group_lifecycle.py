@@ -216,7 +216,8 @@ class ProcessGroupLifecycle:
         Sending the weights of rank 0 to all before, as data parallelism does, takes as long as sending the state.
         """
         live = self.training_state is not None and self.training_state.holds_full_state
-        return not self.world.control.all_true(not live and self._agent.handed_over() is None)
+        whole = live or any(each.part is None for each in self._agent.handed_over())
+        return not self.world.control.all_true(not whole)
 
     def _is_interrupted(self, error: BaseException) -> bool:
         peer = is_peer_error(error) or isinstance(error, RoundBroken)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from azureml_elastic.checkpoint.format.manifest import Reference
+from azureml_elastic.checkpoint.load.reading import targets_for
 from azureml_elastic.checkpoint.save.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.save.schedule import CheckpointSchedule
 from azureml_elastic.checkpoint.save.snapshot_schedule import SnapshotSchedule
@@ -21,6 +22,7 @@ from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.config import CheckpointPolicy
+from azureml_elastic.distributed.device import device_of
 from azureml_elastic.distributed.process import read_history
 from azureml_elastic.distributed.process_groups import ProcessGroups
 from azureml_elastic.errors import CheckpointDamaged, ElasticError, RoundBroken, UsageError
@@ -306,7 +308,7 @@ class TrainingState:
         self._rate.begin()  # an update may have been stopped after the hook that scales its rate
         self.reading = True
         try:
-            memory = self._snapshot(part=part).to_memory(self._world.device)
+            memory = self._snapshot().to_memory(self._world.device)
             self._agent.hand_over(self.steps, memory.descriptor, part=part)
             memory.release()
         except (OSError, ElasticError, RuntimeError) as error:
@@ -325,13 +327,8 @@ class TrainingState:
     def _data(self) -> dict[str, Any]:
         return {**self._position.to_json(), "rate": self._rate.to_json()}
 
-    def _snapshot(self, *, part: bool = False) -> Snapshot:
-        apart: list[str] = []
-        if part:
-            plain, tensors, apart = self._objects.collect_part()
-        else:
-            self._objects.drop_gradients()  # of an interrupted step
-            plain, tensors = self._objects.collect(is_main=True)
+    def _snapshot(self) -> Snapshot:
+        plain, tensors, apart = self._objects.collect_held()
         self.half_step = False
         committed = self._checkpoints.newest
         return Snapshot(
@@ -351,7 +348,7 @@ class TrainingState:
 
     def _handed_over(self) -> tuple[RecoverableState | None, Snapshot | None]:
         """Return the state that the previous worker of this node has handed over."""
-        held = self._agent.handed_over()
+        held = next((each for each in self._agent.handed_over() if each.part is None), None)
         if held is None or (self.tracked is not None and not self.tracked.replicated):
             return None, None
         try:
@@ -389,6 +386,9 @@ class TrainingState:
             self.weights_restored = True
         else:
             assert snapshot is not None
+            self._incomplete = True
+            if snapshot is inherited and not device_of(self._world.device).separate:
+                snapshot = inherited.copied_into(self._in_place(inherited.state))
             self._apply(snapshot, live=live)
             if not live:
                 continues = inherited is not None and same[control.rank] and self._identity.local_rank == 0
@@ -409,10 +409,7 @@ class TrainingState:
         # Into place, unless this process has a state of its own: it may be the only one left if a holder is lost now.
         elif not live:
             self._incomplete = True
-        objects = self._objects
-        return send_to_others(
-            own, control, holders, objects.equal_on_all_ranks, (lambda _: {}) if live else self._in_place
-        )
+        return send_to_others(own, control, holders, (lambda _: {}) if live else self._in_place)
 
     def _in_place(self, plain: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
         """Return the tensors of the tracked objects; none where the state does not fit, which its restore will say."""
@@ -458,16 +455,17 @@ class TrainingState:
         """
         if self.tracked is not None and self.tracked.replicated:
             return None
-        own = open_parts(self._agent.handed_over_parts())
+        own = open_parts(each for each in self._agent.handed_over() if each.part is not None)
         found = find_complete(own, 0 if reference is None else reference.step, self._world.control)
         return None if found is None or self._checkpoints.has_snapshot_after(found.header.step) else found
 
     def _apply_parts(self, parts: CompleteParts, reference: Reference | None) -> None:
         """Restore a sharded state from the memory of the nodes. A collective."""
         self._incomplete = True  # until all tensors are restored
-        tensors = parts.read(self._objects.targets(parts.header.state), self._world.control)
-        header = parts.header
-        self._apply(replace(header, tensors=tensors), live=False)
+        held, present = parts.held, self._objects.targets(parts.header.state)
+        tensors = targets_for(held.chunks, present, held.step)
+        held.read(tensors, self._world.control)
+        self._apply(replace(parts.header, tensors=tensors), live=False)
         mine = (part for part in parts.own if part.handed_over.part == self._identity.local_rank)
         random = next((part.header.random for part in mine), None)
         self._restore_random(random)

@@ -74,7 +74,7 @@ def hand_part_over(memory, content, *, part, step, number):
 
 
 def parts(memory):
-    found = memory.answer(Memory(), 9, 0).parts
+    found = memory.answer(Memory(), 9, 0).held
     return {each.part: (each.round, each.step, Path(each.path).read_bytes()) for each in found}
 
 
@@ -97,7 +97,7 @@ def test_a_handed_over_state_is_released_at_the_first_step_of_a_later_round(memo
     os.close(descriptor)
     hold_shard(memory, "a", "rank-0", b"a0")
     memory.completed(3)
-    kept = memory.answer(Memory(), 4, 0).memory
+    (kept,) = memory.answer(Memory(), 4, 0).held
     assert (kept.step, kept.round, kept.rank) == (5, 3, 1)
     memory.completed(4)
     assert memory.answer(Memory(), 4, 0) == MemoryReply()

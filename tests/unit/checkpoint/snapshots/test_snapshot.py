@@ -51,6 +51,20 @@ def test_readers_share_no_memory_with_the_writer_or_each_other():
     assert second.tensors["x"].eq(0).all()
 
 
+def test_a_copy_is_made_into_what_is_there_and_outlives_what_is_written_to_the_memory_next():
+    memory = Snapshot(
+        1, {}, None, tensors={"x": torch.zeros(1000), "y": torch.zeros(7), "z": torch.ones(())}
+    ).to_memory()
+    present = {"x": torch.full((1000,), 9.0), "y": torch.full((8,), 9.0)}
+    copied = Snapshot.from_memory(path_of(memory)).copied_into(present)
+    for begin in range(0, os.fstat(memory.descriptor).st_size, 100):
+        os.pwrite(memory.descriptor, b"\xff" * 100, begin)
+    memory.release()
+    assert copied.tensors["x"] is present["x"]
+    assert [float(each.sum()) for each in copied.tensors.values()] == [0, 0, 1]
+    assert present["y"].eq(9).all()
+
+
 @pytest.mark.parametrize(
     "content",
     [b"something else\n", b"\x08" + bytes(7) + b"no JSON!", Layout.of([]).header, Layout.of([], "{}").header],

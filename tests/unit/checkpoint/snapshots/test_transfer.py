@@ -1,7 +1,8 @@
-"""A state reaches the ranks that lack it: undamaged, from all that hold it, each byte sent once, into place."""
+"""A state reaches the ranks that want it: undamaged, from all that hold it, each byte sent once, into place."""
 
 from __future__ import annotations
 
+import itertools
 import queue
 import resource
 import threading
@@ -14,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from azureml_elastic.checkpoint.format.write_plan import Chunk
+from azureml_elastic.checkpoint.load.reading import targets_for
 from azureml_elastic.checkpoint.snapshots import transfer
 from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot
-from azureml_elastic.checkpoint.snapshots.transfer import cut, route, send_to_others
+from azureml_elastic.checkpoint.snapshots.transfer import HeldChunks, Region, cut, route, send_to_others
 from azureml_elastic.errors import CheckpointDamaged, CheckpointError
 
 LIMIT_S = 20
@@ -34,7 +36,7 @@ TENSORS = {
 
 
 class Links:
-    """Threads as ranks: each pair has queues, of tensors by their numbers.
+    """Threads as ranks: each pair has queues, of tensors by their numbers. What is sent has left once it is received.
 
     Args:
         size: number of ranks.
@@ -46,12 +48,17 @@ class Links:
         self.meeting = threading.Barrier(size)
         self.values = [None] * size
         self.queues = {}
+        self.awaited = {}
         self.lock = threading.Lock()
         self.sent = Counter()
 
     def queue(self, *key):
         with self.lock:
             return self.queues.setdefault(key, queue.Queue())
+
+    def posted(self, *key):
+        with self.lock:
+            return self.awaited.setdefault(key, threading.Event())
 
     def exchange(self, rank, value):
         self.values[rank] = value
@@ -75,9 +82,16 @@ class Rank:
         self.links.queue(self.rank, rank, number).put(tensor.clone())
         with self.links.lock:
             self.links.sent[self.rank] += tensor.numel()
-        return Later(lambda: None)
+        posted = self.links.posted(self.rank, rank, number)
+
+        def leave():
+            assert posted.wait(LIMIT_S), f"piece {number} does not leave rank {self.rank}"
+
+        return Later(leave)
 
     def receive(self, tensor, rank, number):
+        self.links.posted(rank, self.rank, number).set()
+
         def arrive():
             tensor.copy_(self.links.queue(rank, self.rank, number).get(timeout=LIMIT_S))
             self.links.spoil(rank, self.rank, number, tensor)
@@ -90,14 +104,14 @@ class Later:
         self.wait = action
 
 
-def run(size, holders, *, tensors=TENSORS, shared=None, targets=lambda _: {}, spoil=lambda *_: None, own=None):
+def run(size, holders, *, tensors=TENSORS, apart=(), targets=lambda _: {}, spoil=lambda *_: None, own=None):
     """Return what each rank has afterwards, and the links; ``own`` is the state of a holder, by its rank."""
     links = Links(size, spoil)
 
     def one(rank):
         state = (own or {}).get(rank, tensors)
-        held = Snapshot(7, {"model": None}, None, tensors=state) if rank in holders else None
-        return send_to_others(held, Rank(links, rank), holders, shared or set, targets)
+        held = Snapshot(7, {"model": None}, None, apart=[*apart], tensors=state) if rank in holders else None
+        return send_to_others(held, Rank(links, rank), holders, targets)
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(one, range(size))), links
@@ -106,6 +120,7 @@ def run(size, holders, *, tensors=TENSORS, shared=None, targets=lambda _: {}, sp
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     monkeypatch.setattr(transfer, "_PIECE_BYTES", 304)
+    monkeypatch.setattr(transfer, "_SMALL_BYTES", 30)
     monkeypatch.setattr(transfer, "_WINDOW", 3)
 
 
@@ -135,7 +150,7 @@ def test_holders_share_the_work_and_receivers_pass_on_what_they_have():
 def test_what_differs_between_ranks_comes_from_the_first_holder_alone():
     first = {"weight": torch.zeros(1000), "buffer": torch.full((1000,), 1.0), "count": torch.tensor(1)}
     second = {"weight": torch.zeros(1000), "buffer": torch.full((1000,), 2.0), "count": torch.tensor(2)}
-    found, _ = run(3, [1, 0], tensors=first, shared=lambda _: {"weight"}, own={0: second, 1: first})
+    found, _ = run(3, [1, 0], tensors=first, apart=["buffer", "count"], own={0: second, 1: first})
     require_equal(found[2], first)
 
 
@@ -150,7 +165,7 @@ def test_bytes_arrive_in_the_tensors_that_are_there_and_in_new_ones_where_they_d
     found, _ = run(2, [0], targets=lambda state: present if state == {"model": None} else {})
     require_equal(found[1])
     same = {name for name in present if found[1].tensors[name].data_ptr() == present[name].data_ptr()}
-    assert same == {"weights", "large"}
+    assert same == {"weights", "large", "strided"}
 
 
 def test_what_arrives_damaged_is_sent_again_by_another_holder():
@@ -162,7 +177,7 @@ def test_what_arrives_damaged_is_sent_again_by_another_holder():
             if sender == 0:
                 content[0] ^= 1
 
-    found, _ = run(4, [0, 1], shared=set, spoil=spoil)
+    found, _ = run(4, [0, 1], spoil=spoil)
     for each in found:
         require_equal(each)
     assert {sender for sender, _ in senders} >= {0, 1}
@@ -192,7 +207,7 @@ def test_lasting_damage_is_an_error_on_all_ranks():
     def one(links, rank):
         held = Snapshot(7, {}, None, tensors=TENSORS) if rank < 2 else None
         with pytest.raises(CheckpointDamaged, match=r"step 7 .* 1 piece of it") as error:
-            send_to_others(held, Rank(links, rank), [0, 1], set, lambda _: {})
+            send_to_others(held, Rank(links, rank), [0, 1], lambda _: {})
         errors.append(error)
 
     links = Links(3, spoil)
@@ -206,27 +221,77 @@ def test_a_state_without_memory_for_it_is_a_clear_error():
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (1 << 44, limits[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"no memory for the state of step 3 .* 33554432 MiB"):
-            transfer._placed([chunk], {}, 3)
+        with pytest.raises(CheckpointError, match=r"no memory for the state of step 3, 33554432 MiB"):
+            targets_for([chunk], {}, 3)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
+@st.composite
+def shapes(draw):
+    return tuple(draw(st.lists(st.integers(0, 40), max_size=3)))
+
+
 @settings(max_examples=50)
-@given(st.lists(st.tuples(st.integers(0, 1000), st.booleans()), max_size=12), st.integers(1, 4), st.integers(1, 4))
-def test_pieces_have_every_byte_once_and_routes_every_receiver_once(sizes, holding, receiving):
-    chunks = [Chunk.of_whole(str(number), (size,), "uint8", 1) for number, (size, _) in enumerate(sizes)]
-    shared = {str(number) for number, (_, each) in enumerate(sizes) if each}
-    pieces = cut(chunks, shared)
-    covered = Counter()
-    for piece in pieces:
-        assert {chunk.name in shared for chunk in piece.chunks} == {piece.shared}
-        for chunk in piece.chunks:
-            covered[chunk.name] += piece.end - piece.begin if len(piece.chunks) == 1 else chunk.nbytes
-    assert covered + Counter() == Counter({chunk.name: chunk.nbytes for chunk in chunks}) + Counter()
-    holders, receivers = [*range(holding)], [*range(holding, holding + receiving)]
+@given(st.lists(st.tuples(shapes(), st.sets(st.integers(0, 3), min_size=1)), max_size=12), st.integers(1, 4))
+def test_pieces_have_every_element_once_and_routes_every_receiver_once(found, receiving):
+    chunks = [Chunk.of_whole(str(number), shape, "float32", 4) for number, (shape, _) in enumerate(found)]
+    holders = [sorted(ranks) for _, ranks in found]
+    receivers = [*range(4, 4 + receiving)]
+    whole = [Region(number, (0,) * len(each.sizes), each.sizes) for number, each in enumerate(chunks) if each.nbytes]
+    pieces = cut(dict.fromkeys(whole, receivers), chunks, holders)
+    covered = [torch.zeros(chunk.sizes) for chunk in chunks]
     for number, piece in enumerate(pieces):
+        for region in piece.regions:
+            region.of(covered[region.source], (0,) * len(region.sizes)).add_(1)
+            assert [*piece.holders] == holders[region.source]
+        assert len(piece.regions) == 1 or piece.nbytes <= 304 + 16
         for attempt in range(3):
-            first, *others = route(number, piece, holders, receivers, attempt)
-            assert first in (holders if piece.shared else holders[:1])
+            first, *others = route(number, piece, attempt)
+            assert first in piece.holders
             assert sorted(others) == receivers
+    assert all(each.eq(1).all() for each in covered)
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_ranks_that_hold_parts_get_other_parts(data):
+    """Rows of a tensor are held by some ranks each, and each rank wants some rows or columns, or nothing."""
+    size, rows = data.draw(st.integers(2, 4)), data.draw(st.integers(2, 30))
+    whole = torch.arange(rows * 20.0).reshape(rows, 20)
+    bounds = sorted({0, rows, *data.draw(st.lists(st.integers(0, rows), max_size=4))})
+    chunks = [Chunk("x", (a, 0), (b - a, 20), (rows, 20), "float32", 4) for a, b in itertools.pairwise(bounds)]
+    holders = [sorted(data.draw(st.sets(st.integers(0, size - 1), min_size=1))) for _ in chunks]
+    wants = [data.draw(st.sampled_from(["rows", "columns", "nothing"])) for _ in range(size)]
+    links = Links(size)
+
+    def one(rank):
+        own = {chunk: whole[chunk.offsets[0] :][: chunk.sizes[0]] for chunk, by in zip(chunks, holders, strict=True)
+               if rank in by}  # fmt: skip
+        target = torch.full((rows, 20) if wants[rank] == "rows" else (20, rows), -1.0)
+        targets = {"x": target if wants[rank] == "rows" else target.t()}
+        HeldChunks(1, chunks, holders, own).read(targets if wants[rank] != "nothing" else {}, Rank(links, rank))
+        return targets["x"]
+
+    with ThreadPoolExecutor(size) as pool:
+        found = list(pool.map(one, range(size)))
+    for tensor, kind in zip(found, wants, strict=True):
+        assert torch.equal(tensor, whole) or kind == "nothing"
+
+
+def test_ranks_that_send_to_each_other_do_not_wait_for_each_other():
+    """Rank 0 has much to send, and little of rank 1 to pass on to rank 2, which takes nothing more before that."""
+    whole, little = torch.arange(4000.0), 152
+    chunks = [Chunk("x", (0,), (little,), (4000,), "float32", 4)]
+    chunks.append(Chunk("x", (little,), (4000 - little,), (4000,), "float32", 4))
+    held = {1: {chunks[0]: whole[:little]}, 0: {chunks[1]: whole[little:]}, 2: {}}
+    links = Links(3)
+
+    def one(rank):
+        target = torch.zeros(4000)
+        HeldChunks(1, chunks, [[1], [0]], held[rank]).read({"x": target}, Rank(links, rank))
+        return target
+
+    with ThreadPoolExecutor(3) as pool:
+        for found in pool.map(one, range(3)):
+            assert torch.equal(found, whole)

@@ -67,7 +67,7 @@ class Progress:
         states = ((each.state_key, each.state_dict()) for each in trainer.callbacks)
         datamodule = None if trainer.datamodule is None else trainer.datamodule.state_dict()
         self._captured = {
-            "loops": trainer.fit_loop.state_dict(),
+            "loops": _state_of(trainer.fit_loop),
             "callbacks": {key: state for key, state in states if state},
             "checkpoints": {
                 each.state_key: {name: getattr(each, name) for name in _UNSAVED if hasattr(each, name)}
@@ -130,6 +130,21 @@ class Progress:
         if "dirpath" in state and hasattr(callback, "best_k_models"):
             state["dirpath"] = callback.dirpath  # with another one, the best of the run so far would be forgotten
         callback.load_state_dict(state)
+
+
+def _state_of(loop: Any, prefix: str = "") -> dict[str, Any]:
+    """Return what ``loop.state_dict()`` does, which copies by ``dataclasses.asdict``: it is taken twice in a step."""
+    state = {f"{prefix}state_dict": loop.on_save_checkpoint()}
+    for name, value in vars(loop).items():
+        if hasattr(value, "on_iteration_done"):
+            state |= _state_of(value, f"{prefix}{name}.")
+        elif hasattr(value, "from_state_dict"):
+            state[f"{prefix}{name}"] = _counts(value)
+    return state
+
+
+def _counts(progress: Any) -> dict[str, Any]:
+    return {name: value if isinstance(value, int) else _counts(value) for name, value in vars(progress).items()}
 
 
 def _begin_anew(loop: Any) -> None:
