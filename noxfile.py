@@ -43,6 +43,7 @@ SDK_USERS = (
     "service_models",
     "steps",
     "submission",
+    "upload_size",
     "validate_call",
     "yaml_job",
     "yaml_round_trip",
@@ -52,11 +53,20 @@ SDK_PIPELINES = (
     "each_trigger_of_an_elastic_jobs_schedule_trains_as_a_run_of_its_own",
     "the_command_submits_a_sweep_whose_trials_are_runs",
 )
+SDK_COMMANDS = (
+    "file_is_shown_and_submitted_and_its_run_is_followed_read_and_downloaded",
+    "run_on_this_machine_ends_as_its_command",
+    "command_of_a_workspace_submits_to_it_also_where_a_file_names_another_one",
+)
 SDK_TESTS = (
     *(f"unit/submit/test_{name}.py" for name in SDK_USERS),
     "integration/testing/test_workspace.py",
     "integration/testing/test_composed.py",
     *(f"integration/testing/test_pipelines.py::test_{name}" for name in SDK_PIPELINES),
+    *(f"integration/testing/test_commands.py::test_a_{name}" for name in SDK_COMMANDS),
+    "integration/testing/test_sweep_sample.py",
+    "runs/test_notebooks.py::test_pipeline",
+    "runs/test_notebooks.py::test_from_an_existing_job",
     "integration/testing/test_secrets.py::test_a_job_shows_no_secret_of_its_author",
     "integration/testing/test_elastic.py::test_a_gang_that_the_service_starts_again_goes_on_from_its_checkpoint",
 )
@@ -284,8 +294,12 @@ def stacks_oldest(session: nox.Session) -> None:
 
 @nox.session
 def oldest_sdk(session: nox.Session) -> None:
-    """Run what depends on azure-ai-ml, submissions to the local workspace among it, on its oldest supported release."""
-    install_wheel(session, "node", "demo", "testing", groups=("test",))
+    """Run what depends on azure-ai-ml, submissions to the local workspace among it, on its oldest supported release.
+
+    With it the samples that compose jobs: the pipeline's notebook runs that sample. Sweeps log their metric to MLflow,
+    and the commands of checkpoints read blobs.
+    """
+    install_wheel(session, "node", "blob", "demo", "testing", groups=("test", "notebooks"), others=("mlflow-skinny",))
     others = Path(session.create_tmp()) / "constraints.txt"
     lines = CONSTRAINTS.read_text().splitlines(keepends=True)
     others.write_text("".join(line for line in lines if not line.startswith("azure-ai-ml==")))

@@ -126,8 +126,11 @@ def test_workers_that_no_preload_server_forks(run_script, tmp_path):
 
 
 def test_in_process_recovery_falls_back_to_a_restart(run_script, tmp_path):
-    """A stack has no session that could go on; for all stacks the same decides, ``keeps_processes``."""
-    assert_in_process_recovery_is_a_restart(run_script, tmp_path / "run", nodes=(1, 2), chaos="kill=rank0@step:33")
+    """A stack has no session that could go on, which is said; for all stacks ``keeps_processes`` decides."""
+    options = {"nodes": (1, 2), "chaos": "kill=rank0@step:33"}
+    run = assert_in_process_recovery_is_a_restart(run_script, tmp_path / "run", **options)
+    said = [line for line in logged(run) if f"keeps no process of {SCRIPT}, which opens no session of its own" in line]
+    assert len(said) == len(run.report.nodes)
 
 
 @pytest.mark.parametrize("style", [[], ["--by-hand"]], ids=["accumulate", "by hand"])

@@ -6,7 +6,7 @@ Rank 0's node is killed, and another arrives. See ``corpus/observer.py`` for wha
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -44,6 +44,32 @@ CASES = [
     "trainer_subclass",
     "translation",
 ]
+CLOSE = {
+    # Means of what rank 0 has computed alone, whose samples are others at another world size.
+    "gan": {"loss": 0.05},
+    "glue": {"loss": 0.01},
+    # Gathered from all ranks, and computed with weights that differ as WEIGHTS says.
+    "ner": {"loss": 1e-3},
+    "trainer_subclass": {"loss": 5e-3},
+}
+"""How close the script's own numbers are to those of a run without faults, where they are not the same to 1e-6."""
+
+WEIGHTS = {
+    # Each rank draws noise of its own.
+    "gan": 0.02,
+    # A rank's loss is a mean over its tokens, or over classes with weights, and samples have different numbers of them.
+    "ner": 1e-4,
+    "translation": 1e-3,
+    "trainer_subclass": 3e-3,
+    # A sum times ``num_processes``, the number of all nodes: with fewer ranks the gradients are larger.
+    "tokens_accumulated": 3e-3,
+    # A line search ends where the last digits say.
+    "closures": 1e-4,
+}
+"""How close the norm of the weights is to that of the same step without faults, where it is not the same to 1e-6."""
+
+SECOND = {"gan": 0}
+"""An optimizer that steps after another one: where a node is lost between the two, its step is left out."""
 
 
 def run(case, folder, *more, **options):
@@ -62,18 +88,17 @@ def run(case, folder, *more, **options):
 
 
 def observed(run):
-    """Return the lines of all processes."""
-    return [json.loads(line) for file in run.folder.glob("observed.*") for line in file.read_text().splitlines()]
+    """Return the lines of all processes by optimizer and step."""
+    lines = [json.loads(line) for file in run.folder.glob("observed.*") for line in file.read_text().splitlines()]
+    found = defaultdict(list)
+    for line in lines:
+        found[line["optimizer"], line["step"]].append(line)
+    return found
 
 
-def rates(run):
-    """Return by optimizer the learning rates that it has stepped with."""
-    return {(line["optimizer"], round(line["rate"], 9)) for line in observed(run)}
-
-
-def samples(run):
+def samples(lines):
     """Return how often each sample was trained."""
-    return Counter(sample for line in observed(run) for sample in line["samples"])
+    return Counter(sample for line in lines for sample in line["samples"])
 
 
 def files(run):
@@ -83,12 +108,46 @@ def files(run):
     return {name for name in names if not Path(name).name.startswith(by_process)}
 
 
-def assert_same(found, expected):
-    """Compare what a script has counted; sums of losses depend on the division of the samples in the last digits."""
+def assert_same(found, expected, close):
+    """Compare what a script has counted."""
     assert found.keys() == expected.keys()
     for name, value in found.items():
-        close = {"loss": 0.05, "mean": 1e-4, "weights": 1e-4}.get(name)
-        assert value == (expected[name] if close is None else pytest.approx(expected[name], rel=close)), name
+        number = isinstance(value, float) or (isinstance(value, list) and value and isinstance(value[0], float))
+        limit = close.get(name, 1e-6)
+        assert value == (pytest.approx(expected[name], rel=limit) if number else expected[name]), name
+
+
+def share(lines):
+    """Return how often a step is complete, by the lines of its ranks."""
+    return sum(1 / line["ranks"] for line in lines)
+
+
+def assert_same_steps(found, expected, weights, second=None):
+    """Compare each optimizer step: its samples, learning rate and weights.
+
+    A step is complete once one rank has completed it, so rank 0 may be killed before its line of that step is written:
+    in one step at most.
+    """
+    if second is not None:
+        counts = [len([step for optimizer, step in lines if optimizer == second]) for lines in (found, expected)]
+        assert counts[0] in (counts[1], counts[1] - 1)
+        found, expected = (
+            {key: each for key, each in lines.items() if key[0] != second} for lines in (found, expected)
+        )
+    assert found.keys() == expected.keys()
+    short = set()
+    for key, lines in found.items():
+        wanted = expected[key]
+        assert share(lines) <= share(wanted), f"{key} was trained more than once"
+        if share(lines) < share(wanted):
+            short.add(key[1])
+            assert samples(lines) < samples(wanted), key
+        else:
+            assert samples(lines) == samples(wanted), key
+        for line in lines:
+            assert line["rate"] == pytest.approx(wanted[0]["rate"], abs=1e-12), key
+            assert line["weights"] == pytest.approx(wanted[0]["weights"], rel=weights), key
+    assert len(short) <= 1, f"lines are missing of the steps {short}"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -99,15 +158,11 @@ def test_a_script_trains_under_faults_as_without(tmp_path, case):
     assert found.report.audit.rolled_back_steps == 0
     steps = expected.report.last_step
     assert found.report.last_step == steps == expected.record.get("completed_steps", steps)
-    assert_same(found.record, expected.record)
-    assert rates(found) == rates(expected)
+    assert_same(found.record, expected.record, CLOSE.get(case, {}))
+    assert_same_steps(observed(found), observed(expected), WEIGHTS.get(case, 1e-6), SECOND.get(case))
     assert files(found) == files(expected)
     for folder in found.folder.glob("step_*"):
         assert json.loads((folder / "azureml-elastic.json").read_text())["steps"] == int(folder.name[5:])
-    counted, wanted = samples(found), samples(expected)
-    window = max(len(line["samples"]) for line in observed(expected)) * 2
-    differing = (counted - wanted).total() + (wanted - counted).total()
-    assert differing <= window, f"the step in which rank 0 was lost may be recorded in part: {counted - wanted}"
 
 
 @pytest.mark.parametrize("options", ["", " --resume"])
@@ -122,11 +177,32 @@ def test_a_folder_whose_writing_was_cut_short_is_written_by_the_next_process(tmp
 
 @pytest.mark.parametrize("case", ["fabric", "min_gpt", "nano_gpt"])
 def test_a_loop_without_a_session_that_continues_from_its_own_file_ends_as_without_faults(tmp_path, case):
-    """It trains again what it had not saved, with the same learning rates; a new node waits for a save."""
+    """It trains again what it had not saved, with the same learning rates; a new node waits for a save.
+
+    Its samples are divided by the script: how many steps they make, and in which order they come, depends on the ranks
+    that there are. But it leaves no sample of an epoch out, and no step of a schedule by steps.
+    """
     expected = run(case, tmp_path / "expected", nodes=(2, 2))
     faults = {"nodes": (1, 2), "chaos": "kill=rank0@2s,add@4s"}
     found = run(case, tmp_path / "run", "--full", "2", "--pause", "0.12", **faults)
     assert not found.report.missed_faults
     assert found.record == expected.record
-    assert rates(found) == rates(expected)
     assert files(found) == files(expected)
+    lines, wanted = observed(found), observed(expected)
+    if case == "nano_gpt":  # an iteration is a step; which samples it draws at random depends on the ranks
+        assert lines.keys() == wanted.keys() == {(0, step) for step in range(1, 61)}
+        for key, each in lines.items():
+            assert {(line["rate"], line["passes"] * line["ranks"]) for line in each} == {(wanted[key][0]["rate"], 4)}
+    else:
+        known_by = "rate" if case == "fabric" else "epoch"  # Fabric counts its epochs anew in each process
+        assert epochs(lines, known_by) == epochs(wanted, known_by)
+        assert list(epochs(wanted, known_by).values()) == [set(range(80))] * 6
+
+
+def epochs(steps, known_by):
+    """Return the samples of each epoch."""
+    found = defaultdict(set)
+    for lines in steps.values():
+        for line in lines:
+            found[line[known_by]].update(line["samples"])
+    return found

@@ -109,7 +109,9 @@ def assert_same_rates(found: Mapping[int, float], expected: Mapping[int, float])
     assert found == pytest.approx({step: rate for step, rate in expected.items() if step not in missing}, abs=1e-9)
 
 
-def assert_in_process_recovery_is_a_restart(run_script: Callable[..., StockRun], folder: Path, **options: Any) -> None:
+def assert_in_process_recovery_is_a_restart(
+    run_script: Callable[..., StockRun], folder: Path, **options: Any
+) -> StockRun:
     """Run a script under faults with in-process recovery: new processes continue with the state in memory.
 
     Args:
@@ -126,6 +128,7 @@ def assert_in_process_recovery_is_a_restart(run_script: Callable[..., StockRun],
     events = read_events(run.report.paths.events)
     started = [(event.node, event.pids) for event in events if isinstance(event, WorkersStarted)]
     assert len(set(started)) == len(started) > len(run.report.nodes), "no worker stays over a round"
+    return run
 
 
 def assert_weights_do_not_depend_on_the_world_size(

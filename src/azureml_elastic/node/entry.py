@@ -74,6 +74,12 @@ _LOG = logging.getLogger(__name__)
 _LEAVE_SECONDS = 2.0
 """How long a node that leaves waits for its row to be written."""
 
+_NO_SESSION_STAYS = (
+    'recovery="in_process" keeps no process of %s, which opens no session of its own: each change of the nodes starts '
+    "its workers again. A training stack continues with the state in memory all the same. To keep the processes, open "
+    "a session with train.start()."
+)
+
 
 def run_node(
     identity: NodeIdentity,
@@ -296,6 +302,9 @@ class _Node(Surroundings):
         distribution = self._plan.distribution
         identity, rendezvous, channel, preemption = self._identity, self._rendezvous, self._channel, self._preemption
         opens = not distribution.runs_engine and opens_session(self._program)
+        stays = distribution.keeps_processes(opens_session=opens)
+        if distribution.recovery == "in_process" and not stays:
+            _LOG.warning(_NO_SESSION_STAYS, self._program.target)
         workers = Workers(
             self._program,
             identity.folder / "workers" / identity.node,
@@ -309,7 +318,7 @@ class _Node(Surroundings):
             channel,
             self._slots,
             rendezvous,
-            stays=distribution.keeps_processes(opens_session=opens),
+            stays=stays,
             handover_seconds=distribution.handover_timeout.total_seconds(),
             interval=distribution.monitor_interval.total_seconds(),
         )

@@ -1,7 +1,10 @@
 """Runs a script and writes down what it trains, by the hooks of torch alone.
 
-Each optimizer step of a process is a line: the optimizer, its learning rate and the samples whose forward passes were
-computed with gradients since the last step. The script knows nothing of it, and neither does what recovers it.
+Each optimizer step of a process is a line: which of the script's optimizers, its number, the learning rate, the norm of
+the weights after it, and the samples whose gradients it has applied. A number counts all steps of an optimizer's state,
+which keeps it in a parameter group, so that lines of several processes are those of one training. A sample belongs to a
+step if a model has computed its batch and a loss has gone backward since: batches that are fetched ahead, looked at,
+evaluated or counted again do not. The script knows nothing of it, and neither does what recovers it.
 """
 
 import argparse
@@ -10,11 +13,14 @@ import os
 import runpy
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.data import DistributedSampler
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 parser = argparse.ArgumentParser(add_help=False)
@@ -24,38 +30,96 @@ parser.add_argument("--full", type=int, default=0, help="go slowly while there a
 parser.add_argument("--pause", type=float, default=0.03, help="seconds after each step")
 observed, rest = parser.parse_known_args()
 
-fetched, trained = [], []
-names = {}
-pause = [observed.pause]
+COUNT = "observed"
+fetched = deque(maxlen=64)  # the inputs of batches, with their samples
+computed, trained = [], {}
+optimizers = []
+now = {"pause": observed.pause, "epoch": None, "passes": 0, "depth": 0}
+
+
+def tensors(value):
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)) or hasattr(value, "items"):
+        for each in value.values() if hasattr(value, "values") else value:
+            yield from tensors(each)
 
 
 def fetch(self, ids, _fetch=_MapDatasetFetcher.fetch):
-    """Note which samples a loader takes from its dataset."""
-    fetched.extend(ids if isinstance(ids, list) else [ids])
-    return _fetch(self, ids)
+    """Note which samples a batch has."""
+    batch = _fetch(self, ids)
+    fetched.append((next(tensors(batch)), list(map(int, ids))))
+    if not now["depth"]:  # the first forward pass of a process fetches its batch once more
+        computed.clear()
+    return batch
 
 
-def forward(module, inputs):
-    """Take the samples for trained if a model computes them with gradients."""
-    if fetched and torch.is_grad_enabled() and not isinstance(module, torch.nn.parallel.DistributedDataParallel):
-        trained.extend(fetched)
-    fetched.clear()
+def call(self, *args, _call=nn.Module.__call__, **kwargs):
+    """Note the batches that a model computes with gradients: known by what they hold, as stacks copy them."""
+    if torch.is_grad_enabled() and not now["depth"]:
+        given = list(tensors((args, kwargs)))
+        computed.extend(ids for inputs, ids in fetched if any(torch.equal(inputs, each) for each in given))
+    now["depth"] += 1
+    try:
+        return _call(self, *args, **kwargs)
+    finally:
+        now["depth"] -= 1
+
+
+def backward(self, *args, _backward=torch.Tensor.backward, **kwargs):
+    """Take the samples for trained; those of the newest batch, if no model was given it as it is."""
+    for ids in computed or [ids for _, ids in list(fetched)[-1:]]:
+        trained.update(dict.fromkeys(ids))
+    now["passes"] += 1
+    result = _backward(self, *args, **kwargs)
+    computed.clear()  # parts of a batch are computed once more
+    return result
+
+
+def add_param_group(self, group, _add=Optimizer.add_param_group):
+    group.setdefault(COUNT, 0)
+    if self not in optimizers:
+        optimizers.append(self)
+    return _add(self, group)
+
+
+def set_epoch(self, epoch, _set=DistributedSampler.set_epoch):
+    now["epoch"] = epoch
+    return _set(self, epoch)
 
 
 def stepped(optimizer, args, kwargs):
-    """Write down a step, which others may follow slowly."""
-    size = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
-    line = {"optimizer": size, "rate": optimizer.param_groups[0]["lr"], "samples": list(map(int, trained))}
+    """Write down a step, which others may follow slowly. Nothing is trained where no loss has gone backward."""
+    if not now["passes"]:
+        return
+    first = optimizer.param_groups[0]
+    first[COUNT] += 1
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    norms = [each.detach().norm() for group in optimizer.param_groups for each in group["params"]]
+    line = {
+        "optimizer": optimizers.index(optimizer),
+        "step": first[COUNT],
+        "ranks": ranks,
+        "rate": first["lr"],
+        "weights": float(torch.stack(norms).norm()),
+        "samples": list(trained),
+        "epoch": now["epoch"],
+        "passes": now["passes"],
+    }
     trained.clear()
+    now["passes"] = 0
     with (observed.folder / f"observed.{os.getpid()}").open("a") as file:
         file.write(json.dumps(line) + "\n")
     if observed.full and dist.is_initialized():
-        pause[0] = observed.pause if dist.get_world_size() == observed.full else min(1.0, pause[0] * 1.12)
-        time.sleep(pause[0])
+        now["pause"] = observed.pause if ranks == observed.full else min(1.0, now["pause"] * 1.12)
+        time.sleep(now["pause"])
 
 
 _MapDatasetFetcher.fetch = fetch
-torch.nn.modules.module.register_module_forward_pre_hook(forward)
+nn.Module.__call__ = call
+torch.Tensor.backward = backward
+Optimizer.add_param_group = add_param_group
+DistributedSampler.set_epoch = set_epoch
 register_optimizer_step_post_hook(stepped)
 script = Path(__file__).with_name(observed.script)
 sys.argv = [str(script), "--output_dir", str(observed.folder), *rest]
