@@ -115,7 +115,7 @@ def test_the_run_stops_at_the_step(tmp_path, loop):
 def test_the_run_rolls_back_for_weights_but_not_for_a_loss(loop):
     each = loop("rollback")
     each.steps(4, {3: NAN}, skip=(3,))
-    with pytest.raises(RuntimeError, match="restarts the run from its last checkpoint"):
+    with pytest.raises(RollbackRequired, match="restarts the run from its last checkpoint"):
         each.steps(8, {5: NAN})
     assert not each.run._state.holds_full_state, "the state in memory is not passed on"
 

@@ -159,7 +159,7 @@ class TrainingState:
 
         Raises:
             NonFiniteError: a step was not finite, and the policy ends the run.
-            RuntimeError: the weights are not finite, and the policy restarts the run.
+            RollbackRequired: the weights are not finite, and the policy restarts the run.
         """
         self._finiteness.end_step(self.steps + 1)
         self.steps += 1
