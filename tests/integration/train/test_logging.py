@@ -13,6 +13,7 @@ from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train import Session
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from azureml_elastic.train.session.context import SessionContext
+from azureml_elastic.train.session.run import Run
 from tests.support.train import workers
 
 
@@ -30,7 +31,7 @@ class Agent(StandaloneAgent):
 def open_session(folder, **options):
     identity = WorkerIdentity(0, 0, 1, 0)
     agent = Agent(folder, identity)
-    run = Session(SessionContext(identity, agent, LocalStorage(folder), workers.policy(folder), **options))
+    run = Session(Run(SessionContext(identity, agent, LocalStorage(folder), workers.policy(folder), **options)))
     return run, agent
 
 

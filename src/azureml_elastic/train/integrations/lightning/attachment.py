@@ -12,7 +12,7 @@ from wrapt import wrap_function_wrapper
 
 from azureml_elastic.train.integrations.lightning import loggers
 from azureml_elastic.train.integrations.lightning.training_loop import PROGRESS, TrainingLoop, obstacle
-from azureml_elastic.train.integrations.stack_session import stack_session
+from azureml_elastic.train.integrations.opening import stack_session
 
 __all__ = [
     "attach_to_checkpoints",
