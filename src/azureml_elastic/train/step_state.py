@@ -147,6 +147,7 @@ class StepMachine:
 
     def defer(self) -> None:
         """Code follows that belongs to the last step, or to its epoch; also where a new process continues in it."""
+        self._require("code followed a step", StepState.BETWEEN, StepState.DEFERRED, StepState.STEPPED)
         self.deferred = self.deferred or Deferred()
         if self.state is StepState.BETWEEN:
             self.state = StepState.DEFERRED
@@ -189,7 +190,7 @@ class StepMachine:
             in_step: whether batches of the next step are taken
         """
         self._require("the state was restored", StepState.RESTORING)
-        self.state = StepState.ACCUMULATING if in_step else self._settled
+        self.state = StepState.ACCUMULATING if in_step and self.deferred is None else self._settled
 
     def finish(self) -> None:
         """The session has ended."""

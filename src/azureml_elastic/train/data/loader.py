@@ -47,7 +47,7 @@ class LoaderContext:
     """Settings of an elastic loader beside its data.
 
     Args:
-        steps: what hears of the steps; ``None`` for the position alone
+        steps: receiver of calls; ``None`` for the position alone
         loader_class: ``torch.utils.data.DataLoader``, or a class of the same arguments, such as torchdata's
             ``StatefulDataLoader``
         options: further arguments of that class
