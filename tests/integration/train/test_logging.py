@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
+from azureml_elastic.ipc.worker_messages import Logged
 from azureml_elastic.train import Session
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from azureml_elastic.train.session.context import SessionContext
@@ -24,8 +25,9 @@ class Agent(StandaloneAgent):
         super().__init__(LocalStorage(folder), identity)
         self.values = []
 
-    def logged(self, step, values):
-        self.values.append((step, values))
+    def report(self, report):
+        if isinstance(report, Logged):
+            self.values.append((report.step, report.values))
 
 
 def open_session(folder, **options):

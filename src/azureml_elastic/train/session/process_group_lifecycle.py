@@ -32,6 +32,7 @@ from azureml_elastic.distributed.process_groups import ProcessGroups, is_peer_er
 from azureml_elastic.distributed.stuck_collective import is_stuck
 from azureml_elastic.errors import ElasticError, RoundBroken
 from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, WorkerIdentity
+from azureml_elastic.ipc.worker_messages import Connected, GaveWay, Stopped
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.optim.learning_rate import LearningRate
 from azureml_elastic.train.session.context import SessionContext
@@ -63,6 +64,7 @@ class ProcessGroupLifecycle:
         world: process groups of the round
         position: position in the data
         updates: guard of the optimizers' updates
+        runs_behind: whether updates need it: the device runs behind the host, and an agent holds what is handed over
         exits_quickly: whether this process ends without the interpreter's teardown, so that the kernel releases what it
             holds
     """
@@ -79,6 +81,7 @@ class ProcessGroupLifecycle:
         self.device = pick_device(context.identity)
         self._device = device_of(self.device)
         self.updates = UpdateGuard(self._device, self._agent)
+        self.runs_behind = self._device.runs_behind and self._agent.holds_snapshots
         self.world = ProcessGroups(self._first_place() if self._agent.stays else context.identity, self.device)
         self._thread = threading.get_ident()
         self._agent.when_interrupted(self._on_interrupt)
@@ -166,14 +169,14 @@ class ProcessGroupLifecycle:
             with contextlib.suppress(RoundBroken):  # the state is handed over, and saved first by the next worker
                 state.save(must_commit=True)
         if self._can_stay():
-            self._agent.stopped(state.steps)
+            self._agent.report(Stopped(state.steps))
             self._rejoin()
             return
         if not handed_over:
             state.hand_over()
         state.abandon_save()
         self._steps.finish()
-        self._agent.stopped(state.steps)
+        self._agent.report(Stopped(state.steps))
         if self.world.identity.round:
             self.exits_quickly = True
             leave_quickly(self._agent.leave_code)
@@ -263,7 +266,7 @@ class ProcessGroupLifecycle:
                 self.world.close(self.models)  # which takes a while; the agents form the next round meanwhile
                 self.world.identity = self._agent.wait_for_place()
                 self.world.open()
-                self._agent.connected()
+                self._agent.report(Connected())
                 for model in self.models:  # the collectives that a new process makes model by model
                     model.reform(awaits_state=model in self._made_before_track and self._state_follows())
                 self.state.enter()
@@ -305,7 +308,7 @@ class ProcessGroupLifecycle:
                 self.world.close()
                 self.world.identity = self._first_place()
             else:
-                self._agent.connected()
+                self._agent.report(Connected())
                 return
 
     def _first_place(self) -> WorkerIdentity:
@@ -342,7 +345,7 @@ class ProcessGroupLifecycle:
         return True
 
     def _exit(self) -> NoReturn:
-        self._agent.gave_way()  # the exit code means nothing to the agent: a script may end with any
+        self._agent.report(GaveWay())  # the exit code means nothing to the agent: a script may end with any
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_AGENT_LOST)

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import Self
 
 from azureml_elastic.distributed.device import device_of
+from azureml_elastic.ipc.worker_messages import Busy, Free
 from azureml_elastic.train.data.deepspeed_config import config_for
 from azureml_elastic.train.data.loader import ElasticLoader, LoaderContext
 from azureml_elastic.train.data.loaders import DataOrder, make_loader
@@ -276,11 +277,11 @@ class Session:
         """
         evaluation, tracked = Evaluation(measure, dataset, batch_size, options), self._run.state.tracked
         agent = self._run.context.agent
-        agent.busy()
+        agent.report(Busy())
         try:
             return evaluation.run(self._lifecycle, [] if tracked is None else tracked.modules)
         finally:
-            agent.free()
+            agent.report(Free())
 
     def schedule(self, scheduler: LRScheduler) -> Schedule:
         """Return a learning rate scheduler that counts samples, made of one that is stepped each step.

@@ -19,6 +19,7 @@ from azureml_elastic.checkpoint.state import tree
 from azureml_elastic.checkpoint.state.deepspeed.engine import EngineState, is_engine
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.local import LocalStorage
+from azureml_elastic.ipc.worker_messages import Expects
 from azureml_elastic.train.data.loader import LoaderContext
 from azureml_elastic.train.data.loaders import DataOrder, make_loader
 from azureml_elastic.train.data.map_loader import MapLoader
@@ -279,7 +280,7 @@ class StackSession:
 
     def expects(self, steps: int) -> None:
         """Report the number of steps that the whole run will have."""
-        self._run.context.agent.expects(steps)
+        self._run.context.agent.report(Expects(steps))
 
     def observe(self, loss: Any) -> None:
         """Take the loss of a backward pass into account, to notice a NaN."""

@@ -18,6 +18,7 @@ import torch
 
 from azureml_elastic.config import FixedPerWorkerBatch
 from azureml_elastic.errors import CheckpointError, UsageError
+from azureml_elastic.ipc.worker_messages import Expects, Finished
 from azureml_elastic.train.data.batching import Batching
 from azureml_elastic.train.data.position import LoaderState, MicroBatch, Window
 from azureml_elastic.train.data.sampling import Cursor, DataSpec
@@ -69,7 +70,8 @@ class Steps:
         self._gradients = gradients
         self._batching = Batching(context.batch)
         self._schedule_check = ScheduleCheck(position) if isinstance(context.batch, FixedPerWorkerBatch) else None
-        self.values = LoggedValues(context.agent.logged)
+        self.values = LoggedValues(context.agent)
+        self._logs = False  # whether the script does
         self.loop: UnfinishedLoop | None = None
         self._unrecorded: tuple[LoaderState, Window] | None = None
         self._epochs: int | None = None
@@ -172,11 +174,15 @@ class Steps:
             self._rate.begin()
             self._rate.commit(position.first_window)
             pending = position.commit() or pending
-            self._lifecycle.complete_update()
-            self.values.commit(state.steps + 1)
+            if self._lifecycle.runs_behind:
+                self._lifecycle.complete_update()
+            if self._logs:
+                self.values.commit(state.steps + 1)
             state.complete_step()
-            self._lifecycle.updates.end_step()
-            self._audit.done(state.steps)
+            if self._lifecycle.runs_behind:
+                self._lifecycle.updates.end_step()
+            if self._audit.records:
+                self._audit.done(state.steps)
             if self._machine.complete(pending=pending):
                 self._boundary()
             else:
@@ -191,6 +197,7 @@ class Steps:
         self.require_tracked("log")
         if self._lifecycle.world.identity.rank or self._machine.discarded:
             return
+        self._logs = True
         in_progress = self._machine.in_step or not self._position.loaders
         self.values.add(values, None if in_progress else self._state.steps)
 
@@ -278,7 +285,7 @@ class Steps:
         if self._state.tracked is not None:
             self._save_last()
             self._state.finish()
-            self._agent.finished(self._state.steps)
+            self._agent.report(Finished(self._state.steps))
         self._machine.finish()
 
     def require_tracked(self, method: str) -> None:
@@ -348,5 +355,5 @@ class Steps:
         remaining = (self._epochs - position.epoch) * spec.windows - -(-cursor.consumed // spec.global_batch_size)
         expected = self._state.steps + max(0, -(-remaining * spec.global_batch_size // size))
         if self._expected is None or expected != self._expected[0]:
-            self._agent.expects(expected)
+            self._agent.report(Expects(expected))
         self._expected = expected, position.generation

@@ -24,6 +24,7 @@ from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.distributed.process import read_history
 from azureml_elastic.distributed.process_groups import ProcessGroups
 from azureml_elastic.errors import CheckpointDamaged, ElasticError, RoundBroken, UsageError
+from azureml_elastic.ipc.worker_messages import Busy, Free
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.optim.learning_rate import LearningRate
@@ -189,7 +190,7 @@ class TrainingState:
             Fenced: a newer round has taken over.
             RoundBroken: the round ended before the commit, with ``must_commit``.
         """
-        self._agent.busy()
+        self._agent.report(Busy())
         self.settle()
         if must_commit:  # tried however many have failed before it, as no later one follows
             self._checkpoints.require_unfenced()
@@ -198,7 +199,7 @@ class TrainingState:
         self._schedule.saving(self.steps)
         if not self._check_finite("checkpoint"):
             self._schedule.saved()
-            self._agent.free()
+            self._agent.report(Free())
             return False
         self._save_pending = True
         with self._machine.read():
@@ -210,7 +211,7 @@ class TrainingState:
             self._checkpoints.require(at_once=True)
             if self._save_pending:
                 raise RoundBroken(f"Round {self._identity.round} ended while step {self.steps} was being saved.")
-        self._agent.free()
+        self._agent.report(Free())
         return self._last_saved == self._pending
 
     def write_to(self, storage: Storage, objects: TrackedState) -> None:
@@ -219,7 +220,7 @@ class TrainingState:
         Raises:
             CheckpointError: a rank cannot write it.
         """
-        self._agent.busy()
+        self._agent.report(Busy())
         self.settle()  # both use the process group of saves
         checkpoints = self._apart(storage)
         with self._machine.read():
@@ -227,7 +228,7 @@ class TrainingState:
         checkpoints.settle()
         checkpoints.finish()
         checkpoints.require(at_once=True)
-        self._agent.free()
+        self._agent.report(Free())
 
     def read_from(self, storage: Storage, objects: TrackedState) -> None:
         """Restore objects from such a storage. A collective.
@@ -268,7 +269,7 @@ class TrainingState:
     def settle(self, timeout: float | None = None) -> None:
         """Wait for the end of the save in progress, if there is one, or until the timeout in seconds."""
         if timeout is None and self._checkpoints.under_way:
-            self._agent.busy()
+            self._agent.report(Busy())
         outcome = self._checkpoints.settle(timeout)
         if outcome is not None and self._pending is None:
             self._snapshot_schedule.written(self.steps)
