@@ -54,7 +54,7 @@ def main():
         channel = open_channel(recorder)
         channel.begin(1, 1, None)
         agent = ChannelAgent(channel.path, WorkerIdentity(0, 0, 1, 1))
-        values = LoggedValues(agent.logged)
+        values = LoggedValues(agent)
         try:
             print(f"{'':36s}   log commit  (median of {STEPS}, in microseconds)")
             print(f"{'nothing':36s}", *measure(lambda: None, values.commit))

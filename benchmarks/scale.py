@@ -20,6 +20,7 @@ from pathlib import Path
 
 from counting import Counter, CountingTable
 
+from azureml_elastic.errors import NodeLeaving
 from azureml_elastic.local.azurite import Azurite
 
 __all__ = ["SCENARIOS", "USD_PER_CALL", "SimulatedStorm", "Steady", "StormFailed", "measure_steady", "simulate"]
@@ -183,7 +184,7 @@ def measure_steady(nodes: int, spares: int = 0, seconds: float = 30.0) -> Steady
         ]
 
         def live(rendezvous: Rendezvous) -> None:
-            with contextlib.suppress(InterruptedError):
+            with contextlib.suppress(NodeLeaving):
                 rendezvous.join()
                 while not over.wait(0.1):
                     assert not rendezvous.status().broken, "the round has ended"

@@ -29,6 +29,7 @@ from azureml_elastic.train.data.position import MicroBatch, Position, Window
 from azureml_elastic.train.data.sampling import Cursor, DataSpec
 from azureml_elastic.train.optim.learning_rate import LearningRate
 from azureml_elastic.train.optim.schedule import Schedule
+from azureml_elastic.train.step_state import StepMachine
 
 CHANCE = 2.2
 """Test loss above which a network counts as diverged: guessing has ln 10 = 2.30."""
@@ -98,7 +99,7 @@ class Simulation:
         self._batching = Batching(policy)
         self._position = Position(_identity(world_size))
         self._stream = self._position.add("digits", self._spec)
-        self.rate = LearningRate(policy, self._position, discarded=lambda: False)
+        self.rate = LearningRate(policy, self._position, StepMachine())
         self.rate.attach([self.optimizer])
         self.rate.enter(world_size)
         decay = MultiStepLR(self.optimizer, [setting.steps_until(share) for share in setting.decays])

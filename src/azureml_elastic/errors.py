@@ -24,11 +24,14 @@
     │   ├── RunSucceeded
     │   └── RunFailed
     ├── NonFiniteError
+    ├── RollbackRequired
     ├── RoundBroken
     ├── EngineError
     ├── Fenced
     └── CheckpointError
         └── CheckpointDamaged
+
+    NodeLeaving                    no error: what a node waits for ends, because it must leave
 """
 
 from __future__ import annotations
@@ -49,8 +52,10 @@ __all__ = [
     "JobRefused",
     "KeyInvalid",
     "MissingExtra",
+    "NodeLeaving",
     "NonFiniteError",
     "PlanError",
+    "RollbackRequired",
     "RoundBroken",
     "RowChanged",
     "RowExists",
@@ -182,6 +187,10 @@ class NonFiniteError(ElasticError):
     """The loss or the weights are NaN or infinite, and the checkpoint policy ends the run then; it is not restarted."""
 
 
+class RollbackRequired(ElasticError):
+    """The weights are NaN or infinite, and the checkpoint policy restarts the run from its last checkpoint then."""
+
+
 class RoundBroken(ElasticError):
     """A node or a worker of the round was lost during an operation; another round follows."""
 
@@ -200,6 +209,13 @@ class CheckpointError(ElasticError):
 
 class CheckpointDamaged(CheckpointError):
     """A file of the checkpoint is missing, truncated, or differs from the checksum in the manifest."""
+
+
+class NodeLeaving(Exception):
+    """This node must leave the run, so what it waits for ends.
+
+    A cancellation, like asyncio's: no handler of :class:`ElasticError` or ``OSError`` takes it for a failed call.
+    """
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import logging
 from azureml_elastic.engines.engine import Engine
 from azureml_elastic.engines.round_store import RoundStore
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
+from azureml_elastic.ipc.worker_messages import Connected, Finished, Stopped
 from azureml_elastic.train.agent_client.channel import ChannelAgent
 
 __all__ = ["NodeEngine"]
@@ -42,7 +43,7 @@ class NodeEngine:
                 self._agent.park()
                 code = self._take_part(self._agent.wait_for_place())
             if code == 0 and not self._must_leave:
-                self._agent.finished(0)
+                self._agent.report(Finished(0))
         finally:
             self._engine.stop()
         return code
@@ -55,13 +56,13 @@ class NodeEngine:
             self._wait_for_the_end(place, error)
             return None
         try:
-            self._agent.connected()
+            self._agent.report(Connected())
             self._engine.enter(place, store)
             while not self._agent.wait_interrupted(_POLL_SECONDS):
                 if self._must_leave:
                     if self._engine.leave():
                         self._engine.stop()
-                        self._agent.stopped(0)
+                        self._agent.report(Stopped(0))
                         return 0
                 elif (code := self._engine.poll()) is not None:
                     return code

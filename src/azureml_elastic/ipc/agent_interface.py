@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.config.exit_codes import AGENT_LOST, PREEMPTED
 from azureml_elastic.ipc.shards import HeldShard, ShardDescription
+
+if TYPE_CHECKING:
+    from azureml_elastic.ipc.worker_messages import Report  # which has the types below in its fields
 
 __all__ = ["EXIT_AGENT_LOST", "EXIT_TERMINATED", "Action", "Agent", "HandedOverState", "WorkerIdentity"]
 
@@ -72,8 +75,8 @@ class Agent(Protocol):
     stays: bool
     """Whether this process may outlive its round and take a place in the next one."""
 
-    def connected(self) -> None:
-        """Report that this process and all other ranks of the round have found each other."""
+    def report(self, report: Report) -> None:
+        """Report something of the training; returns at once, of the last report when it is out."""
 
     def pointer(self) -> Reference | None:
         """Return the committed checkpoint to start from.
@@ -95,9 +98,6 @@ class Agent(Protocol):
             TableUnavailable: unknown whether it was committed; a later commit settles it.
         """
 
-    def damaged(self, directory: str, problems: str) -> None:
-        """Report a checkpoint that cannot be restored. For rank 0 alone."""
-
     def restored(self, step: int, directory: str | None) -> None:
         """Report, on every rank, where training starts."""
 
@@ -114,22 +114,6 @@ class Agent(Protocol):
         Raises:
             ElasticError: the announced decision did not come.
         """
-
-    def logged(self, step: int, values: dict[str, float]) -> None:
-        """Report values that the script has logged for a step, by name. For rank 0 alone; returns at once."""
-
-    def busy(self, *, bounded: bool = True) -> None:
-        """Report that the next step will take its time: a checkpoint is written, say.
-
-        Args:
-            bounded: whether there is a limit, beyond that of a step; without one the wait has its own.
-        """
-
-    def free(self) -> None:
-        """Report that what was announced as busy is over."""
-
-    def expects(self, steps: int) -> None:
-        """Report how many steps the run will have, as far as the script tells."""
 
     def when_interrupted(self, callback: Callable[[], None]) -> None:
         """Have this called, from a thread, when the round is over and its collectives will never complete."""
@@ -173,12 +157,6 @@ class Agent(Protocol):
             ElasticError: it could not.
         """
 
-    def retain_snapshot(self, folder: str) -> None:
-        """Have the agent let go of all shares but those of one copy."""
-
-    def discard_snapshot(self, folder: str) -> None:
-        """Have the agent let go of the shares of one copy, which is not whole."""
-
     def held_shards(self) -> list[HeldShard]:
         """Return the shards that this node's agent holds."""
 
@@ -191,15 +169,6 @@ class Agent(Protocol):
         Raises:
             RoundBroken: there will be none; the process hands its state over and ends.
         """
-
-    def stopped(self, step: int) -> None:
-        """Report that the process saved and is about to exit; returns when the report is out."""
-
-    def finished(self, step: int) -> None:
-        """Report that training has ended normally."""
-
-    def gave_way(self) -> None:
-        """Report that the process exits because its round is over or cannot go on; returns when the report is out."""
 
     def close(self) -> None:
         """Release sockets and signal handlers."""

@@ -39,6 +39,7 @@ __all__ = [
     "Hello",
     "HoldShard",
     "Interrupt",
+    "LastReport",
     "Leave",
     "Logged",
     "Memory",
@@ -51,6 +52,7 @@ __all__ = [
     "Refused",
     "ReplicateShard",
     "Reply",
+    "Report",
     "Request",
     "Restored",
     "RetainSnapshot",
@@ -321,23 +323,23 @@ class ShardsReply:
 
 MemoryMessage = HandOver | Memory | HoldShard | HeldShards | RetainSnapshot | DiscardSnapshot
 Request = Pointer | Commit | HandOver | Memory | HoldShard | HeldShards | ReplicateShard
+LastReport = Stopped | Finished | GaveWay
+"""Reports of a process that ends, or takes part in no further step of the round."""
 Report = (
-    Hello
-    | Connected
+    Connected
     | Step
     | Logged
     | Busy
     | Free
     | Expects
-    | Vote
-    | Parked
     | Restored
     | Damaged
-    | Stopped
-    | Finished
-    | GaveWay
+    | RetainSnapshot
+    | DiscardSnapshot
+    | LastReport
 )
-WorkerMessage = Report | Request | RetainSnapshot | DiscardSnapshot
+"""What a process reports of its training, without an answer."""
+WorkerMessage = Hello | Vote | Parked | Report | Request
 Reply = Accepted | Refused | PointerReply | MemoryReply | ShardsReply
 AgentMessage = Prepare | Decide | Interrupt | Leave | Assign | Reply
 

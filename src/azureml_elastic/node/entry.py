@@ -23,7 +23,7 @@ from azureml_elastic.config.command.fixed_ranks import describe_fixed_ranks, fin
 from azureml_elastic.config.command.program import Program, require_script
 from azureml_elastic.config.command.program_files import program_files
 from azureml_elastic.config.exit_codes import UNHEALTHY
-from azureml_elastic.errors import MissingExtra, RunFailed, RunSucceeded
+from azureml_elastic.errors import MissingExtra, NodeLeaving, RunFailed, RunSucceeded
 from azureml_elastic.ipc import Connection
 from azureml_elastic.ipc.shards import ShardDescription
 from azureml_elastic.ledger.events import HealthChecked, NodeLeft, NodeStarted
@@ -174,7 +174,7 @@ class _Node(Surroundings):
             wake=wake,
         )
         stack.callback(rendezvous.shutdown)
-        with contextlib.suppress(InterruptedError):  # there is a notice already, for which run() ends this node
+        with contextlib.suppress(NodeLeaving):  # there is a notice already, for which run() ends this node
             rendezvous.announce()
         self._record_start()
         self._watch = HangDetector(HangPolicy.of(distribution))
@@ -249,7 +249,7 @@ class _Node(Surroundings):
         except RunFailed as end:
             _tell(str(end))
             return end.exit_code, str(end)
-        except InterruptedError:
+        except NodeLeaving:
             ending = State.LEFT
         if ending is not State.LEFT and self._replacement is not None:
             self._replacement.finish()
@@ -356,7 +356,7 @@ class _Node(Surroundings):
         """Wait before another health check.
 
         Raises:
-            InterruptedError: this node must leave.
+            NodeLeaving: this node must leave.
         """
         self._rendezvous.wait(seconds)
 

@@ -10,6 +10,7 @@ from azureml_elastic.config import ElasticResources, Plan
 from azureml_elastic.config import environment as variables
 from azureml_elastic.engines.round_store import RoundStore
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
+from azureml_elastic.ipc.worker_messages import Step
 
 pytest.importorskip("horovod", reason="Horovod is not installed")
 
@@ -82,11 +83,8 @@ class Agent:
     def commit(self, reference, stall_seconds):
         pass
 
-    def report_step(self, step):
-        self.steps.append(step)
-
-    def report_restored(self, step):
-        self.started.append(step)
+    def report(self, report):
+        (self.steps if isinstance(report, Step) else self.started).append(report.step)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.errors import ElasticError, Fenced, TableUnavailable
 from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, WorkerIdentity
+from azureml_elastic.ipc.worker_messages import Finished
 from azureml_elastic.train.agent_client.channel import ChannelAgent
 from tests.support.train import workers
 from tests.support.train.fake_agent import FakeAgent
@@ -78,7 +79,7 @@ def test_a_boundary_is_promised_only_for_a_step_that_is_to_come(agent, channel):
     agent.server.broadcast({"op": "decide", "boundary": 4, "go": True})
     assert channel.completed(6) == "save"
     assert channel.completed(7) is None
-    channel.finished(7)
+    channel.report(Finished(7))
     assert prepare(agent, 5, 9) == (False, 7)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from azureml_elastic import CheckpointPolicy, train
-from azureml_elastic.errors import CheckpointError, NonFiniteError
+from azureml_elastic.errors import CheckpointError, NonFiniteError, RollbackRequired
 from azureml_elastic.train.session.finiteness import FinitenessWatch
 from tests.support.train import workers
 
@@ -115,9 +115,9 @@ def test_the_run_stops_at_the_step(tmp_path, loop):
 def test_the_run_rolls_back_for_weights_but_not_for_a_loss(loop):
     each = loop("rollback")
     each.steps(4, {3: NAN}, skip=(3,))
-    with pytest.raises(RuntimeError, match="restarts the run from its last checkpoint"):
+    with pytest.raises(RollbackRequired, match="restarts the run from its last checkpoint"):
         each.steps(8, {5: NAN})
-    assert not each.run._state.holds_full_state, "the state in memory is not passed on"
+    assert not each.run._run.state.holds_full_state, "the state in memory is not passed on"
 
 
 def test_a_scaled_loss_that_overflows_does_not_count(caplog):

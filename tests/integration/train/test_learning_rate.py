@@ -19,6 +19,7 @@ from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.data.position import MicroBatch, Position, Window
 from azureml_elastic.train.data.sampling import Cursor, DataSpec
 from azureml_elastic.train.optim.learning_rate import LearningRate
+from azureml_elastic.train.step_state import StepMachine
 from tests.support.train import rates, training, workers
 from tests.support.worlds import World
 
@@ -65,7 +66,7 @@ def optimizer_of(model, kind="sgd", how="plain", rate=RATE, **options):
 
 def scaled(optimizer, policy=LINEAR, world_size=K):
     """Return a learning rate that scales an optimizer to a world size."""
-    found = LearningRate(policy, Position(WorkerIdentity(0, 0, world_size, 0)), lambda: False)
+    found = LearningRate(policy, Position(WorkerIdentity(0, 0, world_size, 0)), StepMachine())
     found.attach([optimizer])
     found.enter(world_size)
     return found
@@ -433,7 +434,7 @@ def test_momentum_that_was_divided_before_a_restart_is_not_divided_again():
     for world_size, divisor in [(4, 1), (8, 2)]:
         again = optimizer_of(network(), "momentum")
         again.load_state_dict(copy.deepcopy(state))
-        rate = LearningRate(policy, Position(WorkerIdentity(0, 0, world_size, 0)), lambda: False)
+        rate = LearningRate(policy, Position(WorkerIdentity(0, 0, world_size, 0)), StepMachine())
         rate.attach([again])
         rate.load(saved)
         rate.enter(world_size)
@@ -466,7 +467,9 @@ def test_a_ramp_counts_steps_of_the_run_not_of_an_optimizer():
     model = network()
     first, second = (torch.optim.SGD(model[at].parameters(), lr=RATE, momentum=0.9) for at in (0, 2))
     rate = LearningRate(
-        FixedPerWorkerBatch(scaling="linear", momentum=Ramp(steps=4)), Position(WorkerIdentity(0, 0, 1, 0)), bool
+        FixedPerWorkerBatch(scaling="linear", momentum=Ramp(steps=4)),
+        Position(WorkerIdentity(0, 0, 1, 0)),
+        StepMachine(),
     )
     rate.attach([first, second])
     rate.enter(1)
@@ -540,10 +543,10 @@ def test_an_optimizer_step_in_the_middle_of_accumulation_is_refused(policy, tmp_
         assert not torch.equal(workers.flat(model.parameters()), before)
 
 
-def accumulating(optimizer, discarded=lambda: False):
+def accumulating(optimizer, steps=None):
     """Scale an optimizer in the middle of an accumulation."""
     position = Position(WorkerIdentity(0, 0, K, 0))
-    rate = LearningRate(LINEAR, position, discarded)
+    rate = LearningRate(LINEAR, position, steps or StepMachine())
     rate.attach([optimizer])
     rate.enter(K)
     stream = position.add("train", DataSpec(10, global_batch_size=10, seed=0, shuffle=True, drop_last=False))
@@ -552,12 +555,12 @@ def accumulating(optimizer, discarded=lambda: False):
 
 
 def test_a_step_that_counts_for_nothing_is_not_refused():
-    discarded, model = [False], network()
+    steps, model = StepMachine(), network()
     optimizer = optimizer_of(model)
-    accumulating(optimizer, lambda: discarded[0])
+    accumulating(optimizer, steps)
     with pytest.raises(UsageError, match="accumulating"):
         optimizer.step()
-    discarded[0] = True
+    steps.discard()
     optimizer.step()
 
 
@@ -605,7 +608,7 @@ def test_accelerates_optimizer_is_unwrapped(accelerator, tmp_path):
     assert unwrap_optimizer(wrapped) is unwrap_optimizer(optimizer) is optimizer
     state = TrackedState({"model": model, "optimizer": wrapped})
     assert state.optimizers == [optimizer]
-    rate = LearningRate(LINEAR, Position(WorkerIdentity(0, 0, K, 0)), lambda: False)
+    rate = LearningRate(LINEAR, Position(WorkerIdentity(0, 0, K, 0)), StepMachine())
     rate.attach(state.optimizers)
     rate.enter(K)
     expected = fit(reference, optimizer_of(reference, "momentum", rate=RATE * K))

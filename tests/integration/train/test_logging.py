@@ -10,9 +10,11 @@ from torch.utils.data import TensorDataset
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
+from azureml_elastic.ipc.worker_messages import Logged
 from azureml_elastic.train import Session
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from azureml_elastic.train.session.context import SessionContext
+from azureml_elastic.train.session.run import Run
 from tests.support.train import workers
 
 
@@ -23,14 +25,15 @@ class Agent(StandaloneAgent):
         super().__init__(LocalStorage(folder), identity)
         self.values = []
 
-    def logged(self, step, values):
-        self.values.append((step, values))
+    def report(self, report):
+        if isinstance(report, Logged):
+            self.values.append((report.step, report.values))
 
 
 def open_session(folder, **options):
     identity = WorkerIdentity(0, 0, 1, 0)
     agent = Agent(folder, identity)
-    run = Session(SessionContext(identity, agent, LocalStorage(folder), workers.policy(folder), **options))
+    run = Session(Run(SessionContext(identity, agent, LocalStorage(folder), workers.policy(folder), **options)))
     return run, agent
 
 

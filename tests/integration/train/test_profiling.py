@@ -63,7 +63,7 @@ def steps(folder, profile, *, until=10, every_steps=None, finish=True):
                 break
         if not finish:
             workers.wait_for_commit(folder, until // every_steps * every_steps)
-            run._exit_hooks.failed = True  # as if the process had died
+            run._run.exit_hooks.failed = True  # as if the process had died
     return begun, run.steps
 
 
@@ -146,7 +146,7 @@ def test_a_script_s_own_profiler_comes_first(tmp_path, caplog):
 def test_without_a_profile_there_is_nothing(tmp_path):
     run = train.start(workers.policy(tmp_path / "c"))
     with run:
-        assert run._context.profiling is None
+        assert run._run.context.profiling is None
 
 
 def test_the_plan_s_profile_is_the_default(tmp_path, monkeypatch):

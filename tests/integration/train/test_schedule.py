@@ -25,6 +25,7 @@ from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.data.sampling import Cursor, DataSpec
 from azureml_elastic.train.optim.learning_rate import LearningRate
 from azureml_elastic.train.optim.schedule import Schedule
+from azureml_elastic.train.step_state import StepMachine
 from tests.support.train import rates, training, workers
 from tests.support.worlds import World
 
@@ -57,7 +58,7 @@ class Walk:
         self.policy = policy
         self.position = Position(WorkerIdentity(0, 0, 1, 0))
         self.stream = self.position.add("train", spec)
-        self.rate = LearningRate(policy, self.position, lambda: False)
+        self.rate = LearningRate(policy, self.position, StepMachine())
         self.due = None
 
     def live(self, world_size, steps):

@@ -118,7 +118,7 @@ def test_no_restart_point_lies_between_an_epochs_last_step_and_the_end_of_its_bo
         for _ in loop.run.epochs(2):
             for batch in loop.loader:
                 loop.one(batch)
-            loop.run._state.settle()
+            loop.run._run.state.settle()
             found.append(pointer(tmp_path))
     assert found == [0, 4]
     assert pointer(tmp_path) == 8

@@ -52,7 +52,7 @@ def noise(folder, length, global_batch_size, policy, options, hooked=False):
         run.backward(nn.functional.cross_entropy(model(x), y))
         if not run.accumulating:
             break
-    return run._rate._scale.noise.moments, run.learning_rate_factor, len(calls)
+    return run._run.rate._scale.noise.moments, run.learning_rate_factor, len(calls)
 
 
 def of_each_step(folder, length, global_batch_size, policy, options=None, weighted=True, sharded=False):

@@ -73,7 +73,7 @@ def train_on_mesh(folder, nodes_per_replica, per_node, until, tensor_parallel=1)
     model = sharded(mesh, tensor_parallel)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     run.track(model=model, optimizer=optimizer)
-    begins, samples = digest(run._state.tracked), []
+    begins, samples = digest(run._run.state.tracked), []
     loader = run.loader(workers.dataset(), global_batch_size=GLOBAL_BATCH)
     for _ in run.epochs(1_000):
         for x, y in loader:
@@ -93,7 +93,7 @@ def train_on_mesh(folder, nodes_per_replica, per_node, until, tensor_parallel=1)
         "shape": tuple(mesh.shape),
         "names": mesh.mesh_dim_names,
         "begins": begins,
-        "ends": digest(run._state.tracked),
+        "ends": digest(run._run.state.tracked),
         "weights": weights,
         "samples": samples,
         "measured": measured["x"],
@@ -125,7 +125,7 @@ class HoldingAgent(StandaloneAgent):
 def snapshots_taken(folder, per_node, kinds, policies):
     """Return by state and policy whether snapshots are taken: at first, once the round has settled, in the next."""
     run = start(folder, 1, per_node)
-    world, storage = run._lifecycle.world, LocalStorage(Path(folder))
+    world, storage = run._run.lifecycle.world, LocalStorage(Path(folder))
     agent = HoldingAgent(storage, world.identity, handles_signals=False)
     models = {
         "replicated": workers.network,
@@ -164,7 +164,7 @@ def hand_over_and_find(folder, cases, tensor_parallel):
     weights and the buffer are the step's number; the buffer is the rank's hundredth more.
     """
     run = start(folder, 1, 2)
-    control, rank = run._lifecycle.world.control, run.rank
+    control, rank = run._run.lifecycle.world.control, run.rank
     found = []
     model = sharded(run.mesh(tensor_parallel=tensor_parallel), tensor_parallel)
     model.register_buffer("seen", torch.zeros(()))
@@ -200,7 +200,7 @@ def hand_over_and_find(folder, cases, tensor_parallel):
 def complete_or_not(folder, kind):
     """Lose replica 0 while the ranks of replica 1 come to their agreement one after the other; return who agreed."""
     run = start(folder, 1, 2)
-    groups = run._lifecycle.world
+    groups = run._run.lifecycle.world
     group = ReplicaGroup(groups, [[0, 1], [2, 3]])
     if run.rank < 2:
         os._exit(9)

@@ -18,6 +18,7 @@ from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.optim.gradient_noise import GradientNoiseScale
 from azureml_elastic.train.optim.learning_rate import LearningRate
+from azureml_elastic.train.step_state import StepMachine
 from tests.support.train import workers
 
 RATE, K = 0.01, 3
@@ -50,7 +51,7 @@ def _step(model, optimizer, number):
 
 
 def _scaled(optimizer, policy, world_size):
-    rate = LearningRate(policy, Position(WorkerIdentity(0, 0, world_size, 0)), lambda: False)
+    rate = LearningRate(policy, Position(WorkerIdentity(0, 0, world_size, 0)), StepMachine())
     rate.attach([optimizer])
     rate.enter(world_size)
     return rate

@@ -34,6 +34,7 @@ from azureml_elastic.train.data.sampling import Cursor, DataSpec
 from azureml_elastic.train.optim.learning_rate import LearningRate
 from azureml_elastic.train.session.context import SessionContext
 from azureml_elastic.train.session.training_state import TrainingState
+from azureml_elastic.train.step_state import StepMachine
 from tests.support.deferred import DeferredDevice, DeferredSGD, reduce_later
 from tests.support.train import workers
 from tests.support.waiting import until
@@ -210,9 +211,10 @@ def different_steps(folder):
     position = Position(identity)
     world = ProcessGroups(identity, torch.device("cpu"))
     world.open()
-    rate = LearningRate(FixedGlobalBatch(), position, lambda: False)
+    steps = StepMachine()
+    rate = LearningRate(FixedGlobalBatch(), position, steps)
     training_state = TrainingState(
-        SessionContext(identity, agent, storage, workers.policy(folder)), world, position, rate
+        SessionContext(identity, agent, storage, workers.policy(folder)), world, position, rate, steps
     )
     stream = position.add("train", DataSpec(1000, global_batch_size=12, seed=0, shuffle=True, drop_last=False))
     training_state.track(TrackedState({"model": model, "optimizer": optimizer}))

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -20,6 +20,8 @@ from azureml_elastic.checkpoint.format.manifest import COMMITTED, DAMAGED, Manif
 from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import CheckpointDamaged
+from azureml_elastic.ipc.agent_interface import Agent
+from azureml_elastic.ipc.worker_messages import Damaged
 
 __all__ = ["STALE_SECONDS", "CheckpointSelector", "EarlierCheckpoint"]
 
@@ -31,6 +33,9 @@ STALE_SECONDS = 5.0
 """Time limit for a mount to show the files of a committed manifest: its caches may be stale."""
 
 _POLL_SECONDS = 0.25
+
+_LONGEST_TEXT = 2000
+"""Characters of a report of what is damaged."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +60,14 @@ class CheckpointSelector:
         control: control group of the ranks.
         stale_seconds: time limit for a mount to show what was written, once for each search.
         marks: whether markers are added to the folders: those of another run are left as they are.
-        report: function called on rank 0 with the folder of a damaged checkpoint and a description of the damage.
+        agent: agent to which rank 0 reports damaged checkpoints, if any.
     """
 
     storage: Storage
     control: ControlGroup
     stale_seconds: float = STALE_SECONDS
     marks: bool = True
-    report: Callable[[str, str], None] = lambda _, __: None
+    agent: Agent | None = None
 
     def __post_init__(self) -> None:
         self._until = time.monotonic() + self.stale_seconds
@@ -95,7 +100,8 @@ class CheckpointSelector:
             text = "; ".join(problems)
             if self.control.rank == 0:
                 _LOG.warning("The checkpoint %s is damaged, an older one is restored: %s", directory, text)
-                self.report(directory, text)
+                if self.agent is not None:
+                    self.agent.report(Damaged(directory, text[:_LONGEST_TEXT]))
             self._mark(directory, DAMAGED, text.encode() + b"\n")
 
     def _candidates(self, pointer: Reference) -> Iterator[tuple[str, Manifest | None, str]]:

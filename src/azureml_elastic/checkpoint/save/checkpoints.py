@@ -368,7 +368,7 @@ class Checkpoints:
         pointer = adopt_handed_over(self._storage, control, agent, pointer) or pointer
         for storage, reference in self._origins(pointer):
             own = storage is self._storage
-            selector = CheckpointSelector(storage, control, self._stale_seconds, marks=own, report=agent.damaged)
+            selector = CheckpointSelector(storage, control, self._stale_seconds, marks=own, agent=agent)
             try:
                 return storage, selector.newest_whole(reference)
             except CheckpointDamaged as error:

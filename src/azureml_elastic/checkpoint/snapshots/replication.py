@@ -18,6 +18,7 @@ from azureml_elastic.checkpoint.save.background_task import BackgroundTask, Task
 from azureml_elastic.errors import ElasticError
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.ipc.shards import ShardDescription
+from azureml_elastic.ipc.worker_messages import DiscardSnapshot, RetainSnapshot
 from azureml_elastic.plurals import counted
 
 __all__ = ["ReplicationTask", "partners"]
@@ -66,9 +67,9 @@ class ReplicationTask(BackgroundTask):
         except ElasticError as error:
             self.error = str(error)
         if not self.collective(lambda: self.control.all_true(self.error is None)):
-            self.agent.discard_snapshot(self.manifest.directory)
+            self.agent.report(DiscardSnapshot(self.manifest.directory))
             return TaskOutcome("failed", self.error or "another rank's shard is not held by two nodes")
-        self.agent.retain_snapshot(self.manifest.directory)
+        self.agent.report(RetainSnapshot(self.manifest.directory))
         return TaskOutcome("kept")
 
     def _copied(self) -> _Copied:

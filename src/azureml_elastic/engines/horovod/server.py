@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.errors import ElasticError
+from azureml_elastic.ipc.worker_messages import Report, Restored, Step
 from azureml_elastic.train.horovod.relay import COMMIT, FAILURES, LOSS, POINTER, RESTORED, SCOPE, STEP
 
 __all__ = ["HOST", "CommitAgent", "WorkerRequests", "WorkerServer"]
@@ -82,11 +83,8 @@ class CommitAgent(Protocol):
     def commit(self, reference: Reference, stall_seconds: float) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
 
-    def report_restored(self, step: int) -> None:
-        """See :class:`~azureml_elastic.train.agent_client.channel.ChannelAgent`."""
-
-    def report_step(self, step: int) -> None:
-        """See :class:`~azureml_elastic.train.agent_client.channel.ChannelAgent`."""
+    def report(self, report: Report) -> None:
+        """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
 
 
 class WorkerServer:
@@ -153,9 +151,9 @@ class _Handler(BaseHTTPRequestHandler):
             commit = json.loads(body)
             self.agent.commit(Reference.from_json(commit["reference"]), commit["stall_seconds"])
         elif key == STEP:
-            self.agent.report_step(int(json.loads(body)))
+            self.agent.report(Step(int(json.loads(body))))
         elif key == RESTORED:
-            self.agent.report_restored(int(json.loads(body)))
+            self.agent.report(Restored(int(json.loads(body))))
         else:
             raise ValueError(key)
         return b""

@@ -84,7 +84,7 @@ class NodeAgent:
 
         Raises:
             RunSucceeded, RunFailed: another node has ended the run, or the workers cannot be started.
-            InterruptedError: this node must leave while it waits for a round.
+            NodeLeaving: this node must leave while it waits for a round.
         """
         with contextlib.ExitStack() as stack:  # one step after the other, whatever fails
             stack.callback(self._close_store)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from azureml_elastic.errors import NodeLeaving
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
 from azureml_elastic.node.table import Row, Table
 
@@ -65,7 +66,7 @@ class AgentTable:
         """Make a call.
 
         Raises:
-            InterruptedError: this node must leave, and the call has not ended.
+            NodeLeaving: this node must leave, and the call has not ended.
         """
         if threading.get_ident() != self._agent:
             return call()
@@ -82,7 +83,7 @@ class AgentTable:
             if self._preemption.noticed and self._preemption.commit_to_leave():
                 if _has_ended(answer, _LEAVING_SECONDS):
                     break
-                raise InterruptedError("the node is leaving, and the table does not answer")
+                raise NodeLeaving("the node is leaving, and the table does not answer")
         return answer.result()
 
 

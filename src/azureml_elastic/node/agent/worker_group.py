@@ -97,7 +97,7 @@ class WorkerGroup:
 
         Raises:
             RunSucceeded, RunFailed: the run has ended.
-            InterruptedError: this node must leave.
+            NodeLeaving: this node must leave.
         """
         began = self._clock()
         self._warm_since = began if self._warm_since is None else self._warm_since
@@ -133,7 +133,7 @@ class WorkerGroup:
         Raises:
             RunSucceeded: the run has ended.
             RunFailed: it has, or a new worker has ended before it came so far.
-            InterruptedError: this node must leave.
+            NodeLeaving: this node must leave.
         """
         until = time.monotonic() + self._handover
         while self.workers.alive and not self.all(self._channel.workers.parked) and time.monotonic() < until:

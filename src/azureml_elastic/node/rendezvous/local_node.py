@@ -42,7 +42,7 @@ class Surroundings:
     """What a rendezvous asks of the rest of its node; these answers are those of a node without an agent."""
 
     def must_leave(self) -> bool:
-        """Return whether this node leaves, so that a wait ends with ``InterruptedError``. From then on it does."""
+        """Return whether this node leaves, so that a wait ends with ``NodeLeaving``. From then on it does."""
         return False
 
     def get_ready(self) -> bool:

@@ -157,7 +157,7 @@ class Rendezvous:
         Raises:
             RunSucceeded: the run has succeeded; nothing is left to do.
             RunFailed: the run has failed, with this message.
-            InterruptedError: this node must leave.
+            NodeLeaving: this node must leave.
             TableForbidden, TableNotFound: the table cannot be used.
             UsageError: the run has another program.
         """
@@ -200,7 +200,7 @@ class Rendezvous:
         """Wait for what happens next.
 
         Raises:
-            InterruptedError: this node must leave.
+            NodeLeaving: this node must leave.
         """
         context = self._context
         while True:
@@ -311,7 +311,7 @@ class Rendezvous:
         """Wait until there may be something to do, at most for this time, while this node is in no round.
 
         Raises:
-            InterruptedError: this node must leave.
+            NodeLeaving: this node must leave.
         """
         self._sleeper.wait(seconds)
 

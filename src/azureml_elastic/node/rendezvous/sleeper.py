@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from azureml_elastic.errors import NodeLeaving
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.probing import PeerProber
 
@@ -32,21 +33,21 @@ class Sleeper:
         """Sleep until woken, at most for this time; return whether the node was woken.
 
         Raises:
-            InterruptedError: this node must leave.
+            NodeLeaving: this node must leave.
         """
         self.prober.tick()
         longest = _PROBING_SECONDS if self.prober.reachability.pairs() else _MAX_SECONDS
         woken = self.context.wake.wait(min(seconds, longest))
         self.context.wake.clear()
         if self.context.surroundings.must_leave():
-            raise InterruptedError("the node is leaving the run")
+            raise NodeLeaving("the node is leaving the run")
         return woken
 
     def sleep(self, seconds: float) -> None:
         """Sleep for this time, even if woken.
 
         Raises:
-            InterruptedError: this node must leave.
+            NodeLeaving: this node must leave.
         """
         until = self.context.clock() + seconds
         while (left := until - self.context.clock()) > 0:

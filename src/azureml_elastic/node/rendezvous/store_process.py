@@ -180,7 +180,7 @@ def enter(
         open_store: function that opens the store of a round, ``None`` where that is not possible.
 
     Raises:
-        RunSucceeded, RunFailed, InterruptedError: see :meth:`Rendezvous.join`.
+        RunSucceeded, RunFailed, NodeLeaving: see :meth:`Rendezvous.join`.
     """
     while True:
         assignment = rendezvous.join()

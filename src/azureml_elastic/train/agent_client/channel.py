@@ -39,7 +39,6 @@ _R = TypeVar("_R", bound=messages.Reply)
 _FLUSH_SECONDS = 5.0
 _TRANSFER_SECONDS = 3600.0
 """Time for the agent to send a shard to another node; it gives up much sooner where nothing moves."""
-_LONGEST_TEXT = 2000
 _STRONGEST_FIRST: tuple[Action, ...] = ("leave", "rejoin", "save")
 
 
@@ -97,9 +96,14 @@ class ChannelAgent:
         leave_sigterm_to_the_agent()
         self._send(messages.Hello(identity.local_rank, identity.rank, identity.round))
 
-    def connected(self) -> None:
+    def report(self, report: messages.Report) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        self._send(messages.Connected())
+        ends = isinstance(report, messages.LastReport)
+        with self._changed:  # the reader agrees to no further boundary, unless this process goes on in another round
+            self._ended = self._ended or (ends and not (self.stays and isinstance(report, messages.Stopped)))
+        self._send(report)
+        if ends and not self._client.flush(_FLUSH_SECONDS):
+            _LOG.warning("The agent has not taken %r within %g s.", report, _FLUSH_SECONDS)
 
     def pointer(self) -> Reference | None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
@@ -109,10 +113,6 @@ class ChannelAgent:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
         commit = messages.Commit(reference.directory, reference.step, reference.digest, stall_seconds)
         self._request(commit, messages.Accepted)
-
-    def damaged(self, directory: str, problems: str) -> None:
-        """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        self._send(messages.Damaged(directory, problems[:_LONGEST_TEXT]))
 
     def restored(self, step: int, directory: str | None) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
@@ -129,30 +129,6 @@ class ChannelAgent:
         self._send(messages.Step(step, samples))
         actions = {boundary.action for boundary in due if self._decision(boundary)}
         return next((action for action in _STRONGEST_FIRST if action in actions), None)
-
-    def report_restored(self, step: int) -> None:
-        """Report where training starts; for engines, whose workers take no part in boundaries."""
-        self._send(messages.Restored(step, None))
-
-    def report_step(self, step: int) -> None:
-        """Report a completed step; for engines."""
-        self._send(messages.Step(step, 0))
-
-    def logged(self, step: int, values: dict[str, float]) -> None:
-        """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        self._send(messages.Logged(step, values))
-
-    def busy(self, *, bounded: bool = True) -> None:
-        """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        self._send(messages.Busy(bounded))
-
-    def free(self) -> None:
-        """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        self._send(messages.Free())
-
-    def expects(self, steps: int) -> None:
-        """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        self._send(messages.Expects(steps))
 
     def when_interrupted(self, callback: Callable[[], None]) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
@@ -191,14 +167,6 @@ class ChannelAgent:
         request = messages.ReplicateShard(shard.folder, shard.file, rank)
         self._request(request, messages.Accepted, _TRANSFER_SECONDS)
 
-    def retain_snapshot(self, folder: str) -> None:
-        """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        self._send(messages.RetainSnapshot(folder))
-
-    def discard_snapshot(self, folder: str) -> None:
-        """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        self._send(messages.DiscardSnapshot(folder))
-
     def held_shards(self) -> list[HeldShard]:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
         return self._request(messages.HeldShards(), messages.ShardsReply).held
@@ -225,28 +193,9 @@ class ChannelAgent:
         )
         return self._identity
 
-    def stopped(self, step: int) -> None:
-        """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        self._end(messages.Stopped(step), for_good=not self.stays)
-
-    def finished(self, step: int) -> None:
-        """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        self._end(messages.Finished(step))
-
-    def gave_way(self) -> None:
-        """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        self._end(messages.GaveWay())
-
     def close(self) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
         self._client.close()
-
-    def _end(self, message: messages.Stopped | messages.Finished | messages.GaveWay, *, for_good: bool = True) -> None:
-        with self._changed:
-            self._ended = for_good
-        self._send(message)
-        if not self._client.flush(_FLUSH_SECONDS):
-            _LOG.warning("The agent has not taken %r within %g s.", message, _FLUSH_SECONDS)
 
     def _send(self, message: messages.WorkerMessage) -> None:
         self._client.send(messages.FROM_WORKER.encode(message))

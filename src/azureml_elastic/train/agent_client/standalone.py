@@ -28,6 +28,7 @@ from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.errors import CheckpointDamaged, ElasticError, Fenced
 from azureml_elastic.ipc.agent_interface import EXIT_TERMINATED, Action, HandedOverState, WorkerIdentity
 from azureml_elastic.ipc.shards import HeldShard, ShardDescription
+from azureml_elastic.ipc.worker_messages import Report
 
 __all__ = ["POINTER", "StandaloneAgent"]
 
@@ -60,7 +61,7 @@ class StandaloneAgent:
         if self._listens:
             self._previous = signal.signal(signal.SIGTERM, self._on_signal)
 
-    def connected(self) -> None:
+    def report(self, report: Report) -> None:
         """Nobody to tell."""
 
     def pointer(self) -> Reference | None:
@@ -109,9 +110,6 @@ class StandaloneAgent:
         self._storage.replace(POINTER, json.dumps(reference.to_json()).encode() + b"\n")
         self._latest = reference
 
-    def damaged(self, directory: str, problems: str) -> None:
-        """Nobody to tell."""
-
     def restored(self, step: int, directory: str | None) -> None:
         """Nobody to tell."""
 
@@ -119,18 +117,6 @@ class StandaloneAgent:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
         del step, samples
         return "leave" if self._terminated else None
-
-    def logged(self, step: int, values: dict[str, float]) -> None:
-        """Nobody to tell."""
-
-    def busy(self, *, bounded: bool = True) -> None:
-        """Nobody to tell."""
-
-    def free(self) -> None:
-        """Nobody to tell."""
-
-    def expects(self, steps: int) -> None:
-        """Nobody to tell."""
 
     def when_interrupted(self, callback: Callable[[], None]) -> None:
         """Nobody interrupts."""
@@ -168,12 +154,6 @@ class StandaloneAgent:
         """
         raise ElasticError(f"There is no agent to send {shard.folder} to rank {rank}.")
 
-    def retain_snapshot(self, folder: str) -> None:
-        """Nobody to tell."""
-
-    def discard_snapshot(self, folder: str) -> None:
-        """Nobody to tell."""
-
     def held_shards(self) -> list[HeldShard]:
         """Nobody has kept anything."""
         return []
@@ -188,15 +168,6 @@ class StandaloneAgent:
             ElasticError: always.
         """
         raise ElasticError("There is no agent to wait for.")
-
-    def stopped(self, step: int) -> None:
-        """Nobody to tell."""
-
-    def finished(self, step: int) -> None:
-        """Nobody to tell."""
-
-    def gave_way(self) -> None:
-        """Nobody to tell."""
 
     def close(self) -> None:
         """Give SIGTERM back."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, default_collate
@@ -21,9 +21,25 @@ from azureml_elastic.train.data.batching import Batching
 from azureml_elastic.train.data.position import LoaderState, MicroBatch, Position
 from azureml_elastic.train.data.sampling import Cursor
 
-__all__ = ["ElasticLoader", "LoaderContext", "require_foreign", "to_device"]
+__all__ = ["ElasticLoader", "LoaderContext", "StepCalls", "require_foreign", "to_device"]
 
 _OURS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last")
+
+
+class StepCalls(Protocol):
+    """What loaders tell of the steps that they have batches for: to a session, or to the position alone."""
+
+    def take(self, loader: LoaderState, micro: MicroBatch) -> bool:
+        """Begin a micro-batch that is about to be yielded; return whether the round is still that of its window."""
+
+    def repeat(self, loader: LoaderState) -> None:
+        """Begin a step that is discarded, after the last one of the epoch."""
+
+    def leave(self, loader: LoaderState) -> None:
+        """End a step that the script has left before its commit."""
+
+    def ended(self, loader: LoaderState, cursor: Cursor) -> None:
+        """Record the end of an epoch, whose size was unknown before."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +47,7 @@ class LoaderContext:
     """Settings of an elastic loader beside its data.
 
     Args:
+        steps: receiver of calls; ``None`` for the position alone
         loader_class: ``torch.utils.data.DataLoader``, or a class of the same arguments, such as torchdata's
             ``StatefulDataLoader``
         options: further arguments of that class
@@ -41,6 +58,7 @@ class LoaderContext:
     batching: Batching
     loader_class: type[DataLoader[Any]] = DataLoader
     options: Mapping[str, Any] = field(default_factory=dict)
+    steps: StepCalls | None = None
 
 
 class ElasticLoader(ABC):
@@ -52,6 +70,7 @@ class ElasticLoader(ABC):
         self._state = state
         self._context = context
         self._position = context.position
+        self._steps: StepCalls = context.steps or context.position
         self._batching = context.batching
         self._collate = context.options.get("collate_fn") or default_collate
         self._generator = torch.Generator()
@@ -82,7 +101,7 @@ class ElasticLoader(ABC):
             UsageError: ``run.commit()`` was not called after the last batch.
         """
         position, state = self._position, self._state
-        state.open = None  # an epoch that was left in the middle of a step
+        self._steps.leave(state)  # an epoch that was left in the middle of a step
         if not position.in_epochs and self.over:
             state.cursor = Cursor(state.cursor.epoch + 1)
         epoch, resumed, again = state.cursor.epoch, state.cursor.consumed > 0, True
@@ -92,11 +111,8 @@ class ElasticLoader(ABC):
             begin = (state.cursor.epoch, state.cursor.consumed)
             self._generator.manual_seed(seed_of(self._spec.seed, *begin, position.identity.rank))
             for micro, batch in self.batches():
-                if micro.index == 0 and position.code_pending and generation == position.generation:
-                    position.when_continued()
-                if generation != position.generation:
-                    break  # the round has changed while the batch was fetched
-                position.take(state, micro)
+                if generation != position.generation or not self._steps.take(state, micro):
+                    break  # the round has changed while the batch was fetched, or before its step could begin
                 self._last_epoch = epoch
                 yield to_device(batch, self._context.device)
                 dropped = micro.last and state.open is None and state.cursor != micro.window.after
@@ -111,7 +127,7 @@ class ElasticLoader(ABC):
             # that its variables are set for the code after the loop, which has not run.
             self._last_epoch = epoch
             batch = self.filler()
-            position.repeat(state)
+            self._steps.repeat(state)
             yield to_device(batch, self._context.device)
             state.require_committed()
 

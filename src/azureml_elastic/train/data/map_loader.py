@@ -55,6 +55,21 @@ class MapLoader(ElasticLoader):
         self._state.cursor = cursor
 
     @property
+    def current(self) -> MicroBatch | None:
+        """Micro-batch that is being trained."""
+        return self._state.open
+
+    def pass_over(self) -> None:
+        """Go on after the current window without counting it."""
+        if self._state.open is not None:
+            self._state.cursor = self._state.open.window.after
+            self.leave()
+
+    def leave(self) -> None:
+        """Leave the current window without counting it."""
+        self._steps.leave(self._state)
+
+    @property
     def global_batch_size(self) -> int:
         """Number of samples of a step at the reference world size."""
         return int(self._spec.global_batch_size)

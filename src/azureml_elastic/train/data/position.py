@@ -6,7 +6,7 @@ until they are trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,10 +86,6 @@ class LoaderState:
             )
 
 
-def _ignore(*_: object) -> None:
-    """Do nothing."""
-
-
 @dataclass(eq=False)
 class Position:
     """The positions of all loaders.
@@ -101,14 +97,7 @@ class Position:
         generation: number of round changes in this process
         epoch: current epoch of ``run.epochs()``
         in_epochs: whether the script is inside ``run.epochs()``
-        code_pending: whether a step is complete, but not the script's code that follows it: the rest of the body of
-            ``run.epochs()`` after an epoch's last step, or what a training stack does after a step
         loaders: loader states by name
-        when_opened: callback before a micro-batch is trained
-        when_ended: callback at the end of an epoch whose size was unknown before, with the cursor there
-        when_entered: callback after the round has changed
-        when_continued: callback before another step, where the code after the last one was pending
-        when_repeated: callback before a step that is discarded, see :meth:`repeat`
     """
 
     identity: WorkerIdentity
@@ -116,13 +105,7 @@ class Position:
     generation: int = 0
     epoch: int = 0
     in_epochs: bool = False
-    code_pending: bool = False
     loaders: dict[str, LoaderState] = field(default_factory=dict)
-    when_opened: Callable[[LoaderState, MicroBatch], None] = _ignore
-    when_ended: Callable[[LoaderState, Cursor], None] = _ignore
-    when_entered: Callable[[], None] = _ignore
-    when_continued: Callable[[], None] = _ignore
-    when_repeated: Callable[[], None] = _ignore
     _saved: dict[str, dict[str, Any]] = field(default_factory=dict)
     _trained: int = 0
 
@@ -171,21 +154,25 @@ class Position:
         """Enter another round; batches that were fetched for the shares of the last one are not used."""
         self.identity = identity
         self.generation += 1
-        self.when_entered()
 
-    def take(self, loader: LoaderState, micro: MicroBatch) -> None:
+    def take(self, loader: LoaderState, micro: MicroBatch) -> bool:
         """Open a micro-batch; the window before it must be committed."""
         if micro.index == 0:
             loader.require_committed()
         loader.open = micro
-        self.when_opened(loader, micro)
+        return True
 
     def repeat(self, loader: LoaderState) -> None:
         """Open a step that is discarded, after the last one of the epoch."""
         loader.require_committed()
         loader.open = MicroBatch(Window((), 0, loader.cursor, loader.cursor, None, ends_epoch=True), 0, 0.0)
-        self.code_pending = True
-        self.when_repeated()
+
+    def leave(self, loader: LoaderState) -> None:
+        """Close a loader's window without counting it."""
+        loader.open = None
+
+    def ended(self, loader: LoaderState, cursor: Cursor) -> None:
+        """An epoch whose size was unknown ends here; there is nothing to record."""
 
     def require_whole(self) -> None:
         """Raise ``UsageError`` if the current step has more micro-batches."""
@@ -207,8 +194,11 @@ class Position:
                 "Give the loaders the same global_batch_size and lengths, or drop_last=True."
             )
 
-    def commit(self) -> None:
-        """Count the open windows, which must be whole, as trained."""
+    def commit(self) -> bool:
+        """Count the open windows, which must be whole, as trained; return whether that ends the data of an epoch.
+
+        The rest of the body of ``run.epochs()`` then belongs to the step.
+        """
         self.require_whole()
         ending = False
         for loader in self.opened:
@@ -216,18 +206,12 @@ class Position:
             ending = ending or loader.open.window.ends_epoch
             self._trained += loader.open.window.count
             loader.cursor, loader.open = loader.open.window.after, None
-        self.code_pending = self.in_epochs and ending
+        return self.in_epochs and ending
 
     def take_trained(self) -> int:
         """Return the number of samples over all ranks that were counted as trained since the last call."""
         trained, self._trained = self._trained, 0
         return trained
-
-    def pass_over(self) -> None:
-        """Go on after the open windows without counting them."""
-        for loader in self.opened:
-            assert loader.open is not None
-            loader.cursor, loader.open = loader.open.window.after, None
 
     def drop(self) -> None:
         """Close the open windows without counting them."""
@@ -238,7 +222,6 @@ class Position:
         """Advance to the next epoch."""
         self.drop()
         self.epoch += 1
-        self.code_pending = False
         for loader in self.loaders.values():
             loader.cursor = Cursor(self.epoch)
         self._saved = {name: each for name, each in self._saved.items() if name in self.loaders}

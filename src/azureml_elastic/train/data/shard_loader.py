@@ -75,7 +75,7 @@ class ShardLoader(ElasticLoader):
                 yield MicroBatch(window, own, weight(own, window.count, world_size), index, last, part.seed), part.batch
             cursor, mine, window = window.after, mine_after, after
         if position.generation == generation:
-            position.when_ended(self._state, cursor)
+            self._steps.ended(self._state, cursor)
             if not position.in_epochs:
                 self._state.cursor = Cursor(cursor.epoch + 1)
 

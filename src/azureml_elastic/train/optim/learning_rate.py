@@ -21,17 +21,18 @@ from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data.position import Position, Window
 from azureml_elastic.train.data.sampling import DataSpec, LoaderSpec
 from azureml_elastic.train.optim.scaling import Scale, adam_betas
+from azureml_elastic.train.step_state import StepMachine
 
 __all__ = ["LearningRate"]
 
 
 class LearningRate:
-    """The learning rate factor of all tracked optimizers; ``discarded`` returns whether the step is discarded."""
+    """The learning rate factor of all tracked optimizers in the steps of a process."""
 
-    def __init__(self, policy: BatchPolicy, position: Position, discarded: Callable[[], bool]) -> None:
+    def __init__(self, policy: BatchPolicy, position: Position, steps: StepMachine) -> None:
         self._policy = policy if isinstance(policy, FixedPerWorkerBatch) else None
         self._position = position
-        self._discarded = discarded
+        self._steps = steps
         self._hooked: list[_HookedOptimizer] = []
         self._scale: Scale | None = None
         self._progress = 0.0  # of schedules, in steps of the reference
@@ -114,7 +115,7 @@ class LearningRate:
         return max((float(value) for pair in momenta for value in pair), default=0.0)
 
     def _before_step(self, optimizer: Optimizer) -> tuple[float, float | None]:
-        if self._discarded():
+        if self._steps.discarded:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None

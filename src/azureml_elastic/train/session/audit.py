@@ -23,10 +23,14 @@ class Audit:
 
     Args:
         run_dir: folder of the run, ``None`` to record nothing
+
+    Attributes:
+        records: whether anything is recorded
     """
 
     def __init__(self, run_dir: Path | None) -> None:
         self._folder = None if run_dir is None else run_dir / "samples"
+        self.records = run_dir is not None
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
         self._descriptor = -1

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.config.checkpoint import NonFinitePolicy
 from azureml_elastic.distributed.device import Fetched, device_of
-from azureml_elastic.errors import NonFiniteError
+from azureml_elastic.errors import NonFiniteError, RollbackRequired
 
 __all__ = ["FinitenessWatch"]
 
@@ -64,7 +64,8 @@ class FinitenessWatch:
         """Test what the step has computed, and respond to what the device has computed so far.
 
         Raises:
-            NonFiniteError: a step was not finite, and the policy is not to warn.
+            NonFiniteError: a step was not finite, and the policy ends the run.
+            RollbackRequired: the weights are not finite, and the policy restarts the run.
         """
         losses, self._losses = self._losses, []
         if losses or self._probes:
@@ -114,7 +115,7 @@ class FinitenessWatch:
                 f'The {what} of step {step} {"are" if weights else "is"} NaN or infinite, and on_nonfinite="stop" ends '
                 "the run. The last checkpoint is of finite weights."
             )
-        raise RuntimeError(
+        raise RollbackRequired(
             f'The weights of step {step} are NaN or infinite, and on_nonfinite="rollback" restarts the run from its '
             "last checkpoint, whose weights are finite."
         )

@@ -8,7 +8,7 @@ of a committed step at once, both when their copies have arrived, in the order o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 
 from azureml_elastic.distributed.device import Fetched, device_of
 from azureml_elastic.errors import UsageError
+from azureml_elastic.ipc.agent_interface import Agent
+from azureml_elastic.ipc.worker_messages import Logged
 from azureml_elastic.ledger.metric_names import MOST_VALUES, name_problem
 
 __all__ = ["LoggedValues"]
@@ -25,11 +27,11 @@ class LoggedValues:
     """Values of the step in progress and of committed steps that were not sent yet.
 
     Args:
-        send: function that sends the values of a step by name
+        agent: receiver of the values of each step
     """
 
-    def __init__(self, send: Callable[[int, dict[str, float]], None]) -> None:
-        self._send = send
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
         self._in_progress: dict[str, float | Fetched] = {}
         self._committed: deque[tuple[int, dict[str, float | Fetched]]] = deque()
         self._names: set[object] = set()
@@ -92,7 +94,7 @@ class LoggedValues:
                 for name, value in values.items()
             )
             while part := dict(islice(numbers, MOST_VALUES)):
-                self._send(step, part)
+                self._agent.report(Logged(step, part))
 
 
 def _number(name: str, value: Any) -> float | Fetched:

@@ -32,11 +32,14 @@ from azureml_elastic.distributed.process_groups import ProcessGroups, is_peer_er
 from azureml_elastic.distributed.stuck_collective import is_stuck
 from azureml_elastic.errors import ElasticError, RoundBroken
 from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, WorkerIdentity
+from azureml_elastic.ipc.worker_messages import Connected, GaveWay, Stopped
 from azureml_elastic.train.data.position import Position
+from azureml_elastic.train.optim.learning_rate import LearningRate
 from azureml_elastic.train.session.context import SessionContext
 from azureml_elastic.train.session.exit_hooks import leave_quickly
 from azureml_elastic.train.session.training_state import TrainingState
 from azureml_elastic.train.session.update_guard import UpdateGuard
+from azureml_elastic.train.step_state import StepMachine
 
 __all__ = ["ProcessGroupLifecycle"]
 
@@ -61,42 +64,47 @@ class ProcessGroupLifecycle:
         world: process groups of the round
         position: position in the data
         updates: guard of the optimizers' updates
-        training_state: state that is handed over and restored, set by the session
-        discarded: whether the current step does not count: its round has ended, or it repeats code after a resume
-        over: whether the session has ended, so that no state is handed over
+        runs_behind: whether updates need it: the device runs behind the host, and an agent holds what is handed over
         exits_quickly: whether this process ends without the interpreter's teardown, so that the kernel releases what it
             holds
     """
 
-    def __init__(self, context: SessionContext) -> None:
+    def __init__(self, context: SessionContext, steps: StepMachine, position: Position, rate: LearningRate) -> None:
         self._agent = context.agent
         self._audit = context.audit
-        self.training_state: TrainingState | None = None
+        self._steps = steps
+        self._training_state: TrainingState | None = None  # none before the first round is entered
         self.models: list[ElasticDataParallel] = []
         self._made_before_track: list[ElasticDataParallel] = []
         self._undo: Callable[[], None] | None = None
-        self.discarded = False
-        self.over = False
         self.exits_quickly = False
-        self._leaving = False
         self.device = pick_device(context.identity)
         self._device = device_of(self.device)
         self.updates = UpdateGuard(self._device, self._agent)
+        self.runs_behind = self._device.runs_behind and self._agent.holds_snapshots
         self.world = ProcessGroups(self._first_place() if self._agent.stays else context.identity, self.device)
         self._thread = threading.get_ident()
         self._agent.when_interrupted(self._on_interrupt)
         self._open()
         self.updates.enter(self.world.identity.world_size)
-        self.position = Position(self.world.identity)
+        self.position = position
+        position.identity = self.world.identity
         self._audit.enter(self.world.identity)
+        self._training_state = TrainingState(context, self.world, position, rate, steps)
+
+    @property
+    def state(self) -> TrainingState:
+        """The training state, which is restored, saved and handed over."""
+        assert self._training_state is not None
+        return self._training_state
 
     def parallel(self, model: nn.Module, **options: Any) -> nn.Module:
         """Return a module that averages the gradients of a model over the ranks of every round. A collective."""
         with self.guard(stay=False):
             absorb = self._absorb if self._agent.stays else lambda _: False
-            before_track = self.training_state is None or self.training_state.tracked is None
+            before_track = self.state.tracked is None
             awaits = before_track and self._state_follows()
-            made = ElasticDataParallel(model, absorb, lambda: self.discarded, awaits_state=awaits, **options)
+            made = ElasticDataParallel(model, absorb, lambda: self._steps.discarded, awaits_state=awaits, **options)
             self.models.append(made)
             if before_track:
                 self._made_before_track.append(made)
@@ -104,7 +112,7 @@ class ProcessGroupLifecycle:
 
     def settle_weights(self) -> None:
         """Make the weights of models that have awaited a state equal on all ranks. A collective, after a restore."""
-        modules = self._tracked.modules if self._state.weights_restored else []
+        modules = self._tracked.modules if self.state.weights_restored else []
         restored = {id(parameter) for module in modules for parameter in module.parameters()}
         for model in self.models:
             model.settle(restored)
@@ -119,7 +127,7 @@ class ProcessGroupLifecycle:
         """Wait for a step whose update was not guarded, or has collectives behind it, before it is counted."""
         if not self.updates.step_is_covered():
             # What has changed the state is not known here, so it is that of no step until everything is complete.
-            self._state.half_step = True
+            self._steps.update()
             with self.guard(stay=False):
                 self.updates.wait()
 
@@ -134,14 +142,14 @@ class ProcessGroupLifecycle:
                     weight.copy_(value)
 
         self._undo = undo_all
-        self.discarded = True
+        self._steps.discard()
 
     def end_discarded_step(self) -> None:
         """Undo the changes of a step that was discarded."""
         assert self._undo is not None
         self._undo()
-        self.discarded = False
         self.position.drop()
+        self._steps.undone()
 
     def begin_pending_code(self, *, changes_state: bool) -> None:
         """Prepare for the script's code that follows a step; if it changes the state, capture what it may change."""
@@ -155,20 +163,20 @@ class ProcessGroupLifecycle:
 
         A collective. The process continues in the next round, or exits.
         """
-        state = self._state
+        state = self.state
         handed_over = not save and self.world.control.all_true(self._can_stay() or state.hand_over())
         if not handed_over:
             with contextlib.suppress(RoundBroken):  # the state is handed over, and saved first by the next worker
                 state.save(must_commit=True)
         if self._can_stay():
-            self._agent.stopped(state.steps)
+            self._agent.report(Stopped(state.steps))
             self._rejoin()
             return
         if not handed_over:
             state.hand_over()
         state.abandon_save()
-        self.over = True
-        self._agent.stopped(state.steps)
+        self._steps.finish()
+        self._agent.report(Stopped(state.steps))
         if self.world.identity.round:
             self.exits_quickly = True
             leave_quickly(self._agent.leave_code)
@@ -188,26 +196,21 @@ class ProcessGroupLifecycle:
 
     def on_uncaught(self, error: BaseException) -> None:
         """Exit with the state handed over if the script ends because one of its own collectives has lost a peer."""
-        if is_peer_error(error) and not self.over and self._agent.wait_interrupted(_PEER_SECONDS):
+        if is_peer_error(error) and not self._steps.over and self._agent.wait_interrupted(_PEER_SECONDS):
             self._give_way()
 
     @property
-    def _state(self) -> TrainingState:
-        assert self.training_state is not None
-        return self.training_state
-
-    @property
     def _tracked(self) -> TrackedState:
-        assert self._state.tracked is not None
-        return self._state.tracked
+        assert self.state.tracked is not None
+        return self.state.tracked
 
     @property
     def _hands_over(self) -> bool:
         """Whether the run could continue from this process's memory, or from it and others', if the round ended now."""
         return (
-            self.training_state is not None
-            and self.training_state.hands_over
-            and not (self.position.code_pending and self._tracked.scales_gradients)
+            self._training_state is not None
+            and self._training_state.hands_over
+            and not (self._steps.pending and self._tracked.scales_gradients)
         )
 
     def _state_follows(self) -> bool:
@@ -215,8 +218,7 @@ class ProcessGroupLifecycle:
 
         Sending the weights of rank 0 to all before, as data parallelism does, takes as long as sending the state.
         """
-        live = self.training_state is not None and self.training_state.holds_full_state
-        whole = live or any(each.part is None for each in self._agent.handed_over())
+        whole = self.state.holds_full_state or any(each.part is None for each in self._agent.handed_over())
         return not self.world.control.all_true(not whole)
 
     def _is_interrupted(self, error: BaseException) -> bool:
@@ -228,14 +230,14 @@ class ProcessGroupLifecycle:
             self._agent.stays
             and self._device.may_stay
             and self._hands_over
-            and self._state.holds_full_state
+            and self.state.holds_full_state
             and self.world.owns_group
-            and not self.position.code_pending
+            and not self._steps.pending
             and not self._tracked.scales_gradients
         )
 
     def _before_update(self, *_: Any) -> None:
-        if torch.compiler.is_compiling() or self.discarded or self._leaving:
+        if torch.compiler.is_compiling() or self._steps.discarded or self._steps.reading:
             return  # a compiled step would wait when it is compiled, and never again: complete_update() does
         with self.guard():
             self.updates.before_update()
@@ -252,17 +254,22 @@ class ProcessGroupLifecycle:
         if not self._settle_device():
             self._exit()
         self._tracked.drop_gradients()
+        if self._steps.discarded:
+            # The second loss in one step. What the script has changed in it belongs to no step, and must not be sent to
+            # others, nor be taken for the beginning of the step that is discarded next.
+            assert self._undo is not None
+            self._undo()
         while True:
-            self._state.abandon_save()
+            self.state.abandon_save()
             try:
                 self._agent.park()
                 self.world.close(self.models)  # which takes a while; the agents form the next round meanwhile
                 self.world.identity = self._agent.wait_for_place()
                 self.world.open()
-                self._agent.connected()
+                self._agent.report(Connected())
                 for model in self.models:  # the collectives that a new process makes model by model
                     model.reform(awaits_state=model in self._made_before_track and self._state_follows())
-                self._state.enter()
+                self.state.enter()
                 self.settle_weights()
                 break
             except (RuntimeError, ElasticError) as error:
@@ -301,7 +308,7 @@ class ProcessGroupLifecycle:
                 self.world.close()
                 self.world.identity = self._first_place()
             else:
-                self._agent.connected()
+                self._agent.report(Connected())
                 return
 
     def _first_place(self) -> WorkerIdentity:
@@ -314,11 +321,10 @@ class ProcessGroupLifecycle:
 
     def _give_way(self) -> NoReturn:
         """Exit, so that a new process continues from the state that this one hands over."""
-        self._leaving = True
-        undo = self._undo if self.discarded or self.position.code_pending else lambda: None
+        undo = self._undo if self._steps.discarded or self._steps.pending else lambda: None
         if self._settle_device() and self._hands_over and undo is not None:
             undo()
-            self._state.hand_over()
+            self.state.hand_over()
         self._exit()
 
     def _settle_device(self) -> bool:
@@ -339,7 +345,7 @@ class ProcessGroupLifecycle:
         return True
 
     def _exit(self) -> NoReturn:
-        self._agent.gave_way()  # the exit code means nothing to the agent: a script may end with any
+        self._agent.report(GaveWay())  # the exit code means nothing to the agent: a script may end with any
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_AGENT_LOST)

@@ -20,6 +20,7 @@ from torch.profiler import ProfilerAction, profile
 from azureml_elastic.config.profile import Profile, recorded_after
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.ipc.agent_interface import Agent, WorkerIdentity
+from azureml_elastic.ipc.worker_messages import Busy, Free
 
 __all__ = ["Profiling"]
 
@@ -139,11 +140,11 @@ class Profiling:
 
     @contextlib.contextmanager
     def _pause(self) -> Iterator[None]:
-        self._agent.busy()
+        self._agent.report(Busy())
         try:
             yield
         finally:
-            self._agent.free()
+            self._agent.report(Free())
 
     @contextlib.contextmanager
     def _safely(self) -> Iterator[None]:

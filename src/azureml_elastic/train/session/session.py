@@ -2,53 +2,96 @@
 
 The session counts the optimizer steps that the run has completed, and the position in its data. ``run.commit()`` is the
 commit point of a step: everything that may interrupt training happens there, between two steps.
+
+This is the interface of scripts alone: what a call does is in the parts that
+:class:`~azureml_elastic.train.session.run.Run` holds.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 from typing_extensions import Self
 
-from azureml_elastic.checkpoint.state.tracked_state import TrackedState
-from azureml_elastic.config import FixedPerWorkerBatch
 from azureml_elastic.distributed.device import device_of
-from azureml_elastic.errors import UsageError
-from azureml_elastic.train.integrations.deepspeed.session_config import config_for
-from azureml_elastic.train.optim.gradient_averaging import require_averaging
+from azureml_elastic.ipc.worker_messages import Busy, Free
+from azureml_elastic.train.data.deepspeed_config import config_for
+from azureml_elastic.train.data.loader import ElasticLoader, LoaderContext
+from azureml_elastic.train.data.loaders import DataOrder, make_loader
+from azureml_elastic.train.data.map_loader import SizedDataset
+from azureml_elastic.train.data.shard_streams import ShardedDataset
 from azureml_elastic.train.optim.schedule import Schedule
-from azureml_elastic.train.session.context import SessionContext
-from azureml_elastic.train.session.exit_hooks import ExitHooks, all_arrive
-from azureml_elastic.train.session.training import Training
+from azureml_elastic.train.session.evaluation import Evaluation
+from azureml_elastic.train.session.run import Run
 
 __all__ = ["Session"]
 
-_LOG = logging.getLogger(__name__)
 
-_CLOSING_SECONDS = 5.0
-"""Time that a script which has failed waits for the checkpoint that is being written."""
-
-_LEAVING_SECONDS = 15.0
-"""Time that a script which ends before its last epoch waits for all ranks to do the same."""
-
-
-class Session(Training):
+class Session:
     """One process of an elastic run; made by :func:`~azureml_elastic.train.start`."""
 
-    def __init__(self, context: SessionContext) -> None:
-        super().__init__(context)
-        self._not_averaged: list[nn.Module] = []
-        self._exit_hooks = ExitHooks(self._finish_at_exit, self._close_at_exit, self._lifecycle.on_uncaught)
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._lifecycle = run.lifecycle
+        self._steps = run.steps
 
     @property
-    def over(self) -> bool:
-        """Whether the session has ended."""
-        return self._lifecycle.over
+    def steps(self) -> int:
+        """Number of optimizer steps that the run has completed, over all rounds."""
+        return self._run.state.steps
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this process."""
+        return self._lifecycle.device
+
+    @property
+    def rank(self) -> int:
+        """Rank among all processes of the round."""
+        return self._lifecycle.world.identity.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank among the processes of this node."""
+        return self._lifecycle.world.identity.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes of the round."""
+        return self._lifecycle.world.identity.world_size
+
+    @property
+    def round(self) -> int:
+        """Number of the round, 0 without an agent."""
+        return self._lifecycle.world.identity.round
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def epoch(self) -> int:
+        """Current epoch, counted from 0."""
+        return max(self._run.position.epochs)
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether the current step has more micro-batches, so that the optimizer must not step yet."""
+        return self._steps.accumulating
+
+    @property
+    def learning_rate_factor(self) -> float:
+        """Factor of the optimizers' learning rates in the current step; 1 under a fixed global batch."""
+        return self._run.rate.factor
 
     def wrap(self, model: nn.Module, *, average_gradients: bool = True, **options: Any) -> nn.Module:
         """Move a model to this process's device, and average its gradients over the ranks.
@@ -61,31 +104,12 @@ class Session(Training):
         """
         model = model.to(self.device)
         if not average_gradients:
-            self._not_averaged.append(model)
+            self._run.leave_gradients_to_script(model)
             return model
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         options = {"device_ids": [self.device] if device_of(self.device).separate else None, **options}
         return self._lifecycle.parallel(model, **options)
-
-    def deepspeed_config(
-        self, config: Mapping[str, Any], *, global_batch_size: int, micro_batch_size: int | None = None
-    ) -> dict[str, Any]:
-        """Return a copy of a DeepSpeed configuration with the batch sizes of this round.
-
-        Args:
-            config: DeepSpeed's configuration; its ``elasticity`` and ``nebula`` blocks are left out
-            global_batch_size: global batch size of the loader
-            micro_batch_size: micro-batch size of the loader, if any
-
-        Raises:
-            UsageError: the configuration has another global batch, or an accumulation that the loader does not have.
-        """
-        batching = replace(self._batching, micro_batch_size=micro_batch_size)
-        size = batching.window_size(global_batch_size, self.world_size)
-        if config.get("train_batch_size") == global_batch_size:  # at the reference world size
-            config = {**config, "train_batch_size": size}
-        return config_for(config, size, self.world_size, micro_batch_size)
 
     def track(self, *, partial: Collection[str] = (), **objects: Any) -> int:
         """Register what a checkpoint holds, and restore it if the run has a checkpoint.
@@ -110,34 +134,69 @@ class Session(Training):
             CheckpointError: the newest checkpoint could not be determined.
             Fenced: a newer round has taken over.
         """
-        if self._state.tracked is not None:
-            names = self._state.tracked.names
-            raise UsageError(f"run.track() was called before, with {names}. Give all objects in one call.")
-        if (self.world_size > 1 or self._context.can_grow) and not self._batching.exact:
-            require_averaging(objects, self._not_averaged, self.world_size)
-        if unknown := sorted(set(partial) - objects.keys()):
-            raise UsageError(f"partial={unknown} is not among the tracked objects {sorted(objects)}. Give their names.")
-        state = TrackedState(objects, self._on_optimizer_step, partial)
-        if isinstance(self._context.batch, FixedPerWorkerBatch) and any(
-            not isinstance(scheduler, Schedule) for scheduler in state.schedulers_of_engines
-        ):
-            raise UsageError(
-                "The DeepSpeed engine has a scheduler that counts steps, but the samples of a step depend on the world "
-                "size. Leave it out of the configuration: deepspeed.initialize(lr_scheduler=run.schedule(scheduler))."
-            )
-        self._gradients.attach(state)
-        self._lifecycle.guard_updates(state)  # before the hooks that scale learning rates: a state handed over has none
-        self._rate.attach(state.optimizers)
-        with self._lifecycle.guard(stay=False):
-            self._state.track(state)
-            self._lifecycle.settle_weights()
-        if self._context.profiling is not None:
-            self._context.profiling.between_steps(self._lifecycle.world.identity, self.steps)
-        if self._replica is not None and not state.replicated:
-            # The last of the hooks: a rank knows by the others that its own gradients are complete before it says so.
-            for optimizer in state.optimizers:
-                optimizer.register_step_pre_hook(self._before_update)
-        return self.steps
+        return self._run.track(objects, partial)
+
+    def loader(
+        self,
+        dataset: SizedDataset | ShardedDataset,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        name: str = "train",
+        loader_class: type[DataLoader[Any]] = DataLoader,
+        **options: Any,
+    ) -> ElasticLoader:
+        """Make a training loader; for evaluation see :meth:`evaluate`.
+
+        ``len(loader)`` is the number of batches that an iteration which begins now yields on this rank, so the rest of
+        the epoch after a resume; loaders of shards have none. Schedules count ``loader.steps_per_epoch``.
+
+        Args:
+            dataset: map-style dataset, or one in shards; the same on all ranks and over all restarts
+            global_batch_size: number of samples of one optimizer step over all ranks, at any world size; under
+                :class:`~azureml_elastic.FixedPerWorkerBatch` at the reference world size
+            micro_batch_size: limit on the samples of one forward and backward pass of a rank, for loops that check
+                ``run.accumulating``; ``None`` for no limit
+            seed: random seed of the order
+            shuffle: whether the order is random; for a dataset in shards, the order of the shards
+            drop_last: whether the incomplete batch at the end of an epoch is left out
+            name: name of the loader, for scripts with several
+            loader_class: ``DataLoader``, or a class of the same arguments such as torchdata's ``StatefulDataLoader``
+            options: further arguments of the class: ``num_workers``, ``collate_fn``, ...
+
+        Raises:
+            UsageError: the name is taken, the data differ from those of the checkpoint, or the dataset has neither a
+                length nor shards.
+        """
+        run = self._run
+        batching = replace(run.batching, micro_batch_size=micro_batch_size)
+        context = LoaderContext(run.position, self.device, batching, loader_class, options, run.steps)
+        order = DataOrder(name, global_batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last)
+        return make_loader(dataset, order, context, run.steps.add_up)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the epochs that remain of ``count``, the interrupted one first.
+
+        The run never resumes from a checkpoint between the last step of an epoch and the end of the loop's body, so
+        what follows the loop over the loader (an evaluation, a scheduler's step) runs once for each epoch.
+        """
+        return self._steps.epochs(count)
+
+    def backward(self, loss: torch.Tensor, *, count: int | torch.Tensor | None = None) -> None:
+        """Compute gradients whose mean over the ranks is the mean over all samples of the step.
+
+        Args:
+            loss: mean over the samples of this rank's batch, a tensor of one element
+            count: number of elements in this batch if the loss is a mean over elements other than samples, such as the
+                tokens of sentences
+
+        Raises:
+            UsageError: there is no batch, or the loss has several elements.
+        """
+        self._steps.backward(loss, count)
 
     def commit(self) -> None:
         """Commit an optimizer step: count its samples as trained. A collective.
@@ -152,21 +211,7 @@ class Session(Training):
             Fenced: a newer round has taken over.
             SystemExit: another process continues; the state is saved.
         """
-        self._commit()
-
-    def _commit(self, **pending: bool) -> None:
-        """Commit a step; for the arguments see :meth:`StepCommits.completed`."""
-        self._require_tracked("commit")
-        if self._position.loaders and not self._position.opened:
-            raise UsageError("run.commit() was called without a batch: call it once in each iteration over the loader.")
-        if not self._lifecycle.discarded:
-            if self._schedule_check is not None:
-                self._schedule_check.end_step(self._state.tracked)
-            self._position.require_whole()
-            self._rate.begin()
-            self._rate.commit(self._position.first_window)
-            self._position.commit()
-        self._commits.completed(**pending)
+        self._steps.commit()
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Log values of a step, such as the loss, to the run's metrics. Only the call on rank 0 has an effect.
@@ -184,12 +229,7 @@ class Session(Training):
         Raises:
             UsageError: nothing is tracked, the session is over, or, on rank 0, a name or a value is not allowed.
         """
-        self._require_tracked("log")
-        if self._lifecycle.world.identity.rank or self._lifecycle.discarded:
-            return
-        position = self._position
-        in_progress = self._state.half_step or not position.loaders or bool(position.opened)
-        self._values.add(values, None if in_progress else self._state.steps)
+        self._steps.log(values)
 
     def save(self, *, wait: bool = False) -> None:
         """Take a checkpoint of the last committed step, besides those of the checkpoint policy. A collective.
@@ -207,12 +247,92 @@ class Session(Training):
             CheckpointError: a checkpoint could not be written, or not committed with ``wait=True``.
             Fenced: a newer round has taken over.
         """
-        self._require_tracked("save")
-        if self._state.half_step or (self._position.opened and not self._lifecycle.discarded):
-            raise UsageError(
-                "run.save() was called within a step. Call it after run.commit(), which completes the step."
-            )
-        self._commits.save(wait=wait)
+        self._steps.save(wait=wait)
+
+    def evaluate(
+        self,
+        measure: Callable[[Any], Mapping[str, torch.Tensor | float]],
+        dataset: SizedDataset,
+        *,
+        batch_size: int,
+        **options: Any,
+    ) -> dict[str, float]:
+        """Measure the model on a dataset, each sample once, together with all ranks. A collective.
+
+        Tracked modules are in evaluation mode meanwhile, and no gradients are computed. The result does not depend on
+        the world size. All ranks call ``measure`` equally often: some repeat a batch, whose result is dropped.
+
+        Args:
+            measure: function that takes a batch of ``DataLoader`` on the device, and returns sums over its samples by
+                name
+            dataset: map-style dataset, the same on all ranks
+            batch_size: number of samples of a batch
+            options: further arguments of ``DataLoader``
+
+        Returns:
+            The sums over all samples, divided by their number, by name.
+
+        Raises:
+            UsageError: the dataset is empty, or the session is over.
+        """
+        evaluation, tracked = Evaluation(measure, dataset, batch_size, options), self._run.state.tracked
+        agent = self._run.context.agent
+        agent.report(Busy())
+        try:
+            return evaluation.run(self._lifecycle, [] if tracked is None else tracked.modules)
+        finally:
+            agent.report(Free())
+
+    def schedule(self, scheduler: LRScheduler) -> Schedule:
+        """Return a learning rate scheduler that counts samples, made of one that is stepped each step.
+
+        It then has the same effect at any world size: under a fixed batch per worker, a step trains more samples the
+        more ranks there are. Track and step the result.
+
+        Args:
+            scheduler: torch's scheduler, in steps of ``global_batch_size`` samples
+
+        Raises:
+            UsageError: it follows a metric.
+        """
+        return Schedule(scheduler, self._steps.steps_of_schedule)
+
+    def mesh(self, *, tensor_parallel: int = 1) -> DeviceMesh:
+        """Return the device mesh of the round, to shard a model on with ``fully_shard(model, mesh=run.mesh())``.
+
+        Its dimensions are ``"replicate"`` and ``"shard"``: the model is sharded over the workers of
+        ``ElasticDistribution.nodes_per_replica`` nodes, one by default, and replicated between these. With
+        ``tensor_parallel`` there is a third one, ``"tensor"``, for ``parallelize_module``; ``fully_shard`` then takes
+        ``mesh["replicate", "shard"]``. The ranks along ``"tensor"`` train the same samples.
+
+        Called once on all ranks, before :meth:`loader` and :meth:`track`. A collective.
+
+        Args:
+            tensor_parallel: number of workers of a node that compute a layer together
+
+        Raises:
+            UsageError: called twice or too late, or the workers cannot be divided so.
+        """
+        return self._run.mesh(tensor_parallel)
+
+    def deepspeed_config(
+        self, config: Mapping[str, Any], *, global_batch_size: int, micro_batch_size: int | None = None
+    ) -> dict[str, Any]:
+        """Return a copy of a DeepSpeed configuration with the batch sizes of this round.
+
+        Args:
+            config: DeepSpeed's configuration; its ``elasticity`` and ``nebula`` blocks are left out
+            global_batch_size: global batch size of the loader
+            micro_batch_size: micro-batch size of the loader, if any
+
+        Raises:
+            UsageError: the configuration has another global batch, or an accumulation that the loader does not have.
+        """
+        batching = replace(self._run.batching, micro_batch_size=micro_batch_size)
+        size = batching.window_size(global_batch_size, self.world_size)
+        if config.get("train_batch_size") == global_batch_size:  # at the reference world size
+            config = {**config, "train_batch_size": size}
+        return config_for(config, size, self.world_size, micro_batch_size)
 
     def finish(self) -> None:
         """Commit the last checkpoint, so that the same script started again trains nothing twice. A collective.
@@ -223,33 +343,7 @@ class Session(Training):
         Raises:
             CheckpointError: the last checkpoint could not be committed; started again, the script resumes before it.
         """
-        if self._lifecycle.over:
-            return
-        if self._context.profiling is not None:
-            self._context.profiling.finish(self.steps)
-        self._commits.finish()
-        self._lifecycle.over = True
-
-    def _require_tracked(self, method: str) -> None:
-        if self._state.tracked is None:
-            raise UsageError(f"run.{method}() was called before run.track(): a restart would begin from scratch.")
-        if self._lifecycle.over:
-            raise UsageError(f"run.{method}() was called after run.finish().")
-
-    def _finish_at_exit(self) -> None:
-        """Finish a script that has ended; one that ends before its last epoch may be failing on this rank alone."""
-        if self._lifecycle.over or not (self._trained_out or self._state.tracked is not None):
-            return
-        key = f"azureml_elastic/left/{self.round}/{self.steps}/{self._state.half_step}"
-        if self._trained_out or all_arrive(key, self.world_size, _LEAVING_SECONDS):
-            self.finish()
-        elif self._state.has_unsaved_progress():
-            _LOG.warning(
-                "The script ends after step %d, before its last epoch, and not all ranks ended within %g s: its "
-                "last steps are not saved. Call run.finish() on all ranks before a script ends early.",
-                self.steps,
-                _LEAVING_SECONDS,
-            )
+        self._steps.finish()
 
     def __enter__(self) -> Self:
         """Return the session."""
@@ -259,35 +353,12 @@ class Session(Training):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Finish unless the block has failed, and release the process group and the agent."""
+        hooks = self._run.exit_hooks
         if error is not None:
             self._lifecycle.on_uncaught(error)  # before the channel is closed, through which the state is handed over
-        self._exit_hooks.failed = self._exit_hooks.failed or kind is not None
+        hooks.failed = hooks.failed or kind is not None
         try:
-            if not self._exit_hooks.failed:
+            if not hooks.failed:
                 self.finish()
         finally:
-            self._close()
-
-    def _on_optimizer_step(self) -> None:
-        if not self._lifecycle.discarded:
-            self._state.half_step = True
-
-    def _close_at_exit(self) -> None:
-        self._close()
-        if not self._lifecycle.exits_quickly:
-            for model in self._lifecycle.models:
-                model.dissolve()  # its threads must not outlive the interpreter
-
-    def _close(self) -> None:
-        self._exit_hooks.cancel()
-        if self._context.profiling is not None:
-            self._context.profiling.close()
-        if not self._lifecycle.over:
-            self._values.send(wait=False)
-            self._state.settle(_CLOSING_SECONDS)
-        self._context.agent.close()
-        self._context.audit.close()
-        world = self._lifecycle.world
-        # Closing a group with a dead peer could block, and of a process that only makes room others wait for the end.
-        if world.owns_group and not (self._exit_hooks.failed or self._lifecycle.exits_quickly):
-            world.close()
+            self._run.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 from weakref import WeakSet
 
 from azureml_elastic.checkpoint.format.manifest import Reference
@@ -19,13 +18,12 @@ from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from azureml_elastic.train.session.audit import Audit
 from azureml_elastic.train.session.context import SessionContext
 from azureml_elastic.train.session.profiling import Profiling
+from azureml_elastic.train.session.run import Run
 from azureml_elastic.train.session.session import Session
 
-__all__ = ["Recording", "earlier_checkpoint", "has_session", "open_session", "start"]
+__all__ = ["Recording", "earlier_checkpoint", "has_run", "open_run", "start"]
 
-_SessionClass = TypeVar("_SessionClass", bound=Session)
-
-_sessions: WeakSet[Session] = WeakSet()
+_runs: WeakSet[Run] = WeakSet()
 
 
 @dataclass(frozen=True)
@@ -63,17 +61,16 @@ def start(
         CheckpointError: the checkpoint folder cannot be used for another reason.
         OSError: the node's agent does not answer.
     """
-    return open_session(Session, checkpoint, batch=batch, recording=recording)
+    return Session(open_run(checkpoint, batch=batch, recording=recording))
 
 
-def open_session(
-    kind: type[_SessionClass],
+def open_run(
     checkpoint: CheckpointPolicy | None = None,
     *,
     batch: BatchPolicy | None = None,
     recording: Recording | None = None,
-) -> _SessionClass:
-    """Return a session of a class; see :func:`start`."""
+) -> Run:
+    """Return the parts of a session; see :func:`start`."""
     environment = WorkerEnvironment.read()
     plan, identity, run_dir = environment.plan, environment.identity, environment.run_dir
     policy = environment.policy(checkpoint)
@@ -93,7 +90,7 @@ def open_session(
     if profile:
         folder = trace_folder(profile.folder, run_dir)
         profiling = Profiling(profile, folder, environment.node, pick_device(identity), agent)
-    session = kind(
+    run = Run(
         SessionContext(
             identity,
             agent,
@@ -107,8 +104,8 @@ def open_session(
             earlier=earlier_checkpoint(plan),
         )
     )
-    _sessions.add(session)
-    return session
+    _runs.add(run)
+    return run
 
 
 def earlier_checkpoint(plan: Plan | None) -> EarlierCheckpoint | None:
@@ -119,6 +116,6 @@ def earlier_checkpoint(plan: Plan | None) -> EarlierCheckpoint | None:
     return EarlierCheckpoint(open_storage(run.path), Reference.from_json(run.checkpoint))
 
 
-def has_session() -> bool:
+def has_run() -> bool:
     """Return whether this process has a session that is not over."""
-    return any(not session.over for session in _sessions)
+    return any(not run.over for run in _runs)

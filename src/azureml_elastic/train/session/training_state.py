@@ -26,11 +26,13 @@ from azureml_elastic.distributed.device import device_of
 from azureml_elastic.distributed.process import read_history
 from azureml_elastic.distributed.process_groups import ProcessGroups
 from azureml_elastic.errors import CheckpointDamaged, ElasticError, RoundBroken, UsageError
+from azureml_elastic.ipc.worker_messages import Busy, Free
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.optim.learning_rate import LearningRate
 from azureml_elastic.train.session.context import SessionContext
 from azureml_elastic.train.session.finiteness import FinitenessWatch
+from azureml_elastic.train.step_state import StepMachine
 
 __all__ = ["TrainingState"]
 
@@ -46,14 +48,15 @@ class TrainingState:
     Attributes:
         tracked: tracked objects, ``None`` before ``run.track()``
         steps: optimizer steps completed, over all rounds
-        half_step: whether the optimizer has stepped since the last completed step
         finite: whether the weights were finite at the last save or snapshot
         weights_restored: whether the last restore was that of a state in memory, so that all ranks have its weights
-        reading: whether the state is being read to be handed over, for which a new optimizer takes an empty step
     """
 
-    def __init__(self, context: SessionContext, world: ProcessGroups, position: Position, rate: LearningRate) -> None:
+    def __init__(
+        self, context: SessionContext, world: ProcessGroups, position: Position, rate: LearningRate, steps: StepMachine
+    ) -> None:
         policy = context.checkpoint
+        self._machine = steps
         self._agent = context.agent
         self._world = world
         self._identity = world.identity  # that of the groups changes before this process has entered the next round
@@ -68,19 +71,16 @@ class TrainingState:
         self._pending: tuple[int, str] | None = None
         self._entered_at = 0
         self._save_pending = False
-        self._incomplete = False
         self._finiteness = FinitenessWatch(policy.on_nonfinite)
         self._origin = 0
         self.finite = True
         self.weights_restored = False
-        self.reading = False
         self.steps = 0
-        self.half_step = False
 
     @property
     def holds_full_state(self) -> bool:
         """Whether this process alone holds the full state of a completed step."""
-        whole = self.tracked is not None and self.tracked.replicated and not self.half_step and not self._incomplete
+        whole = self.tracked is not None and self.tracked.replicated and self._machine.whole
         return whole and self._finiteness.weights_are_sound()
 
     @property
@@ -92,7 +92,7 @@ class TrainingState:
     def _hands_part_over(self) -> bool:
         """Whether this process holds a part of a completed step, and another rank the same."""
         tracked = self.tracked
-        if tracked is None or tracked.replicated or self.half_step or self._incomplete or not self.steps:
+        if tracked is None or tracked.replicated or not self._machine.whole or not self.steps:
             return False
         return tracked.copies > 1 and self._finiteness.weights_are_sound()
 
@@ -161,19 +161,18 @@ class TrainingState:
 
         Raises:
             NonFiniteError: a step was not finite, and the policy ends the run.
-            RuntimeError: the weights are not finite, and the policy restarts the run.
+            RollbackRequired: the weights are not finite, and the policy restarts the run.
         """
         self._finiteness.end_step(self.steps + 1)
         self.steps += 1
         self._origin = self._identity.round
-        self.half_step = False
 
     def after_step(self, *, save: bool) -> None:
         """Take a checkpoint if it is requested or due, or else a snapshot if that is due. A collective if one is."""
         self.settle(0)
         if self.steps == self._entered_at + _SETTLED_STEPS:
-            self._checkpoints.prepare(self._objects)
-            self.half_step = False  # reading the state of a new sharded optimizer makes it take an empty step
+            with self._machine.read():
+                self._checkpoints.prepare(self._objects)
         if self._schedule.due(self.steps) or save:
             self.save()
         elif self._checkpoints.snapshots and self._snapshot_schedule.due(self.steps):
@@ -193,7 +192,7 @@ class TrainingState:
             Fenced: a newer round has taken over.
             RoundBroken: the round ended before the commit, with ``must_commit``.
         """
-        self._agent.busy()
+        self._agent.report(Busy())
         self.settle()
         if must_commit:  # tried however many have failed before it, as no later one follows
             self._checkpoints.require_unfenced()
@@ -202,19 +201,19 @@ class TrainingState:
         self._schedule.saving(self.steps)
         if not self._check_finite("checkpoint"):
             self._schedule.saved()
-            self._agent.free()
+            self._agent.report(Free())
             return False
         self._save_pending = True
-        self._checkpoints.begin(self.steps, self._objects, self._data(), must_commit=must_commit)
+        with self._machine.read():
+            self._checkpoints.begin(self.steps, self._objects, self._data(), must_commit=must_commit)
         self._pending = self._here
-        self.half_step = False  # as above
         self._schedule.saved()
         if must_commit:
             self.settle()
             self._checkpoints.require(at_once=True)
             if self._save_pending:
                 raise RoundBroken(f"Round {self._identity.round} ended while step {self.steps} was being saved.")
-        self._agent.free()
+        self._agent.report(Free())
         return self._last_saved == self._pending
 
     def write_to(self, storage: Storage, objects: TrackedState) -> None:
@@ -223,15 +222,15 @@ class TrainingState:
         Raises:
             CheckpointError: a rank cannot write it.
         """
-        self._agent.busy()
+        self._agent.report(Busy())
         self.settle()  # both use the process group of saves
         checkpoints = self._apart(storage)
-        checkpoints.begin(self.steps, objects, self._data(), must_commit=True)
-        self.half_step = False  # reading the state of a new sharded optimizer makes it take an empty step
+        with self._machine.read():
+            checkpoints.begin(self.steps, objects, self._data(), must_commit=True)
         checkpoints.settle()
         checkpoints.finish()
         checkpoints.require(at_once=True)
-        self._agent.free()
+        self._agent.report(Free())
 
     def read_from(self, storage: Storage, objects: TrackedState) -> None:
         """Restore objects from such a storage. A collective.
@@ -257,9 +256,9 @@ class TrainingState:
             if not self._check_finite("snapshot"):
                 self._snapshot_schedule.saved()
                 return
-            self._checkpoints.begin_snapshot(self.steps, self._objects, self._data())
+            with self._machine.read():
+                self._checkpoints.begin_snapshot(self.steps, self._objects, self._data())
             self._pending = None
-            self.half_step = False  # as above
             self._snapshot_schedule.saved()
 
     def _check_finite(self, what: str) -> bool:
@@ -272,7 +271,7 @@ class TrainingState:
     def settle(self, timeout: float | None = None) -> None:
         """Wait for the end of the save in progress, if there is one, or until the timeout in seconds."""
         if timeout is None and self._checkpoints.under_way:
-            self._agent.busy()
+            self._agent.report(Busy())
         outcome = self._checkpoints.settle(timeout)
         if outcome is not None and self._pending is None:
             self._snapshot_schedule.written(self.steps)
@@ -306,7 +305,6 @@ class TrainingState:
         if not part and self._identity.local_rank != 0:
             return True  # local rank 0 hands the same state over
         self._rate.begin()  # an update may have been stopped after the hook that scales its rate
-        self.reading = True
         try:
             memory = self._snapshot().to_memory(self._world.device)
             self._agent.hand_over(self.steps, memory.descriptor, part=part)
@@ -314,8 +312,6 @@ class TrainingState:
         except (OSError, ElasticError, RuntimeError) as error:
             _LOG.warning("The state of step %d could not be handed over in memory: %s", self.steps, error)
             return False
-        finally:
-            self.reading = False
         return True
 
     def _begin(self, unsaved_seconds: float) -> None:
@@ -328,8 +324,8 @@ class TrainingState:
         return {**self._position.to_json(), "rate": self._rate.to_json()}
 
     def _snapshot(self) -> Snapshot:
-        plain, tensors, apart = self._objects.collect_held()
-        self.half_step = False
+        with self._machine.read():
+            plain, tensors, apart = self._objects.collect_held()
         committed = self._checkpoints.newest
         return Snapshot(
             self.steps,
@@ -386,7 +382,7 @@ class TrainingState:
             self.weights_restored = True
         else:
             assert snapshot is not None
-            self._incomplete = True
+            self._machine.restore()
             if snapshot is inherited and not device_of(self._world.device).separate:
                 snapshot = inherited.copied_into(self._in_place(inherited.state))
             self._apply(snapshot, live=live)
@@ -408,7 +404,7 @@ class TrainingState:
             own = self._snapshot() if live else inherited
         # Into place, unless this process has a state of its own: it may be the only one left if a holder is lost now.
         elif not live:
-            self._incomplete = True
+            self._machine.restore()
         return send_to_others(own, control, holders, (lambda _: {}) if live else self._in_place)
 
     def _in_place(self, plain: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
@@ -424,7 +420,7 @@ class TrainingState:
         return [state for state, _ in found], self._checkpoints.take_committed(found[0][1])
 
     def _restore_from_storage(self, *, live: bool) -> str | None:
-        self._incomplete = True  # until all tensors are restored
+        self._machine.restore()
         self.weights_restored = False
         restored = self._checkpoints.restore(self._objects)
         self.steps = 0 if restored is None else restored.step
@@ -433,11 +429,11 @@ class TrainingState:
         own = restored is not None and self._checkpoints.holds(restored)
         self._last_saved = self._here if own else None
         self._begin(0.0)
-        self.half_step = self._incomplete = False  # restoring a sharded optimizer makes it take an empty step
+        self._restored()
         return None if restored is None else restored.directory
 
     def _apply(self, snapshot: Snapshot, *, live: bool) -> None:
-        self._incomplete = True
+        self._machine.restore()
         with torch.no_grad():
             self.weights_restored = not self._objects.restore(snapshot.state, snapshot.tensors)
         self.steps = snapshot.step
@@ -445,7 +441,10 @@ class TrainingState:
         self._restore_position(snapshot.data, live=live)
         self._begin(snapshot.unsaved_seconds)
         self._last_saved = None
-        self.half_step = self._incomplete = False
+        self._restored()
+
+    def _restored(self) -> None:
+        self._machine.restored(in_step=bool(self._position.opened))
 
     def _find_parts(self, reference: Reference | None) -> CompleteParts | None:
         """Return the parts of a sharded state in the memory of the nodes, if no other state is further. A collective.
@@ -461,7 +460,7 @@ class TrainingState:
 
     def _apply_parts(self, parts: CompleteParts, reference: Reference | None) -> None:
         """Restore a sharded state from the memory of the nodes. A collective."""
-        self._incomplete = True  # until all tensors are restored
+        self._machine.restore()
         held, present = parts.held, self._objects.targets(parts.header.state)
         tensors = targets_for(held.chunks, present, held.step)
         held.read(tensors, self._world.control)

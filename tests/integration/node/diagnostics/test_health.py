@@ -24,6 +24,7 @@ import pytest
 from azureml_elastic.config import ElasticDistribution, ElasticResources, HealthPolicy, Plan, TableRendezvous
 from azureml_elastic.config import environment as variables
 from azureml_elastic.config.exit_codes import UNHEALTHY
+from azureml_elastic.errors import NodeLeaving
 from azureml_elastic.ledger.events import HealthChecked, HostQuarantined, HostStruck, read_event
 from azureml_elastic.local.board import Board
 from azureml_elastic.local.view import describe
@@ -709,10 +710,10 @@ def test_a_notice_ends_the_wait(node):
     ill.folder.write_text("no folder")
 
     def preempted():
-        raise InterruptedError("asked to leave")
+        raise NodeLeaving("asked to leave")
 
     ill.when_paused = preempted
-    with pytest.raises(InterruptedError):
+    with pytest.raises(NodeLeaving):
         ill.admission().wait()
 
 

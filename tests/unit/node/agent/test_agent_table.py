@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from azureml_elastic.config import TableRendezvous
-from azureml_elastic.errors import RowChanged, RowExists
+from azureml_elastic.errors import NodeLeaving, RowChanged, RowExists
 from azureml_elastic.node.agent.agent_table import AgentTable
 from azureml_elastic.node.table import open_table
 
@@ -59,7 +59,7 @@ def test_calls_and_their_errors_are_those_of_the_table(table):
 
 def test_a_node_that_leaves_gives_up_on_a_call_that_hangs(table):
     held, notices = Held(table), Notices()
-    with pytest.raises(InterruptedError):
+    with pytest.raises(NodeLeaving):
         AgentTable(held, notices).get("a")
     assert notices.committed, "a notice that was withdrawn now would come too late"
     held.answers.set()
@@ -70,7 +70,7 @@ def test_what_other_threads_call_is_waited_for(table):
     here = AgentTable(held, notices)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(here.get, "a")
-        with pytest.raises(InterruptedError):  # by now the other one would have been given up, too
+        with pytest.raises(NodeLeaving):  # by now the other one would have been given up, too
             here.get("a")
         assert not answer.done()
         held.answers.set()

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from azureml_elastic.errors import RunFailed, RunSucceeded, UsageError
+from azureml_elastic.errors import NodeLeaving, RunFailed, RunSucceeded, UsageError
 from azureml_elastic.node.core.failures import FailureRecord
 from azureml_elastic.node.core.join_events import HubSent
 from azureml_elastic.node.core.messages import RoundChanged, Watch
@@ -409,7 +409,7 @@ def sealed_while_leaving(nodes):
     until(lambda: (row := nodes.table.get(member_key("node-1"))) is not None and row.value["state"] == "waiting")
     noticed.set()
     leaving.wake.set()
-    with pytest.raises(InterruptedError):
+    with pytest.raises(NodeLeaving):
         pending.result(TIMEOUT)
     member = nodes.make("node-0", 2, 2)
     nodes.join(member)
@@ -466,5 +466,5 @@ def test_a_wait_can_be_cancelled(nodes):
     (pending,) = nodes.start(nodes.make("node-0", 2, 2))
     until(lambda: nodes.table.get(member_key("node-0")) is not None)
     nodes.over.set()
-    with pytest.raises(InterruptedError):
+    with pytest.raises(NodeLeaving):
         pending.result(TIMEOUT)

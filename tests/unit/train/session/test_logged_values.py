@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from decimal import Decimal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ def sent():
 
 @pytest.fixture
 def values(sent):
-    return LoggedValues(lambda step, numbers: sent.append((step, numbers)))
+    return LoggedValues(SimpleNamespace(report=lambda logged: sent.append((logged.step, logged.values))))
 
 
 def test_numbers_of_all_kinds_are_floats(values, sent):

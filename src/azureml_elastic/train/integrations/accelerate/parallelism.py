@@ -7,7 +7,7 @@ from typing import Any
 
 from azureml_elastic.errors import UsageError
 from azureml_elastic.plurals import counted
-from azureml_elastic.train.integrations.stack_session import StackSession
+from azureml_elastic.train.session.stack_session import StackSession
 
 __all__ = ["fit_to_round", "obstacle"]
 

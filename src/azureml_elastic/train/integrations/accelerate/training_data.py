@@ -19,7 +19,7 @@ from azureml_elastic.train.integrations.accelerate.divided_loader import Divided
 from azureml_elastic.train.integrations.accelerate.parallelism import obstacle
 from azureml_elastic.train.integrations.accelerate.training_loop import TrainingLoop, batches_of_epoch
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
-from azureml_elastic.train.integrations.stack_session import StackSession
+from azureml_elastic.train.session.stack_session import StackSession
 
 __all__ = ["TrainingData"]
 

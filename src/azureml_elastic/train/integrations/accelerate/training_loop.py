@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
+from azureml_elastic.train.data.window_loader import loader_options
 from azureml_elastic.train.integrations.accelerate.divided_loader import DividedLoader
 from azureml_elastic.train.integrations.script_loop.loop import ScriptLoop
-from azureml_elastic.train.integrations.stack_session import StackSession
-from azureml_elastic.train.integrations.window_loader import loader_options
+from azureml_elastic.train.session.stack_session import StackSession
 
 __all__ = ["TrainingLoop", "batches_of_epoch"]
 

@@ -18,7 +18,7 @@ import torch
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train.integrations.durable_files import flush
-from azureml_elastic.train.integrations.stack_session import StackSession
+from azureml_elastic.train.session.stack_session import StackSession
 
 __all__ = ["CheckpointFolders", "client_state_bytes"]
 

@@ -16,14 +16,14 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from azureml_elastic.distributed.device import device_of
+from azureml_elastic.train.data.window_loader import loader_options
 from azureml_elastic.train.integrations.deepspeed.batch_sizes import BatchSizes, show
 from azureml_elastic.train.integrations.deepspeed.checkpoint_folders import CheckpointFolders
 from azureml_elastic.train.integrations.script_loop import state_folders
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
 from azureml_elastic.train.integrations.script_loop.loop import ScriptLoop
 from azureml_elastic.train.integrations.script_loop.state_folders import Place
-from azureml_elastic.train.integrations.stack_session import StackSession
-from azureml_elastic.train.integrations.window_loader import loader_options
+from azureml_elastic.train.session.stack_session import StackSession
 
 __all__ = ["TrainingLoop"]
 

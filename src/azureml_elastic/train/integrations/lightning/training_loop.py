@@ -10,10 +10,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from azureml_elastic.errors import UsageError
+from azureml_elastic.train.data.window_loader import WindowLoader, loader_options
 from azureml_elastic.train.integrations.lightning import epoch_metrics, loggers, replay
 from azureml_elastic.train.integrations.lightning.progress import Progress, Stage
-from azureml_elastic.train.integrations.stack_session import StackSession
-from azureml_elastic.train.integrations.window_loader import WindowLoader, loader_options
+from azureml_elastic.train.session.stack_session import StackSession
 
 __all__ = ["PROGRESS", "TrainingLoop", "obstacle", "tensor_parallel_size"]
 

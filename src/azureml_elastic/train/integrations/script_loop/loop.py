@@ -25,6 +25,7 @@ from torch import nn
 from azureml_elastic.train.data.loader import to_device
 from azureml_elastic.train.data.position import MicroBatch
 from azureml_elastic.train.data.sampling import Cursor
+from azureml_elastic.train.data.window_loader import WindowLoader
 from azureml_elastic.train.integrations.script_loop import state_folders
 from azureml_elastic.train.integrations.script_loop.divided_forward import divide_forward
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
@@ -36,8 +37,7 @@ from azureml_elastic.train.integrations.script_loop.repeated_steps import (
     own_loss,
 )
 from azureml_elastic.train.integrations.script_loop.state_folders import Place
-from azureml_elastic.train.integrations.stack_session import StackSession
-from azureml_elastic.train.integrations.window_loader import WindowLoader
+from azureml_elastic.train.session.stack_session import StackSession
 
 __all__ = ["ScriptLoop"]
 
@@ -95,7 +95,7 @@ class ScriptLoop(ABC):
 
     def __init__(self, session: StackSession, accumulation: int, batch_size: int) -> None:
         self._session = session
-        session.loop = self
+        session.drive(self)
         self._accumulation = accumulation
         self._batch_size = batch_size
         self._windows: WindowLoader | None = None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from azureml_elastic.plurals import counted
-from azureml_elastic.train.integrations.stack_session import StackSession
+from azureml_elastic.train.session.stack_session import StackSession
 
 __all__ = ["Progress", "RepetitionLog"]
 

@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from azureml_elastic.errors import UsageError
+from azureml_elastic.train.data.window_loader import WindowLoader, loader_options
 from azureml_elastic.train.integrations.accelerate import parallelism
-from azureml_elastic.train.integrations.stack_session import StackSession
 from azureml_elastic.train.integrations.transformers.label_count import LabelCount, count_labels
 from azureml_elastic.train.integrations.transformers.progress import Progress, Stage
-from azureml_elastic.train.integrations.window_loader import WindowLoader, loader_options
+from azureml_elastic.train.session.stack_session import StackSession
 
 __all__ = ["TrainingLoop", "obstacle"]
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from azureml_elastic.train.data.map_loader import MapLoader
-from azureml_elastic.train.data.position import MicroBatch, Position
+from azureml_elastic.train.data.position import MicroBatch
 from azureml_elastic.train.data.sampling import Cursor
 
 __all__ = ["WindowLoader", "loader_options"]
@@ -29,9 +29,8 @@ class WindowLoader:
 
     _is_accelerate_prepared = True  # accelerate divides other loaders among the ranks
 
-    def __init__(self, loader: MapLoader, dataset: Any, position: Position) -> None:
+    def __init__(self, loader: MapLoader, dataset: Any) -> None:
         self._loader = loader
-        self._position = position
         self.dataset = dataset
         self.micro_batches = loader.micro_batches
         self.batch_size = loader.micro_batch_size
@@ -75,14 +74,14 @@ class WindowLoader:
         """Go on after the current window, which the script has not trained: for this iteration alone."""
         if self._begin is None:
             self._begin = self._loader.cursor
-        self._position.pass_over()
+        self._loader.pass_over()
 
     def end_pass(self, *, trained: bool) -> None:
         """Leave an iteration; return to its beginning, unless the script has trained one of its batches."""
         self.untrained.clear()
         begin, self._begin = self._begin, None
         if not trained:
-            self._position.drop()
+            self._loader.leave()
             if begin is not None:
                 self._loader.cursor = begin
 
@@ -92,11 +91,11 @@ class WindowLoader:
         if self.closed:
             return
         for batch in self._loader:
-            (opened,) = self._position.opened
-            assert opened.open is not None
-            if opened.open.index == 0:
+            micro = self._loader.current
+            assert micro is not None
+            if micro.index == 0:
                 self.untrained.clear()
-            self.untrained.append(opened.open)
+            self.untrained.append(micro)
             yield batch
 
 

@@ -1,131 +1,86 @@
-"""The session that a training stack's integration drives, one in a process."""
+"""The session as a training stack's integration sees it: the steps are the stack's, and so is the loop.
+
+This is all of the session that integrations know.
+"""
 
 from __future__ import annotations
 
-import logging
-import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from wrapt import wrap_function_wrapper
 
 from azureml_elastic.checkpoint.state import tree
 from azureml_elastic.checkpoint.state.deepspeed.engine import EngineState, is_engine
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.local import LocalStorage
-from azureml_elastic.config import FixedGlobalBatch
-from azureml_elastic.config import environment as variables
-from azureml_elastic.distributed.process import WorkerEnvironment
+from azureml_elastic.ipc.worker_messages import Expects
+from azureml_elastic.train.data.loader import LoaderContext
+from azureml_elastic.train.data.loaders import DataOrder, make_loader
 from azureml_elastic.train.data.map_loader import MapLoader
-from azureml_elastic.train.data.position import LoaderState, Window
 from azureml_elastic.train.data.sampling import Cursor
-from azureml_elastic.train.integrations.durable_files import all_arrive
-from azureml_elastic.train.integrations.window_loader import WindowLoader
-from azureml_elastic.train.session.context import SessionContext
-from azureml_elastic.train.session.session import Session
-from azureml_elastic.train.session.start import has_session, open_session
+from azureml_elastic.train.data.window_loader import WindowLoader
+from azureml_elastic.train.session.run import Run
+from azureml_elastic.train.session.steps import UnfinishedLoop
 
-__all__ = ["StackSession", "stack_session"]
-
-_LOG = logging.getLogger(__name__)
+__all__ = ["StackSession"]
 
 _LOADER = "train"
 
-_opened: list[StackSession | None] = []
 
-
-def stack_session() -> StackSession | None:
-    """Return the session of this process, opened by the first call; ``None`` where the process is no worker of a run.
-
-    Raises:
-        OSError: the node's agent does not answer.
-    """
-    if not _opened:
-        _opened.append(_open())
-    return _opened[0]
-
-
-def _open() -> StackSession | None:
-    if variables.CHANNEL not in os.environ or "RANK" not in os.environ or has_session():
-        return None
-    environment = WorkerEnvironment.read()
-    batch = environment.plan.batch if environment.plan else FixedGlobalBatch()
-    if not isinstance(batch, FixedGlobalBatch) or batch.reduce == "exact":
-        _LOG.warning(
-            "The script has no session, and its training stack cannot follow the batch policy %s: it trains without "
-            'this library. Take FixedGlobalBatch() with reduce="allreduce", or open a session with train.start().',
-            batch,
-        )
-        return None
-    if not _group_is_whole(environment):
-        return None
-    session = open_session(StackSession)
-    wrap_function_wrapper(dist, "destroy_process_group", _finish_first)
-    session.reference_world_size = batch.logical_workers or _largest_world_size(environment)
-    return session
-
-
-def _group_is_whole(environment: WorkerEnvironment) -> bool:
-    """Return whether the script has opened no process group, or that of all ranks, in which a session may train."""
-    identity = environment.identity
-    if not dist.is_initialized():
-        return True
-    if not environment.stays and (dist.get_rank(), dist.get_world_size()) == (identity.rank, identity.world_size):
-        return True
-    _LOG.warning(
-        "The script has opened a process group of its own, with rank %d of %d where this process has rank %d of %d: it "
-        "trains without this library. Leave torch.distributed.init_process_group() to the stack, or give it no rank or "
-        "world size.",
-        dist.get_rank(),
-        dist.get_world_size(),
-        identity.rank,
-        identity.world_size,
-    )
-    return False
-
-
-def _finish_first(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-    """Finish the session before a script or a stack closes the process group, without which that is impossible."""
-    session, caller = _opened[0], str(sys._getframe(1).f_globals.get("__name__"))  # noqa: SLF001
-    if session is not None and caller.partition(".")[0] != "azureml_elastic":
-        session.finish_before_end()
-    return wrapped(*args, **kwargs)
-
-
-def _largest_world_size(environment: WorkerEnvironment) -> int:
-    """Return the number of ranks of a run with all nodes that the plan allows."""
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return (environment.plan.resources.max_instance_count if environment.plan else 1) * per_node
-
-
-class UnfinishedLoop(Protocol):
-    """A loop of the script's own, whose last step may not be counted when the script ends."""
-
-    def complete_step(self) -> None:
-        """Count the step if the optimizer has stepped."""
-
-
-class StackSession(Session):
+class StackSession:
     """A session whose steps are those of a training stack.
 
-    Attributes:
+    Args:
+        run: parts of the session
         reference_world_size: number of ranks for which the script's batch sizes are meant; their product with it is the
             global batch size at any world size
-        loop: loop of the script's own, if there is one
     """
 
-    reference_world_size = 1
-    loop: UnfinishedLoop | None = None
-    _unrecorded: tuple[LoaderState, Window] | None = None
-
-    def __init__(self, context: SessionContext) -> None:
-        super().__init__(context)
+    def __init__(self, run: Run, reference_world_size: int) -> None:
+        self._run = run
+        self._lifecycle = run.lifecycle
+        self._position = run.position
+        self._state = run.state
+        self._steps = run.steps
+        self.reference_world_size = reference_world_size
         self._found: list[Mapping[str, Any] | None] = []
+        self._shape: tuple[int, int] | None = None
+
+    @property
+    def steps(self) -> int:
+        """Number of optimizer steps that the run has completed, over all rounds."""
+        return self._state.steps
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this process."""
+        return self._lifecycle.device
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes of the round."""
+        return self._lifecycle.world.identity.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self._lifecycle.world.identity.rank == 0
+
+    @property
+    def over(self) -> bool:
+        """Whether the session has ended."""
+        return self._run.over
+
+    @property
+    def epoch(self) -> int:
+        """Current epoch, counted from 0."""
+        return max(self._position.epochs)
 
     def windows(
         self,
@@ -156,57 +111,38 @@ class StackSession(Session):
         """
         if global_batch_size is None:
             global_batch_size = batch_size * accumulation * self.reference_world_size
-        loader = self.loader(
-            dataset,
-            global_batch_size=global_batch_size,
+        batching = replace(
+            self._run.batching,
             micro_batch_size=batch_size if batches is None else None,
             micro_batches=batches,
             equal_counts=True,
-            seed=seed,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            name=_LOADER,
-            **options,
         )
+        order = DataOrder(_LOADER, global_batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last)
+        context = LoaderContext(self._position, self.device, batching, options=options, steps=self._steps)
+        loader = make_loader(dataset, order, context, self._steps.add_up)
         assert isinstance(loader, MapLoader)
         self._position.in_epochs = True
-        return WindowLoader(loader, dataset, self._position)
+        return WindowLoader(loader, dataset)
+
+    def drive(self, loop: UnfinishedLoop) -> None:
+        """Have a loop of the script's own say which samples it trains, and count its last step before the end."""
+        self._steps.loop = loop
 
     def leave_data(self) -> None:
         """Give up the loader of :meth:`windows`, before anything of it is trained."""
         self._position.loaders.clear()
         self._position.in_epochs = False
-        self.loop = None
-
-    def _record(self, loader: LoaderState, window: Window) -> None:
-        """Record the samples of a step; a loop of the script's own may not train them, and says when it does."""
-        if self.loop is None:
-            super()._record(loader, window)
-        else:
-            self._unrecorded = loader, window
+        self._steps.loop = None
 
     def record_samples(self) -> None:
         """Record the samples of the current step, which the script trains now."""
-        if self._unrecorded is not None:
-            super()._record(*self._unrecorded)
-            self._unrecorded = None
+        self._steps.record_samples()
 
     def finish_before_end(self) -> None:
         """Finish where the script ends its process group, unless it is failing, perhaps on this rank alone."""
         error = sys.exc_info()[1]  # also within a finally clause
         if self.trains and (error is None or (isinstance(error, SystemExit) and not error.code)):
-            self.finish()
-
-    def finish(self) -> None:
-        """See :meth:`Session.finish`; the last step of a loop that the script has left is counted first."""
-        if self.loop is not None and not self._lifecycle.over:
-            self.loop.complete_step()
-        super().finish()
-
-    def _finish_at_exit(self) -> None:
-        if self.loop is not None and not self._lifecycle.over:
-            self.loop.complete_step()
-        super()._finish_at_exit()
+            self._steps.finish()
 
     def find(self, name: str, part: str | None = None) -> Any:
         """Return the state of one object that :meth:`track` will restore, if any. A collective when called first.
@@ -239,8 +175,10 @@ class StackSession(Session):
         Raises:
             UsageError: called first when there is a loader, or the workers cannot be divided so.
         """
-        replicas, shards = (self._mesh or self.mesh()).shape
-        return replicas, shards
+        if self._shape is None:
+            replicas, shards = self._run.mesh(tensor_parallel=1).shape
+            self._shape = replicas, shards
+        return self._shape
 
     def begin_at(self, steps: int, epoch: int, windows: int) -> None:
         """Continue after steps that the script has restored by itself, in a run that has no state yet.
@@ -254,7 +192,7 @@ class StackSession(Session):
         self._position.epoch = epoch
         for loader in self._position.loaders.values():
             loader.cursor = Cursor(epoch, windows * loader.spec.global_batch_size)
-        self._context.agent.restored(steps, None)
+        self._run.context.agent.restored(steps, None)
 
     def write_checkpoint(self, folder: Path, objects: TrackedState) -> None:
         """Write the state of objects to a folder of its own, for any number of ranks. A collective.
@@ -280,7 +218,7 @@ class StackSession(Session):
         if self.is_main:
             shutil.rmtree(folder, ignore_errors=True)
             storage.prepare()
-        all_arrive()
+        self._lifecycle.world.control.all_true(True)
         return storage
 
     @property
@@ -309,7 +247,7 @@ class StackSession(Session):
         Args:
             changes_state: whether that code may change the state: an evaluation, for instance
         """
-        self._commit(pending=True, changes_state=changes_state)
+        self._steps.commit(pending=True, changes_state=changes_state)
 
     def advance_pending(self, *, changes_state: bool) -> None:
         """Note that the code which belongs to the last step has got as far as the stack's tracked objects say.
@@ -319,8 +257,7 @@ class StackSession(Session):
         Args:
             changes_state: whether the rest of that code may change the state
         """
-        self._position.code_pending = True
-        self._lifecycle.begin_pending_code(changes_state=changes_state)
+        self._steps.advance_code(changes_state=changes_state)
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean of the ranks' numbers, on the device of the value. A collective."""
@@ -339,11 +276,11 @@ class StackSession(Session):
 
     def end_step(self) -> None:
         """End the code that belongs to a step. The process may be replaced in here. A collective at times."""
-        self._commits.end_pending_code()
+        self._steps.end_code()
 
     def end_epoch(self) -> None:
         """End the code that belongs to an epoch. The process may be replaced in here. A collective at times."""
-        self._commits.end_epoch()
+        self._steps.end_epoch()
 
     def begin_repeated_steps(self) -> None:
         """Begin steps that are trained already: nothing that they change is kept."""
@@ -355,7 +292,7 @@ class StackSession(Session):
 
     def expects(self, steps: int) -> None:
         """Report the number of steps that the whole run will have."""
-        self._context.agent.expects(steps)
+        self._run.context.agent.report(Expects(steps))
 
     def observe(self, loss: Any) -> None:
         """Take the loss of a backward pass into account, to notice a NaN."""
@@ -365,8 +302,8 @@ class StackSession(Session):
         """Track objects whose gradients the stack averages, see :meth:`track`."""
         parts = [part for value in objects.values() if is_engine(value) for part in EngineState.parts(value)]
         kept = {name: value for name, value in objects.items() if not any(_holds(value, part) for part in parts)}
-        self._not_averaged.extend(value for value in kept.values() if hasattr(value, "parameters"))
-        self.track(**kept)
+        self._run.leave_gradients_to_script(*(value for value in kept.values() if hasattr(value, "parameters")))
+        self._run.track(kept)
 
 
 def _holds(value: Any, part: Any) -> bool:

@@ -1,0 +1,186 @@
+"""The parts of a session: made here, in the order in which they need each other.
+
+A script drives them by :class:`~azureml_elastic.train.session.session.Session`, a training stack's integration by
+:class:`~azureml_elastic.train.session.stack_session.StackSession`. Both are interfaces alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from azureml_elastic.checkpoint.state.tracked_state import TrackedState
+from azureml_elastic.config import FixedPerWorkerBatch
+from azureml_elastic.distributed.device import device_of
+from azureml_elastic.distributed.replica_group import ReplicaGroup
+from azureml_elastic.errors import UsageError
+from azureml_elastic.train.data.batching import Batching
+from azureml_elastic.train.data.position import Position
+from azureml_elastic.train.optim.gradient_averaging import require_averaging
+from azureml_elastic.train.optim.gradients import Gradients
+from azureml_elastic.train.optim.learning_rate import LearningRate
+from azureml_elastic.train.optim.schedule import Schedule
+from azureml_elastic.train.session.context import SessionContext
+from azureml_elastic.train.session.exit_hooks import ExitHooks, all_arrive
+from azureml_elastic.train.session.mesh import MeshShape
+from azureml_elastic.train.session.process_group_lifecycle import ProcessGroupLifecycle
+from azureml_elastic.train.session.steps import Steps
+from azureml_elastic.train.step_state import StepMachine
+
+__all__ = ["Run"]
+
+_LOG = logging.getLogger(__name__)
+
+_CLOSING_SECONDS = 5.0
+"""Time that a script which has failed waits for the checkpoint that is being written."""
+
+_LEAVING_SECONDS = 15.0
+"""Time that a script which ends before its last epoch waits for all ranks to do the same."""
+
+
+class Run:
+    """The parts of one process of an elastic run, and what takes several of them.
+
+    Attributes:
+        context: components that the process was started with
+        machine: state of the step
+        position: position in the data
+        batching: division of a step's samples
+        rate: learning rates
+        lifecycle: process groups, over all rounds
+        state: training state
+        gradients: gradients of a step
+        steps: steps and their boundaries
+    """
+
+    def __init__(self, context: SessionContext) -> None:
+        self.context = context
+        self.machine = StepMachine()
+        self.position = Position(context.identity)
+        self.batching = Batching(context.batch)
+        self.rate = LearningRate(context.batch, self.position, self.machine)
+        self.lifecycle = ProcessGroupLifecycle(context, self.machine, self.position, self.rate)
+        self.state = self.lifecycle.state
+        self.gradients = Gradients(self.lifecycle.world, self.position, self.rate, exact=self.batching.exact)
+        self.steps = Steps(context, self.machine, self.lifecycle, self.rate, self.gradients)
+        self._not_averaged: list[nn.Module] = []
+        self._mesh: DeviceMesh | None = None
+        self._replica: ReplicaGroup | None = None
+        self.exit_hooks = ExitHooks(self._finish_at_exit, self._close_at_exit, self.lifecycle.on_uncaught)
+
+    @property
+    def over(self) -> bool:
+        """Whether the session has ended."""
+        return self.machine.over
+
+    def leave_gradients_to_script(self, *modules: nn.Module) -> None:
+        """Accept modules at any world size whose gradients the script, or its stack, averages by itself."""
+        self._not_averaged += modules
+
+    def mesh(self, tensor_parallel: int) -> DeviceMesh:
+        """Return the device mesh of the round, see :meth:`Session.mesh`."""
+        if self._mesh is not None or self.position.loaders or self.state.tracked is not None:
+            raise UsageError("run.mesh() is called once, before run.loader() and run.track(): they depend on it.")
+        lifecycle, identity = self.lifecycle, self.lifecycle.world.identity
+        with lifecycle.guard(stay=False):
+            firsts = lifecycle.world.control.gather(identity.rank - identity.local_rank)
+            shape = MeshShape.of([*Counter(firsts).values()], self.context.nodes_per_replica, tensor_parallel)
+            sizes = shape.dimensions
+            kind = device_of(lifecycle.device).kind
+            self._mesh = init_device_mesh(kind, (*sizes.values(),), mesh_dim_names=(*sizes,))
+            if shape.replicas > 1 and len(shape.rows[0]) > 1:
+                self._replica = ReplicaGroup(lifecycle.world, shape.rows)
+        if tensor_parallel > 1:
+            rank, world_size = identity.rank // tensor_parallel, identity.world_size // tensor_parallel
+            self.position.identity = replace(identity, rank=rank, world_size=world_size)
+            self.position.counts = identity.rank % tensor_parallel == 0
+            if not self.position.counts:
+                self.context.audit.close()  # the first of these ranks records the samples of all
+        return self._mesh
+
+    def track(self, objects: Mapping[str, Any], partial: Collection[str] = ()) -> int:
+        """Track objects and restore them, see :meth:`Session.track`."""
+        if self.state.tracked is not None:
+            names = self.state.tracked.names
+            raise UsageError(f"run.track() was called before, with {names}. Give all objects in one call.")
+        world_size = self.lifecycle.world.identity.world_size
+        if (world_size > 1 or self.context.can_grow) and not self.batching.exact:
+            require_averaging(objects, self._not_averaged, world_size)
+        if unknown := sorted(set(partial) - objects.keys()):
+            raise UsageError(f"partial={unknown} is not among the tracked objects {sorted(objects)}. Give their names.")
+        tracked = TrackedState(dict(objects), self.machine.update, partial)
+        if isinstance(self.context.batch, FixedPerWorkerBatch) and any(
+            not isinstance(scheduler, Schedule) for scheduler in tracked.schedulers_of_engines
+        ):
+            raise UsageError(
+                "The DeepSpeed engine has a scheduler that counts steps, but the samples of a step depend on the world "
+                "size. Leave it out of the configuration: deepspeed.initialize(lr_scheduler=run.schedule(scheduler))."
+            )
+        self.gradients.attach(tracked)
+        self.lifecycle.guard_updates(
+            tracked
+        )  # before the hooks that scale learning rates: a state handed over has none
+        self.rate.attach(tracked.optimizers)
+        with self.lifecycle.guard(stay=False):
+            self.state.track(tracked)
+            self.lifecycle.settle_weights()
+        if self.context.profiling is not None:
+            self.context.profiling.between_steps(self.lifecycle.world.identity, self.state.steps)
+        if self._replica is not None and not tracked.replicated:
+            # The last of the hooks: a rank knows by the others that its own gradients are complete before it says so.
+            for optimizer in tracked.optimizers:
+                optimizer.register_step_pre_hook(self._before_update)
+        return self.state.steps
+
+    def close(self) -> None:
+        """Release the process group and the agent, also of a session that has not ended well."""
+        self.exit_hooks.cancel()
+        if self.context.profiling is not None:
+            self.context.profiling.close()
+        if not self.machine.over:
+            self.steps.values.send(wait=False)
+            self.state.settle(_CLOSING_SECONDS)
+        self.context.agent.close()
+        self.context.audit.close()
+        world = self.lifecycle.world
+        # Closing a group with a dead peer could block, and of a process that only makes room others wait for the end.
+        if world.owns_group and not (self.exit_hooks.failed or self.lifecycle.exits_quickly):
+            world.close()
+
+    def _before_update(self, *_: object) -> None:
+        """Update a sharded model only where the whole replica does, so that what is left of it is of one step."""
+        first = self.machine.first_update(has_loader=bool(self.position.loaders))
+        if self._replica is not None and first and self.state.tracked is not None:
+            self._replica.agree()
+
+    def _finish_at_exit(self) -> None:
+        """Finish a script that has ended; one that ends before its last epoch may be failing on this rank alone."""
+        steps, identity = self.steps, self.lifecycle.world.identity
+        if self.machine.over:
+            return
+        if steps.loop is not None:
+            steps.loop.complete_step()
+        if not (steps.trained_out or self.state.tracked is not None):
+            return
+        key = f"azureml_elastic/left/{identity.round}/{self.state.steps}/{not self.machine.whole}"
+        if steps.trained_out or all_arrive(key, identity.world_size, _LEAVING_SECONDS):
+            steps.finish()
+        elif self.state.has_unsaved_progress():
+            _LOG.warning(
+                "The script ends after step %d, before its last epoch, and not all ranks ended within %g s: its "
+                "last steps are not saved. Call run.finish() on all ranks before a script ends early.",
+                self.state.steps,
+                _LEAVING_SECONDS,
+            )
+
+    def _close_at_exit(self) -> None:
+        self.close()
+        if not self.lifecycle.exits_quickly:
+            for model in self.lifecycle.models:
+                model.dissolve()  # its threads must not outlive the interpreter
