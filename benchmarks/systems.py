@@ -80,7 +80,7 @@ def _ours(recovery: Recovery) -> Callable[[Path, Azurite], AbstractContextManage
                 rendezvous=TableRendezvous(endpoint=azurite.endpoint),
             ),
             checkpoint=CheckpointPolicy(path=str(folder / "checkpoints")),
-            run_id=f"bench-{secrets.token_hex(4)}",
+            name=f"bench-{secrets.token_hex(4)}",
         )
         shared = {
             environment.PLAN: plan.to_json(),

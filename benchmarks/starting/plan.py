@@ -32,7 +32,7 @@ def main() -> None:
             rendezvous=TableRendezvous(endpoint=given["endpoint"]),
         ),
         checkpoint=CheckpointPolicy(path=given["checkpoints"]),
-        run_id=given["run_id"],
+        name=given["run_id"],
     )
     print(plan.to_json())
 

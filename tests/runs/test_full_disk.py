@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.config import CheckpointPolicy, ElasticDistribution
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.summary import load_report
 from azureml_elastic.local.cluster import LocalCluster
@@ -78,9 +78,9 @@ def test_a_disk_that_fills_up_is_named_at_the_terminal_and_in_the_report(tmp_pat
             start=FORKED,
             run_dir=small / "run",
             audit=True,
-            checkpoint_steps=10,
+            checkpoint=CheckpointPolicy(every_steps=10),
             distribution=ElasticDistribution(rendezvous=GATHERING),
-            timeout_s=25,
+            timeout=25,
             view=notes,
         )
         with at_step(small / "run", 25, 2, lambda _: fill(small)):

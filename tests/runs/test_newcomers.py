@@ -32,7 +32,7 @@ def test_a_new_node_stops_a_script_only_after_a_save_that_it_continues_from(tmp_
         distribution=ElasticDistribution(rendezvous=GATHERING),
         run_dir=tmp_path / "run",
         start=FORKED,
-        timeout_s=120,
+        timeout=120,
     )
     log = tmp_path / "run" / "logs" / "node-0.log"
     report = cluster.run(["python", PROGRAM, way, str(log)])

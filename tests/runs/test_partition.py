@@ -143,7 +143,7 @@ class Network:
                 recovery=recovery or "restart",
                 newcomer_timeout=timedelta(0),
             ),
-            run_id="run",
+            name="run",
         )
         with self._starting.gathering():
             # The last one first: the health check of the node that is cut off must not find a round.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.config import CheckpointPolicy, ElasticDistribution
 from azureml_elastic.config import environment as variables
 from azureml_elastic.ledger.events import NodeLeft, RoundEntered, RoundReopened
 from azureml_elastic.ledger.reading import read_events
@@ -33,7 +33,7 @@ def run(tmp_path: Path, service: MetadataService, play):
         start=start_at(service),
         run_dir=run_dir,
         audit=True,
-        checkpoint_steps=10,
+        checkpoint=CheckpointPolicy(every_steps=10),
         distribution=ElasticDistribution(rendezvous=GATHERING),
     )
     with at_step(run_dir, 15, 3, lambda _: play()):

@@ -88,7 +88,7 @@ def run_stock(
         start=forked_with(imports or script) if start == "fork" else start,
         chaos=parse_schedule(chaos) if chaos else None,
         run_dir=folder / "run",
-        timeout_s=200,
+        timeout=200,
         audit=True,
         distribution=ElasticDistribution(rendezvous=GATHERING, preload_workers=preload, recovery=recovery),
         **options,

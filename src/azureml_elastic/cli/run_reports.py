@@ -187,7 +187,7 @@ class SubmittedRunReports:
             _with_times(node, events, jobs, times).model_copy(update=vars(machines[_job_node(node)]))
             for node in made.nodes
         )
-        made = made.model_copy(update={"run_id": submitted.name, "nodes": nodes})
+        made = made.model_copy(update={"name": submitted.name, "nodes": nodes})
         made = made.with_timeline(events).with_bill(events, self._prices)
         return RunReport(made, events, running=any(job.active for job in jobs))
 

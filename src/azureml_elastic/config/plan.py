@@ -29,13 +29,13 @@ class EarlierRun(ConfigModel):
     """The run that another run continues.
 
     Args:
-        run_id: its identifier in the table.
+        name: its name, by which its rows in the table are found.
         path: folder or URL of its checkpoints; ``None`` for the folder of its name beside that of the new run, which
             the node completes.
         checkpoint: reference to its last committed checkpoint; ``None`` for the one that its table or the folder names.
     """
 
-    run_id: str
+    name: str
     path: str | None = None
     checkpoint: Mapping[str, Any] | None = None
 
@@ -74,8 +74,8 @@ class Plan(ConfigModel):
         metrics: where the run's metrics are published.
         pools: node pools in the order of preference; empty if all nodes have one compute.
         replacement: policy for replacing lost nodes; ``None`` disables replacement.
-        run_id: identifier of the run in the table; ``None`` selects Azure ML's run id, which is new for each
-            submission, see :meth:`run_id_of`.
+        name: name of the run, which identifies it in the table; ``None`` selects Azure ML's name, which is new for
+            each submission, see :meth:`run_id_of`.
         program: digest of what the job runs, by which the nodes of another program with the same run id are refused;
             ``None`` accepts all nodes.
         resume_from: earlier run that this run continues as long as it has no checkpoint of its own; ``None`` for none.
@@ -92,7 +92,7 @@ class Plan(ConfigModel):
     metrics: MetricsPolicy = MetricsPolicy()
     pools: tuple[NodePool, ...] = ()
     replacement: ReplacementPolicy | None = None
-    run_id: str | None = None
+    name: str | None = None
     program: str | None = None
     resume_from: EarlierRun | None = None
     submitted: SubmittedNames = SubmittedNames()
@@ -120,7 +120,7 @@ class Plan(ConfigModel):
             job: id of the job that a node belongs to.
             root: id of the outermost job.
         """
-        if given := self.run_id or variables.get(environment.RUN_ID):
+        if given := self.name or variables.get(environment.RUN_ID):
             return given
         if self.resources.effective_placement != "fan_out":
             return job or root

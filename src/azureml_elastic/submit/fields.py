@@ -252,7 +252,7 @@ class JobFields(ConfigModel):
             metrics=self.metrics,
             pools=self.pools,
             replacement=self.replacement,
-            resume_from=None if self.resume_from is None else EarlierRun(run_id=self.resume_from),
+            resume_from=None if self.resume_from is None else EarlierRun(name=self.resume_from),
             submitted=self._submitted_names,
             audit=self.audit,
             profile=self.presets.profile,

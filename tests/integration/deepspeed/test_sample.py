@@ -25,7 +25,7 @@ def test_a_lost_node_costs_a_few_steps(stage, tmp_path):
         "start": forked_with(SAMPLE),
         "run_dir": tmp_path / "run",
         "audit": True,
-        "timeout_s": 150,
+        "timeout": 150,
         "distribution": distribution,
     }
     report = LocalCluster((1, 2), chaos=chaos, **options).run([*SLOWLY, "--stage", stage])

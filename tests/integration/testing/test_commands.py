@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import re
 import shlex
@@ -132,7 +131,7 @@ def read_report(run, name):
     assert "the run succeeded at step" in shown.output
     assert "goodput" in shown.output
     made = json.loads(Path("report.json").read_text())
-    assert made["run_id"] == name
+    assert made["name"] == name
     assert {node["name"]: node["ending"] for node in made["nodes"]} == {"node_0": "exited", "node_1": "exited"}
     assert [round_["last_step"] for round_ in made["rounds"]][-1] > 0
     seconds = {each["activity"]: each["seconds"] for each in made["activities"]}
@@ -303,7 +302,7 @@ def test_a_command_runs_in_a_workspace_of_its_own(run, project):
 
 
 def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_all_its_jobs(run):
-    machines = {"spot": Pool(nodes=1, refill_s=math.inf), "dedicated": Pool(nodes=1, tier="dedicated")}
+    machines = {"spot": Pool(nodes=1, refill=None), "dedicated": Pool(nodes=1, tier="dedicated")}
     pools = (NodePool("spot", max_instance_count=1), NodePool("dedicated", max_instance_count=1))
     policy = ReplacementPolicy(by_nodes=False, interval=1, fallback_after=1, retry_after=1)
     job = ElasticCommandJob(
@@ -325,7 +324,7 @@ def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_
         live = None
         with Path("watched.txt").open("w") as out:
             watching = subprocess.Popen(
-                [*COMMAND, "replace-nodes", submitted.name, "--every", "1"], stdout=out, stderr=out
+                [*COMMAND, "replace-nodes", submitted.name, "--interval", "1"], stdout=out, stderr=out
             )
         try:
             name = f"{submitted.name}-dedicated-0"

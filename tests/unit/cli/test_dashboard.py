@@ -29,7 +29,7 @@ class Reports:
         self.clock, self.seconds = clock, seconds
         events = loss_and_newcomer()
         self.events = events
-        self.report = Report(paths=Paths.of(path), outcome="unfinished", exit_code=0, run_id="run-9").with_timeline(
+        self.report = Report(paths=Paths.of(path), outcome="unfinished", exit_code=0, name="run-9").with_timeline(
             events
         )
 

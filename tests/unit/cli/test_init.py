@@ -80,7 +80,7 @@ def test_the_script_trains_on_local_nodes_and_survives_a_loss(project, monkeypat
         chaos=parse_schedule("kill=rank0@step:10"),
         run_dir=project / "run",
         audit=True,
-        timeout_s=120.0,
+        timeout=120.0,
         distribution=ElasticDistribution(rendezvous=GATHERING),
     )
     report = cluster.run(["src/train.py", "--epochs", "3", "--step-delay", "0.08"])

@@ -90,9 +90,11 @@ plans = st.builds(
         every=st.one_of(st.none(), st.timedeltas(timedelta(seconds=1), timedelta(days=1))),
         every_steps=st.one_of(st.none(), st.integers(1)),
     ),
-    run_id=st.one_of(st.none(), st.text()),
+    name=st.one_of(st.none(), st.text()),
     audit=st.booleans(),
-    profile=st.one_of(st.none(), st.builds(Profile, first=st.integers(1, 99), ranks=st.sampled_from(["all", (0, 3)]))),
+    profile=st.one_of(
+        st.none(), st.builds(Profile, first_step=st.integers(1, 99), ranks=st.sampled_from(["all", (0, 3)]))
+    ),
 )
 
 

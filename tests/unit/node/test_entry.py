@@ -17,7 +17,7 @@ def plan(tmp_path, monkeypatch):
     plan = Plan(
         resources=ElasticResources(max_instance_count=1),
         distribution=ElasticDistribution(rendezvous=TableRendezvous(endpoint=str(tmp_path / "t.sqlite"))),
-        run_id="run",
+        name="run",
     )
     monkeypatch.setenv(variables.PLAN, plan.to_json())
     monkeypatch.setenv(variables.RUN_DIR, str(tmp_path / "run"))

@@ -179,7 +179,7 @@ def test_the_shipped_library_is_downloaded_whatever_the_presets_say(client, sent
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_profile_is_in_the_plan(send, placement):
-    profile = Profile(first=100, ranks=(0, 1))
+    profile = Profile(first_step=100, ranks=(0, 1))
     for variables in send(placement, presets=Presets(profile=profile))[1]:
         assert Plan.from_json(variables["AZUREML_ELASTIC_PLAN"]).profile == profile
         assert without_plan(variables) == UNCACHED

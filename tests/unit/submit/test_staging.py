@@ -189,7 +189,7 @@ def test_a_node_trains_with_the_shipped_file_alone(tmp_path):
         resources=ElasticResources(max_instance_count=1),
         distribution=ElasticDistribution(rendezvous=TableRendezvous(endpoint=str(tmp_path / "table.sqlite"))),
         checkpoint=CheckpointPolicy(path=str(tmp_path / "checkpoints")),
-        run_id="alone",
+        name="alone",
     )
     variables = {
         names.PLAN: plan.to_json(),

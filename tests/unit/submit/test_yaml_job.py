@@ -268,7 +268,7 @@ def test_node_pools(write):
             {"checkpoint": {"every": -1, "keep": 1}},
             ["elastic.checkpoint.every=-1", "more than 0 s", "checkpoint.keep=1"],
         ),
-        ({"checkpoint": {"every": "soon"}}, ["elastic.checkpoint.every='soon'", "'auto' or a duration", "PT5M"]),
+        ({"checkpoint": {"every": "soon"}}, ["elastic.checkpoint.every='soon'", "'auto' or a duration", "'10m'"]),
         ({"delivery": "mail"}, ["elastic.delivery='mail'", "'ship' or 'environment'"]),
         ({"distribution": None}, ["elastic.distribution=null", "a block of fields"]),
         ({"distribution": [1]}, ["elastic.distribution: ", "a block of fields"]),

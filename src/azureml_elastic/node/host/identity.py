@@ -105,7 +105,7 @@ def _with_checkpoint_dir(plan: Plan, checkpoint_dir: str, run_id: str) -> Plan:
         "checkpoint": plan.checkpoint.model_copy(update={"path": join_path(checkpoint_dir, run_id)})
     }
     if plan.resume_from is not None:
-        path = join_path(checkpoint_dir, plan.resume_from.run_id)
+        path = join_path(checkpoint_dir, plan.resume_from.name)
         changes["resume_from"] = plan.resume_from.model_copy(update={"path": path})
     return plan.model_copy(update=changes)
 

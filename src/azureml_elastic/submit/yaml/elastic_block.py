@@ -33,7 +33,7 @@ _OUTSIDE = FIELDS_OF_COMMAND - {"distribution"} | {"resources", "type"}
 _SHOWN = re.compile(r"[\w .:@-]{0,60}", re.ASCII)
 _MOST = 5
 _MESSAGES = {
-    "time_delta_parsing": "a duration: a number of seconds, or text such as 'PT5M' or '00:05:00'",
+    "time_delta_parsing": "a duration: a number of seconds, or text such as '10m' or '1h30m'",
     "model_type": "a block of fields",
     "model_attributes_type": "a block of fields",
     "tuple_type": "a list",

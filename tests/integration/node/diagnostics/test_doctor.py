@@ -412,7 +412,7 @@ def test_the_command_examines_the_plan_of_its_environment(local, monkeypatch, ca
     plan = Plan(
         resources=ElasticResources(max_instance_count=1),
         distribution=ElasticDistribution(rendezvous=local.model_copy(update={"table": "fromtheplan"})),
-        run_id="run",
+        name="run",
     )
     monkeypatch.setenv(variables.PLAN, plan.to_json())
     assert command.main([]) == 0
@@ -444,7 +444,7 @@ def test_as_the_program_of_a_job_it_runs_in_the_nodes_place(local, monkeypatch, 
     plan = Plan(
         resources=ElasticResources(max_instance_count=1),
         distribution=ElasticDistribution(rendezvous=local),
-        run_id="run",
+        name="run",
     )
     monkeypatch.setenv(variables.PLAN, plan.to_json())
     monkeypatch.setenv(variables.RUN_DIR, str(tmp_path / "run"))

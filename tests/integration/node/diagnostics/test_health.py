@@ -726,7 +726,7 @@ def test_the_command_prints_the_findings_and_its_exit_code_is_the_result(tmp_pat
             health=HealthPolicy(disk_mib=0, memory_mib=0, shm_mib=0, open_files=0, timeout=30, mount_timeout=30),
             rendezvous=TableRendezvous(endpoint=str(tmp_path / "table.sqlite")),
         ),
-        run_id="run",
+        name="run",
     )
     environ = {variables.PLAN: plan.to_json(), variables.RUN_DIR: str(tmp_path / "run")}
     done = run_check(**environ)

@@ -44,7 +44,7 @@ class Runs:
         plan = Plan(
             resources=ElasticResources(max_instance_count=1),
             distribution=ElasticDistribution(rendezvous=self.rendezvous),
-            resume_from=EarlierRun(run_id=earlier, **given),
+            resume_from=EarlierRun(name=earlier, **given),
         )
         folder = str(self.checkpoints) if checkpoint_dir else None
         identity = read_identity({variables.PLAN: plan.to_json(), variables.RUN_ID: run}, checkpoint_dir=folder)

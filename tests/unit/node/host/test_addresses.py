@@ -93,7 +93,7 @@ def test_a_nodes_identity_has_the_address_and_its_interface():
     plan = Plan(
         resources=ElasticResources(max_instance_count=2),
         distribution=ElasticDistribution(rendezvous=TableRendezvous(endpoint="/tmp/t.sqlite", advertise="lo")),
-        run_id="run",
+        name="run",
     )
     identity = read_identity({variables.PLAN: plan.to_json()})
     assert (identity.host, identity.interface) == ("127.0.0.1", "lo")

@@ -48,7 +48,7 @@ def test_two_submissions_of_one_plan_have_two_runs():
 
 def test_a_local_node():
     environ = {
-        variables.PLAN: PLAN.model_copy(update={"run_id": "mine"}).to_json(),
+        variables.PLAN: PLAN.model_copy(update={"name": "mine"}).to_json(),
         variables.NODE_ID: "node-3",
         variables.RUN_DIR: "/tmp/run",
         "AZUREML_RUN_ID": "other",

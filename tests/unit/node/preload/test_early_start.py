@@ -35,7 +35,7 @@ class Server:
 
 def plan(**distribution) -> str:
     return Plan(
-        resources=ElasticResources(max_instance_count=2), distribution=ElasticDistribution(**distribution), run_id="run"
+        resources=ElasticResources(max_instance_count=2), distribution=ElasticDistribution(**distribution), name="run"
     ).to_json()
 
 
