@@ -82,9 +82,8 @@ def run_chaos(seed: int, folder: Path) -> None:
         run_dir=folder,
         audit=True,
         checkpoint=CheckpointPolicy(every_steps=CHECKPOINT_STEPS),
-        distribution=ElasticDistribution(
-            recovery="in_process" if seed % 2 else "restart", health=HealthPolicy(quarantine_strikes=None)
-        ),
+        distribution=ElasticDistribution(recovery="in_process" if seed % 2 else "restart"),
+        health=HealthPolicy(quarantine_strikes=None),
         timeout=200,
     )
     report = cluster.run([str(PROGRAMS / "chaos_train.py")])

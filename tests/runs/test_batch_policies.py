@@ -25,7 +25,8 @@ def learnt(tmp_path, *arguments, nodes=(1, 3), chaos="", recovery="restart", **o
         run_dir=tmp_path / "-".join(["run", recovery, *map(str, nodes)]),
         audit=True,
         checkpoint=CheckpointPolicy(every_steps=10),
-        distribution=ElasticDistribution(recovery=recovery, rendezvous=GATHERING),
+        distribution=ElasticDistribution(recovery=recovery),
+        rendezvous=GATHERING,
         **options,
     ).run([PROGRAM, *arguments])
     assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message

@@ -79,7 +79,8 @@ def test_bursts_of_losses_and_arrivals(tmp_path, seed, recovery):
         audit=True,
         checkpoint=CheckpointPolicy(every_steps=50),
         timeout=840,
-        distribution=ElasticDistribution(recovery=recovery, rendezvous=GATHERING),
+        distribution=ElasticDistribution(recovery=recovery),
+        rendezvous=GATHERING,
     )
     report = cluster.run([PROGRAM, "--epochs", str(EPOCHS), "--step-delay", str(STEP_SECONDS)])
     trail = f"seed {seed}: {schedule}: {report.message}; files in {report.paths.run_dir}"

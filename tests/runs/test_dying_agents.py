@@ -27,7 +27,8 @@ def cluster(folder, recovery, start, **options):
         run_dir=folder,
         audit=True,
         checkpoint=CheckpointPolicy(every_steps=10_000),
-        distribution=ElasticDistribution(rendezvous=GATHERING, recovery=recovery),
+        distribution=ElasticDistribution(recovery=recovery),
+        rendezvous=GATHERING,
         **options,
     )
 

@@ -29,7 +29,8 @@ def run(tmp_path: Path, chaos: str = "", *argv: str, **options) -> Report:
         start=options.pop("start", FORKED),
         chaos=parse_schedule(chaos) if chaos else None,
         run_dir=tmp_path / "run",
-        distribution=ElasticDistribution(rendezvous=GATHERING, **options.pop("distribution", {})),
+        distribution=ElasticDistribution(**options.pop("distribution", {})),
+        rendezvous=GATHERING,
         **{"audit": True, "checkpoint": CheckpointPolicy(every_steps=10), **options},
     )
     return cluster.run(list(argv) or [PROGRAM])
@@ -129,9 +130,7 @@ def test_a_node_that_comes_after_the_end_exits_at_once_with_0(tmp_path):
     assert_whole(report)
     plan = Plan(
         resources=ElasticResources(max_instance_count=1),
-        distribution=ElasticDistribution(
-            rendezvous=TableRendezvous(endpoint=str(report.paths.run_dir / "table.sqlite"))
-        ),
+        rendezvous=TableRendezvous(endpoint=str(report.paths.run_dir / "table.sqlite")),
         name=report.name,
     )
     environ = {**os.environ, variables.PLAN: plan.to_json(), variables.RUN_DIR: str(tmp_path / "late")}

@@ -29,7 +29,8 @@ def run(tmp_path: Path, way: str = "", *steps: int, program: str = "failing.py",
         options.pop("nodes", (2, 2)),
         start=FORKED,
         run_dir=tmp_path / "run",
-        distribution=ElasticDistribution(rendezvous=SLOW_HEARTBEAT, max_restarts=options.pop("max_restarts", 3)),
+        distribution=ElasticDistribution(max_restarts=options.pop("max_restarts", 3)),
+        rendezvous=SLOW_HEARTBEAT,
         **{"checkpoint": CheckpointPolicy(every_steps=5), **options},
     )
     return cluster.run([str(TRAINING / program), way, str(tmp_path / "notes"), *map(str, steps)])

@@ -46,7 +46,7 @@ def run(tmp_path, azurite, monkeypatch):
             **{
                 "audit": True,
                 "checkpoint": CheckpointPolicy(every_steps=10),
-                "distribution": ElasticDistribution(rendezvous=GATHERING),
+                "rendezvous": GATHERING,
                 **options,
             },
         )
@@ -126,7 +126,7 @@ def test_a_node_added_while_the_table_is_away(run):
 def test_the_last_node_that_holds_the_state_is_preempted_while_the_table_is_away(run, recovery):
     """No checkpoint is due, and nobody else has the state: it is in the storage for the node that comes."""
     chaos = "table=outage@step:25/24s,kill=node-1@step:30,add@5s,preempt=node-0@5s/20s"
-    distribution = ElasticDistribution(rendezvous=GATHERING, recovery=recovery)
+    distribution = ElasticDistribution(recovery=recovery)
     report = run(
         chaos,
         "--epochs",

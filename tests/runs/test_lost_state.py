@@ -8,7 +8,7 @@ import signal
 import pytest
 from azure.data.tables import TableServiceClient
 
-from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, TableRendezvous
+from azureml_elastic.config import CheckpointPolicy, TableRendezvous
 from azureml_elastic.ledger.events import NodeStarted, Restored, RoundEntered
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.local.cluster import LocalCluster
@@ -28,7 +28,7 @@ def cluster(tmp_path, chaos="", **options):
         run_dir=tmp_path / "run",
         audit=True,
         checkpoint=CheckpointPolicy(every_steps=10),
-        distribution=ElasticDistribution(rendezvous=GATHERING),
+        rendezvous=GATHERING,
         **options,
     )
 

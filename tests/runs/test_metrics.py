@@ -43,7 +43,8 @@ def cluster(tmp_path, *, nodes=(1, 2), chaos="", recovery="restart", max_restart
         start=FORKED,
         chaos=parse_schedule(chaos) if chaos else None,
         run_dir=tmp_path / "run",
-        distribution=ElasticDistribution(rendezvous=GATHERING, recovery=recovery, max_restarts=max_restarts),
+        distribution=ElasticDistribution(recovery=recovery, max_restarts=max_restarts),
+        rendezvous=GATHERING,
         **options,
     )
 

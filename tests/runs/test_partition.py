@@ -138,11 +138,9 @@ class Network:
         plan = Plan(
             resources=ElasticResources(min_instance_count=minimum, max_instance_count=len(NODES)),
             distribution=ElasticDistribution(
-                process_count_per_instance=1,
-                rendezvous=rendezvous,
-                recovery=recovery or "restart",
-                newcomer_timeout=timedelta(0),
+                process_count_per_instance=1, recovery=recovery or "restart", newcomer_timeout=timedelta(0)
             ),
+            rendezvous=rendezvous,
             name="run",
         )
         with self._starting.gathering():

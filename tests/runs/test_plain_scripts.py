@@ -19,7 +19,8 @@ def test_what_a_script_saves_on_sigterm_is_what_the_next_round_continues_from(tm
     cluster = LocalCluster(
         (1, 2),
         chaos=parse_schedule("preempt=node-0@2s/30s"),
-        distribution=ElasticDistribution(rendezvous=GATHERING, stop_timeout=timedelta(seconds=0.2)),
+        distribution=ElasticDistribution(stop_timeout=timedelta(seconds=0.2)),
+        rendezvous=GATHERING,
         run_dir=tmp_path / "run",
         start=FORKED,
         timeout=120,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from azureml_elastic.config import CheckpointPolicy, ElasticDistribution
+from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.config import environment as variables
 from azureml_elastic.ledger.events import NodeLeft, RoundEntered, RoundReopened
 from azureml_elastic.ledger.reading import read_events
@@ -34,7 +34,7 @@ def run(tmp_path: Path, service: MetadataService, play):
         run_dir=run_dir,
         audit=True,
         checkpoint=CheckpointPolicy(every_steps=10),
-        distribution=ElasticDistribution(rendezvous=GATHERING),
+        rendezvous=GATHERING,
     )
     with at_step(run_dir, 15, 3, lambda _: play()):
         report = cluster.run([PROGRAM, "--epochs", "12", "--gather", "3"])

@@ -64,9 +64,8 @@ def test_random_losses_and_new_nodes(tmp_path, seed, request, monkeypatch):
         checkpoint=CheckpointPolicy(every_steps=7),
         table=table,
         # A node that is frozen twice joins again all the same.
-        distribution=ElasticDistribution(
-            recovery="in_process" if seed % 2 else "restart", health=HealthPolicy(quarantine_strikes=None)
-        ),
+        distribution=ElasticDistribution(recovery="in_process" if seed % 2 else "restart"),
+        health=HealthPolicy(quarantine_strikes=None),
     )
     report = cluster.run([PROGRAM])
     trail = f"seed {seed}: {faults}: {report.message}; files in {report.paths.run_dir}"

@@ -39,11 +39,9 @@ def cluster(tmp_path, recovery, chaos="", nodes=(1, 3), handover_s=5, **options)
         run_dir=tmp_path / "run",
         audit=True,
         distribution=ElasticDistribution(
-            recovery=recovery,
-            rendezvous=GATHERING,
-            handover_timeout=handover,
-            process_count_per_instance=options.pop("count", 1),
+            recovery=recovery, handover_timeout=handover, process_count_per_instance=options.pop("count", 1)
         ),
+        rendezvous=GATHERING,
         **options,
     )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from azureml_elastic.config import CheckpointPolicy, ElasticDistribution
+from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
@@ -32,7 +32,7 @@ def train(folder: Path, *options: str, **cluster) -> Report:
         chaos=parse_schedule(FAULTS),
         run_dir=folder / "run",
         timeout=150,
-        distribution=ElasticDistribution(rendezvous=GATHERING),
+        rendezvous=GATHERING,
         **cluster,
     )
     # The node that comes after a step is a member long before another one gets its notice, also on a busy machine.

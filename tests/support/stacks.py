@@ -90,7 +90,8 @@ def run_stock(
         run_dir=folder / "run",
         timeout=200,
         audit=True,
-        distribution=ElasticDistribution(rendezvous=GATHERING, preload_workers=preload, recovery=recovery),
+        distribution=ElasticDistribution(preload_workers=preload, recovery=recovery),
+        rendezvous=GATHERING,
         **options,
     )
     report = cluster.run([sys.executable, str(script), "--folder", str(output), *arguments])

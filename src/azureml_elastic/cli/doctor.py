@@ -54,7 +54,7 @@ def doctor(
     logging.getLogger("azure").setLevel(logging.CRITICAL)
     plan = Plan.from_json(os.environ[variables.PLAN]) if node and os.environ.get(variables.PLAN) else None
     rendezvous = make_rendezvous(
-        plan.distribution.rendezvous if plan else TableRendezvous(),
+        plan.rendezvous if plan else TableRendezvous(),
         endpoint=endpoint,
         table=table,
         credential=credential,

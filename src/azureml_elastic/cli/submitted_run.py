@@ -82,7 +82,7 @@ def open_run_table(submitted: ElasticRun, variables: Mapping[str, str]) -> Itera
 
     from azureml_elastic.node.table import as_developer, open_table
 
-    rendezvous = as_developer(submitted.plan.distribution.rendezvous)
+    rendezvous = as_developer(submitted.plan.rendezvous)
     table = open_table(rendezvous, submitted.run_id, {**os.environ, **variables}, timeout=_TABLE_TIMEOUT)
     try:
         yield table

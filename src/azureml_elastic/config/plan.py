@@ -14,8 +14,11 @@ from azureml_elastic.config.base import ConfigModel
 from azureml_elastic.config.batch import BatchPolicy, FixedGlobalBatch
 from azureml_elastic.config.checkpoint import CheckpointPolicy
 from azureml_elastic.config.distribution import ElasticDistribution
+from azureml_elastic.config.health import HealthPolicy
 from azureml_elastic.config.metrics import MetricsPolicy
+from azureml_elastic.config.preemption import PreemptionPolicy
 from azureml_elastic.config.profile import Profile
+from azureml_elastic.config.rendezvous import TableRendezvous
 from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.config.resources import ElasticResources, NodePool
 from azureml_elastic.errors import PlanError
@@ -71,6 +74,9 @@ class Plan(ConfigModel):
         distribution: configuration of the processes.
         checkpoint: checkpoint policy.
         batch: policy for batch size and learning rate when the world size changes.
+        preemption: detection of and response to preemption notices.
+        health: checks of nodes before they join, detection of hangs, and quarantine of hosts with repeated failures.
+        rendezvous: table through which the nodes find each other.
         metrics: where the run's metrics are published.
         pools: node pools in the order of preference; empty if all nodes have one compute.
         replacement: policy for replacing lost nodes; ``None`` disables replacement.
@@ -89,6 +95,9 @@ class Plan(ConfigModel):
     distribution: ElasticDistribution = ElasticDistribution()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     batch: BatchPolicy = FixedGlobalBatch()
+    preemption: PreemptionPolicy = PreemptionPolicy()
+    health: HealthPolicy = HealthPolicy()
+    rendezvous: TableRendezvous = TableRendezvous()
     metrics: MetricsPolicy = MetricsPolicy()
     pools: tuple[NodePool, ...] = ()
     replacement: ReplacementPolicy | None = None
@@ -100,8 +109,9 @@ class Plan(ConfigModel):
     profile: Profile | None = None
 
     @model_validator(mode="after")
-    def _has_whole_replicas(self) -> Self:
+    def _policies_agree(self) -> Self:
         self.distribution.node_limits(self.resources.min_instance_count, self.resources.max_instance_count)
+        self.distribution.check_ports(self.rendezvous.port_range)
         return self
 
     def to_json(self) -> str:

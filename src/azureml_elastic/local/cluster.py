@@ -16,8 +16,10 @@ from azureml_elastic.config import (
     ElasticDistribution,
     ElasticResources,
     FixedGlobalBatch,
+    HealthPolicy,
     MetricsPolicy,
     Plan,
+    PreemptionPolicy,
     TableRendezvous,
 )
 from azureml_elastic.config.base import positive_duration
@@ -59,6 +61,9 @@ class LocalCluster:
         checkpoint: checkpoint policy, whose path is in the run's folder; by time every 10 seconds unless it is given.
         audit: whether workers record the samples of each step, so that the report can prove that each was seen once.
         batch: batch policy.
+        preemption: preemption policy, without the machine's scheduled events, which are not those of local nodes.
+        health: health policy.
+        rendezvous: ports, address and timings; ``table`` chooses the table.
         metrics: where the run's metrics are published.
         resume_from: folder of an earlier run, from whose last committed checkpoint this run starts.
         distribution: configuration of the processes; ``"auto"`` is one worker per node, as the nodes share the
@@ -83,6 +88,9 @@ class LocalCluster:
     checkpoint: CheckpointPolicy = field(default_factory=CheckpointPolicy)
     audit: bool = False
     batch: BatchPolicy = field(default_factory=FixedGlobalBatch)
+    preemption: PreemptionPolicy = field(default_factory=PreemptionPolicy)
+    health: HealthPolicy = field(default_factory=HealthPolicy)
+    rendezvous: TableRendezvous = field(default_factory=TableRendezvous)
     metrics: MetricsPolicy = field(default_factory=MetricsPolicy)
     resume_from: Path | None = None
     distribution: ElasticDistribution = field(default_factory=ElasticDistribution)
@@ -118,7 +126,7 @@ class LocalCluster:
             find_earlier_run(self.resume_from)
         with StopSignals() as signals:
             folder = self.run_dir or new_run_dir()
-            require_space(folder, self.distribution.health.disk_mib)
+            require_space(folder, self.health.disk_mib)
             paths = prepare_run_dir(folder)
             try:
                 report = self._run(argv, words, paths, signals)
@@ -188,16 +196,10 @@ class LocalCluster:
     def plan(self, table: TableChoice, paths: Paths) -> Plan:
         """Return the plan that the nodes receive."""
         minimum, maximum = self.nodes
-        timings = self.distribution.rendezvous.timings.model_copy(
-            update={"table_heartbeat_interval": timedelta(seconds=1)}
-        )
+        timings = self.rendezvous.timings.model_copy(update={"table_heartbeat_interval": timedelta(seconds=1)})
         count = self.distribution.process_count_per_instance
-        processes = {
-            "process_count_per_instance": 1 if count == "auto" else count,
-            # Scheduled events of this machine are not those of the local nodes.
-            "preemption": self.distribution.preemption.model_copy(update={"scheduled_events": None}),
-            "rendezvous": TableRendezvous(endpoint=table.endpoint, credential=table.credential, timings=timings),
-        }
+        processes = {"process_count_per_instance": 1 if count == "auto" else count}
+        place = {"endpoint": table.endpoint, "credential": table.credential, "timings": timings}
         return Plan(
             resources=ElasticResources(min_instance_count=minimum, max_instance_count=maximum),
             distribution=self.distribution.model_copy(update=processes),
@@ -210,6 +212,9 @@ class LocalCluster:
                 }
             ),
             batch=self.batch,
+            preemption=self.preemption.model_copy(update={"scheduled_events": None}),
+            health=self.health,
+            rendezvous=self.rendezvous.model_copy(update=place),
             metrics=self.metrics,
             resume_from=None if self.resume_from is None else find_earlier_run(self.resume_from),
             name=f"local-{secrets.token_hex(4)}",

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from azureml_elastic.config import CheckpointPolicy, ElasticDistribution
+from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.summary import Paths, load_report
 from azureml_elastic.local.cluster import LocalCluster
@@ -136,7 +136,7 @@ def test_the_dashboard_follows_a_local_run_until_its_end(tmp_path):
         audit=True,
         checkpoint=CheckpointPolicy(every_steps=10),
         timeout=120,
-        distribution=ElasticDistribution(rendezvous=GATHERING),
+        rendezvous=GATHERING,
     )
 
     def page(url):

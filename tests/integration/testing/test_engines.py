@@ -63,11 +63,8 @@ def test_finished_results_survive_an_eviction_with_notice_and_the_run_that_of_it
         environment="anything@latest",
         compute=tuple(NodePool(name, max_instance_count=pool.nodes) for name, pool in POOLS.items()),
         resources=ElasticResources(min_instance_count=1, max_instance_count=3),
-        distribution=ElasticDistribution(
-            framework=framework,
-            process_count_per_instance=1,
-            rendezvous=TableRendezvous(port_range=PORTS),
-        ),
+        distribution=ElasticDistribution(framework=framework, process_count_per_instance=1),
+        rendezvous=TableRendezvous(port_range=PORTS),
     )
     with LocalWorkspace(pools=POOLS) as workspace:
         client = workspace.ml_client

@@ -48,7 +48,7 @@ def alone(monkeypatch, tmp_path):
 
 def steps(folder, profile, *, until=10, every_steps=None, finish=True):
     """Train, from the checkpoint if there is one."""
-    run = train.start(workers.policy(folder, every_steps), recording=train.Recording(profile=profile))
+    run = train.start(workers.policy(folder, every_steps), profile=profile)
     with run:
         model = run.wrap(nn.Linear(4, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -235,7 +235,8 @@ def test_nodes_come_and_go_while_they_are_profiled(tmp_path, recovery):
         chaos=parse_schedule("kill=node-1@step:15"),
         run_dir=tmp_path / "run",
         audit=True,
-        distribution=ElasticDistribution(recovery=recovery, rendezvous=GATHERING),
+        distribution=ElasticDistribution(recovery=recovery),
+        rendezvous=GATHERING,
     )
     arguments = ["--first", "10", "--steps", "40", "--each-round", "--end-at", "120", "--gather", "2"]
     report = cluster.run([str(PROGRAM), *arguments])

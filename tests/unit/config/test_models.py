@@ -34,9 +34,9 @@ from azureml_elastic.errors import PlanError
         (lambda: ElasticResources(max_instance_count=2, placement="spread"), "placement"),
         (lambda: ElasticDistribution(process_count_per_instance=0), "process_count_per_instance=0"),
         (
-            lambda: ElasticDistribution(
-                framework="dask",
-                process_count_per_instance=4,
+            lambda: Plan(
+                resources=ElasticResources(max_instance_count=1),
+                distribution=ElasticDistribution(framework="dask", process_count_per_instance=4),
                 rendezvous=TableRendezvous(port_range=(29400, 29438)),
             ),
             "a node needs 10 for each of its workers, 40 in all",

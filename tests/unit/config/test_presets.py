@@ -122,7 +122,7 @@ def test_every_way_to_mount_shows_what_others_write(mount):
 
 def test_the_cache_leaves_more_of_the_disk_free_than_a_node_must_have():
     variables = Presets(mount="cached").environment_variables([], together=True)
-    health = Plan(resources=ElasticResources(max_instance_count=1)).distribution.health
+    health = Plan(resources=ElasticResources(max_instance_count=1)).health
     assert -int(variables["DATASET_MOUNT_CACHE_SIZE"]) > 2 * health.disk_mib * 1024**2
 
 
@@ -169,9 +169,9 @@ def test_ranks_are_in_order_and_once():
 
 
 def test_a_profile_crosses_in_the_plan():
-    presets = Presets(profile=Profile(first_step=5, every_steps=100, ranks=(0, 2), folder="$X/traces", with_stack=True))
-    plan = Plan(resources=ElasticResources(max_instance_count=1), profile=presets.profile)
-    assert Plan.from_json(plan.to_json()).profile == presets.profile
+    profile = Profile(first_step=5, every_steps=100, ranks=(0, 2), folder="$X/traces", with_stack=True)
+    plan = Plan(resources=ElasticResources(max_instance_count=1), profile=profile)
+    assert Plan.from_json(plan.to_json()).profile == profile
     assert Plan(resources=ElasticResources(max_instance_count=1)).profile is None
 
 

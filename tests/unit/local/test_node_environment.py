@@ -31,7 +31,7 @@ def test_the_plan_reaches_the_node_and_holds_no_secret(tmp_path, monkeypatch):
     assert (received.resources.min_instance_count, received.resources.max_instance_count) == (1, 3)
     assert received.distribution.process_count_per_instance == 2
     assert received.distribution.max_restarts == 5
-    assert received.distribution.preemption.scheduled_events is None
+    assert received.preemption.scheduled_events is None
     assert received.checkpoint.every_steps == 7
     assert received.checkpoint.path == str(tmp_path / "checkpoints")
     assert received.audit

@@ -42,7 +42,7 @@ def with_earlier_checkpoint(identity: NodeIdentity, table: Table, environ: Mappi
     if run is None:
         return identity
     try:
-        with contextlib.closing(open_table(identity.plan.distribution.rendezvous, run.name, environ)) as rows:
+        with contextlib.closing(open_table(identity.plan.rendezvous, run.name, environ)) as rows:
             reference = _find(run, identity.run_id, rows)
     except UsageError:
         if _pointer(table) is not None:

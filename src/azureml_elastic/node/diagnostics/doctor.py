@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         peers = [read_peer(text) for text in options.pop("peer")]
         plan = Plan.from_json(os.environ[variables.PLAN]) if os.environ.get(variables.PLAN) else None
-        rendezvous = make_rendezvous(plan.distribution.rendezvous if plan else TableRendezvous(), **options)
+        rendezvous = make_rendezvous(plan.rendezvous if plan else TableRendezvous(), **options)
     except ElasticError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from functools import partial
 from types import FrameType
 
-from azureml_elastic.config.distribution import PreemptionPolicy
 from azureml_elastic.config.exit_codes import PREEMPTED
+from azureml_elastic.config.preemption import PreemptionPolicy
 from azureml_elastic.node.preemption.notices import Announcement, MarkerFile, Notice, PolledSource, merge
 from azureml_elastic.node.preemption.scheduled_events import ScheduledEvents
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, TableRendezvous
+from azureml_elastic.config import ElasticResources, Plan, TableRendezvous
 from azureml_elastic.config import environment as variables
 from azureml_elastic.node.diagnostics import doctor as command
 from azureml_elastic.node.diagnostics.checks.identity import claims_of, why_refused
@@ -411,7 +411,7 @@ def test_an_interface_that_is_not_there_and_ports_that_are_taken(local):
 def test_the_command_examines_the_plan_of_its_environment(local, monkeypatch, capsys):
     plan = Plan(
         resources=ElasticResources(max_instance_count=1),
-        distribution=ElasticDistribution(rendezvous=local.model_copy(update={"table": "fromtheplan"})),
+        rendezvous=local.model_copy(update={"table": "fromtheplan"}),
         name="run",
     )
     monkeypatch.setenv(variables.PLAN, plan.to_json())
@@ -443,7 +443,7 @@ def test_as_the_program_of_a_job_it_runs_in_the_nodes_place(local, monkeypatch, 
 
     plan = Plan(
         resources=ElasticResources(max_instance_count=1),
-        distribution=ElasticDistribution(rendezvous=local),
+        rendezvous=local,
         name="run",
     )
     monkeypatch.setenv(variables.PLAN, plan.to_json())

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from azureml_elastic.config import ElasticDistribution, ElasticResources, HealthPolicy, Plan, TableRendezvous
+from azureml_elastic.config import ElasticResources, HealthPolicy, Plan, TableRendezvous
 from azureml_elastic.config import environment as variables
 from azureml_elastic.config.exit_codes import UNHEALTHY
 from azureml_elastic.ledger.events import HealthChecked, HostQuarantined, HostStruck, read_event
@@ -722,10 +722,8 @@ def test_a_notice_ends_the_wait(node):
 def test_the_command_prints_the_findings_and_its_exit_code_is_the_result(tmp_path):
     plan = Plan(
         resources=ElasticResources(max_instance_count=2),
-        distribution=ElasticDistribution(
-            health=HealthPolicy(disk_mib=0, memory_mib=0, shm_mib=0, open_files=0, timeout=30, mount_timeout=30),
-            rendezvous=TableRendezvous(endpoint=str(tmp_path / "table.sqlite")),
-        ),
+        health=HealthPolicy(disk_mib=0, memory_mib=0, shm_mib=0, open_files=0, timeout=30, mount_timeout=30),
+        rendezvous=TableRendezvous(endpoint=str(tmp_path / "table.sqlite")),
         name="run",
     )
     environ = {variables.PLAN: plan.to_json(), variables.RUN_DIR: str(tmp_path / "run")}
@@ -734,7 +732,7 @@ def test_the_command_prints_the_findings_and_its_exit_code_is_the_result(tmp_pat
     assert re.search(r"^clock +ok +0\.\d s", done.stdout, re.MULTILINE)
     assert re.search(r"^peers +ok", done.stdout, re.MULTILINE)
     assert re.search(r"^(ok|warn) after \d+\.\d\d s$", done.stdout.strip().splitlines()[-1])
-    opened = open_table(plan.distribution.rendezvous, "run", {})
+    opened = open_table(plan.rendezvous, "run", {})
     assert list(opened.query("")) == [], "a look leaves nothing behind"
     opened.close()
 

@@ -7,7 +7,7 @@ import pytest
 
 from azureml_elastic.checkpoint.format.manifest import COMMITTED, MANIFEST, FolderName, Manifest
 from azureml_elastic.checkpoint.storage.local import LocalStorage
-from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, TableRendezvous
+from azureml_elastic.config import ElasticResources, Plan, TableRendezvous
 from azureml_elastic.config import environment as variables
 from azureml_elastic.config.plan import EarlierRun
 from azureml_elastic.errors import UsageError
@@ -43,7 +43,7 @@ class Runs:
     def resume(self, earlier, run="new", *, checkpoint_dir=True, **given):
         plan = Plan(
             resources=ElasticResources(max_instance_count=1),
-            distribution=ElasticDistribution(rendezvous=self.rendezvous),
+            rendezvous=self.rendezvous,
             resume_from=EarlierRun(name=earlier, **given),
         )
         folder = str(self.checkpoints) if checkpoint_dir else None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, TableRendezvous
+from azureml_elastic.config import ElasticResources, Plan, TableRendezvous
 from azureml_elastic.config import environment as variables
 from azureml_elastic.errors import PlanError, UsageError
 from azureml_elastic.node.host.addresses import local_address
@@ -14,7 +14,7 @@ from azureml_elastic.node.host.identity import read_identity
 
 PLAN = Plan(
     resources=ElasticResources(max_instance_count=2),
-    distribution=ElasticDistribution(rendezvous=TableRendezvous(endpoint="/tmp/t.sqlite")),
+    rendezvous=TableRendezvous(endpoint="/tmp/t.sqlite"),
 )
 
 
@@ -62,7 +62,7 @@ def test_a_node_may_have_a_metadata_service_of_its_own():
     environ = {variables.PLAN: PLAN.to_json(), variables.RUN_ID: "run"}
 
     def address(**own):
-        return read_identity({**environ, **own}).plan.distribution.preemption.scheduled_events
+        return read_identity({**environ, **own}).plan.preemption.scheduled_events
 
     assert address() == "http://169.254.169.254/metadata"
     assert (
