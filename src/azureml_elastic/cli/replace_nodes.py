@@ -10,7 +10,7 @@ import typer
 
 from azureml_elastic.cli.failures import CONTINUES, explained, require
 from azureml_elastic.cli.submitted_run import RunName
-from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption, find_workspace
+from azureml_elastic.cli.workspaces import current_workspace
 from azureml_elastic.config.base import positive_duration
 from azureml_elastic.errors import ElasticError, RunFailed, UsageError
 
@@ -37,13 +37,10 @@ def replace_nodes(
         typer.Option(min=0.01, help="Cost in USD from which no node is submitted; by default as the job says."),
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Check once, submit what is missing, and exit.")] = False,
-    subscription: SubscriptionOption = None,
-    group: GroupOption = None,
-    workspace: WorkspaceOption = None,
 ) -> None:
     """Replace the lost nodes of a run until it ends, with your own login; see docs/how-to/pools.md."""
     pause = None if interval is None else _pause(interval)
-    variables = find_workspace(subscription, group, workspace).variables
+    variables = current_workspace().variables
     require(("azure.data.tables", "azure-data-tables", "node"), ("azure.identity", "azure-identity", "node"))
 
     from azureml_elastic.node.replacement.replacer import open_replacer

@@ -150,7 +150,7 @@ def test_the_dashboard_follows_a_local_run_until_its_end(tmp_path):
         return running, page(url)
 
     with (
-        subprocess.Popen((*PROGRAM, "dashboard", str(folder)), stdout=subprocess.PIPE, text=True) as shown,
+        subprocess.Popen((*PROGRAM, "report", "--serve", str(folder)), stdout=subprocess.PIPE, text=True) as shown,
         ThreadPoolExecutor(1) as beside,
     ):
         try:

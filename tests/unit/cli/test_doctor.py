@@ -59,7 +59,7 @@ def test_a_workspace_that_is_well(workspace):
 
 
 def test_what_is_wrong_is_said_with_what_to_do(workspace):
-    result = RUN.invoke(app, ["doctor", "--workspace", "elsewhere", "--peer", "127.0.0.1:1"])
+    result = RUN.invoke(app, ["--workspace-name", "elsewhere", "doctor", "--peer", "127.0.0.1:1"])
     assert result.exit_code == 1
     output = words(result.output)
     assert "workspace fail elsewhere of resource group local" in output

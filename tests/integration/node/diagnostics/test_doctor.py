@@ -247,7 +247,7 @@ def test_outside_of_a_job_the_workspace_is_missing(azure):
         finding.name: finding for finding in examine(TableRendezvous(), {}, no_workspace="No workspace is named.")
     }
     assert findings["workspace"].value == "No workspace is named."
-    assert "--workspace" in findings["workspace"].advice
+    assert "--workspace-name" in findings["workspace"].advice
 
 
 @pytest.fixture(scope="module")
