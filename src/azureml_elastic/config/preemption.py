@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
-from azureml_elastic.config.base import ConfigModel, Duration, PositiveDuration
+from azureml_elastic.config.base import ConfigModel, Duration
 
 __all__ = ["METADATA_ADDRESS", "PreemptionPolicy"]
 
@@ -45,7 +45,6 @@ class PreemptionPolicy(ConfigModel):
             which may be announced days ahead.
         marker: path of a file whose existence is a notice; ``{node}`` is replaced by the node's identifier. ``None``
             disables the file.
-        poll_interval: time between two queries of the metadata service and of the marker file.
         acknowledge: whether a node that has left approves the event, so that Azure may start it at once.
     """
 
@@ -53,5 +52,4 @@ class PreemptionPolicy(ConfigModel):
     scheduled_events: Annotated[str, AfterValidator(_metadata_address)] | None = METADATA_ADDRESS
     lead: Duration = timedelta(minutes=2)
     marker: str | None = Field(default=None, min_length=1)
-    poll_interval: PositiveDuration = timedelta(seconds=1)
     acknowledge: bool = False
