@@ -127,3 +127,28 @@ def test_every_public_name_is_there():
         assert getattr(azureml_elastic, name) is not None
     with pytest.raises(AttributeError, match="nothing"):
         _ = azureml_elastic.nothing
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 90),
+        ("1.5s", 1.5),
+        ("500ms", 0.5),
+        ("10m", 600),
+        ("5min", 300),
+        ("1h 30m", 5400),
+        ("2d", 172800),
+        ("PT2H", 7200),
+    ],
+)
+def test_durations_are_written_as_people_write_them(text, seconds):
+    policy = CheckpointPolicy(every=text)
+    assert policy.every == timedelta(seconds=seconds)
+    assert CheckpointPolicy.model_validate_json(policy.model_dump_json()) == policy
+
+
+@pytest.mark.parametrize("text", ["", "10x", "m", "10m5", "1 2", "-5m", "1e9999d", f"{'9' * 400}d", "infs"])
+def test_other_texts_are_no_durations(text):
+    with pytest.raises(ValidationError, match="duration"):
+        CheckpointPolicy(every=text)
