@@ -99,7 +99,7 @@ def measure_recovery(framework: str, folder: Path, program: Path) -> float:
     injecting = Thread(target=kill)
     injecting.start()
     distribution = ElasticDistribution(framework=framework, process_count_per_instance=1)
-    report = LocalCluster((1, 2), run_dir=folder / "run", timeout_s=200, distribution=distribution).run(
+    report = LocalCluster((1, 2), run_dir=folder / "run", timeout=200, distribution=distribution).run(
         [str(program), str(folder)]
     )
     injecting.join()

@@ -131,7 +131,7 @@ def measure_ours(folder: Path, program: Path) -> float:
     losing = Thread(target=lose)
     losing.start()
     distribution = ElasticDistribution(framework="horovod", process_count_per_instance=1)
-    report = LocalCluster((2, 3), run_dir=folder / "run", timeout_s=200, distribution=distribution).run(
+    report = LocalCluster((2, 3), run_dir=folder / "run", timeout=200, distribution=distribution).run(
         [str(program), str(folder), "ours"]
     )
     losing.join()

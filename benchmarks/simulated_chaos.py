@@ -81,11 +81,10 @@ def run_chaos(seed: int, folder: Path) -> None:
         chaos=chaos_schedule(seed),
         run_dir=folder,
         audit=True,
-        checkpoint_steps=CHECKPOINT_STEPS,
-        distribution=ElasticDistribution(
-            recovery="in_process" if seed % 2 else "restart", health=HealthPolicy(quarantine_strikes=None)
-        ),
-        timeout_s=200,
+        checkpoint=CheckpointPolicy(every_steps=CHECKPOINT_STEPS),
+        distribution=ElasticDistribution(recovery="in_process" if seed % 2 else "restart"),
+        health=HealthPolicy(quarantine_strikes=None),
+        timeout=200,
     )
     report = cluster.run([str(PROGRAMS / "chaos_train.py")])
     if report.outcome != "succeeded":

@@ -19,6 +19,7 @@ from string import Template
 
 from measurements import machine
 
+from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
 
@@ -48,8 +49,8 @@ def measure(script: Path) -> float:
             start="command",
             chaos=parse_schedule(f"kill=rank0@step:{STEP}"),
             run_dir=Path(folder, "run"),
-            snapshot_steps=1,  # DeepSpeed's state is sharded
-            timeout_s=240,
+            checkpoint=CheckpointPolicy(snapshot_every_steps=1),  # DeepSpeed's state is sharded
+            timeout=240,
         )
         report = cluster.run([sys.executable, str(script), "--folder", folder, "--pause", "0.05"])
         if report.exit_code != 0:

@@ -110,7 +110,7 @@ def compare(case: Case, blocks: int) -> Outcome:
         watchdog.start()
         try:
             os.environ["BENCH_SIDE"] = str(OURS)
-            cluster = Cluster((RANKS, RANKS), start="command", run_dir=Path(folder, "run"), timeout_s=LIMIT_SECONDS)
+            cluster = Cluster((RANKS, RANKS), start="command", run_dir=Path(folder, "run"), timeout=LIMIT_SECONDS)
             report = cluster.run([sys.executable, *script, *(["--session"] if case.session else [])])
             if report.exit_code != 0 or plain.wait() != 0:
                 raise RuntimeError(f"{case.name}: {report.message}; torchrun ended with {plain.returncode}")
@@ -180,8 +180,7 @@ def main() -> int:
             load=f"{load:.1f}",
             runs=arguments.runs,
             blocks=arguments.blocks,
-            checkpoint_steps=CHECKPOINT_STEPS,
-            snapshot_steps=SNAPSHOT_STEPS,
+            checkpoint=CheckpointPolicy(every_steps=CHECKPOINT_STEPS, snapshot_every_steps=SNAPSHOT_STEPS),
             table=table(found),
         )
         PAGE.write_text(page, "utf-8")

@@ -73,14 +73,11 @@ def _ours(recovery: Recovery) -> Callable[[Path, Azurite], AbstractContextManage
     def started(folder: Path, azurite: Azurite) -> Iterator[Nodes]:
         plan = Plan(
             resources=ElasticResources(min_instance_count=MINIMUM, max_instance_count=MAXIMUM),
-            distribution=ElasticDistribution(
-                process_count_per_instance=1,
-                recovery=recovery,
-                preemption=PreemptionPolicy(scheduled_events=None),
-                rendezvous=TableRendezvous(endpoint=azurite.endpoint),
-            ),
+            distribution=ElasticDistribution(process_count_per_instance=1, recovery=recovery),
+            preemption=PreemptionPolicy(scheduled_events=None),
+            rendezvous=TableRendezvous(endpoint=azurite.endpoint),
             checkpoint=CheckpointPolicy(path=str(folder / "checkpoints")),
-            run_id=f"bench-{secrets.token_hex(4)}",
+            name=f"bench-{secrets.token_hex(4)}",
         )
         shared = {
             environment.PLAN: plan.to_json(),

@@ -1,6 +1,6 @@
 """Draw ``assets/report-light.png`` and ``assets/report-dark.png`` from the folder of a run; needs Chromium.
 
-azureml-elastic local --nodes 1:3 --audit --checkpoint-steps 25 --run-dir runs/report-picture \
+azureml-elastic local --nodes 1:3 --audit --checkpoint-every-steps 25 --run-dir runs/report-picture \
     --chaos "kill=rank0@step:60,add@step:70,preempt=any@step:260/10s" samples/digits.py --epochs 16 --step-delay 0.2
 python docs/draw_report.py runs/report-picture
 """

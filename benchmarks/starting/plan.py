@@ -24,15 +24,13 @@ def main() -> None:
     plan = Plan(
         resources=ElasticResources(min_instance_count=given["nodes"][0], max_instance_count=given["nodes"][1]),
         distribution=ElasticDistribution(
-            process_count_per_instance=1,
-            max_restarts=1_000_000,
-            recovery=given["recovery"],
-            health=HealthPolicy(strike_decay=0),  # workers are killed on purpose, always on this host
-            preemption=PreemptionPolicy(scheduled_events=None),
-            rendezvous=TableRendezvous(endpoint=given["endpoint"]),
+            process_count_per_instance=1, max_restarts=1_000_000, recovery=given["recovery"]
         ),
+        health=HealthPolicy(strike_decay=0),
+        preemption=PreemptionPolicy(scheduled_events=None),
+        rendezvous=TableRendezvous(endpoint=given["endpoint"]),
         checkpoint=CheckpointPolicy(path=given["checkpoints"]),
-        run_id=given["run_id"],
+        name=given["run_id"],
     )
     print(plan.to_json())
 

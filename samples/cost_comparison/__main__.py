@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.ledger.bill import Bill, NodeUse, bill
 from azureml_elastic.ledger.prices import Prices, load_prices
 from azureml_elastic.ledger.reading import read_events
@@ -42,8 +43,8 @@ def local_run(prices: Prices, folder: Path) -> Report:
         (1, NODES),
         chaos=parse_schedule("preempt=node-1@step:20,add@step:40"),
         run_dir=folder / "run",
-        checkpoint_steps=10,
-        timeout_s=300,
+        checkpoint=CheckpointPolicy(every_steps=10),
+        timeout=300,
     )
     report = cluster.run([str(HERE.parent / "digits.py"), "--epochs", "3", "--step-delay", "0.02"])
     machine = {"pool": "local", "size": SIZE, "tier": "low_priority"}

@@ -31,9 +31,8 @@ def test_each_worker_receives_its_own_arguments(tmp_path, monkeypatch, preload, 
         (1, 1),
         start=FORKED,
         run_dir=tmp_path / "run",
-        processes_per_node=2,
-        timeout_s=120,
-        distribution=ElasticDistribution(preload_workers=preload),
+        timeout=120,
+        distribution=ElasticDistribution(process_count_per_instance=2, preload_workers=preload),
     )
     report = cluster.run([f"python {program} {ARGUMENTS}"])
     (path,) = report.paths.logs.iterdir()

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from azureml_elastic.config import ElasticDistribution, FixedPerWorkerBatch
+from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, FixedPerWorkerBatch
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
 from tests.support.node_server import FORKED
@@ -24,8 +24,9 @@ def learnt(tmp_path, *arguments, nodes=(1, 3), chaos="", recovery="restart", **o
         chaos=parse_schedule(chaos) if chaos else None,
         run_dir=tmp_path / "-".join(["run", recovery, *map(str, nodes)]),
         audit=True,
-        checkpoint_steps=10,
-        distribution=ElasticDistribution(recovery=recovery, rendezvous=GATHERING),
+        checkpoint=CheckpointPolicy(every_steps=10),
+        distribution=ElasticDistribution(recovery=recovery),
+        rendezvous=GATHERING,
         **options,
     ).run([PROGRAM, *arguments])
     assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message

@@ -13,7 +13,7 @@ from statistics import median
 
 import pytest
 
-from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.config import CheckpointPolicy, ElasticDistribution
 from azureml_elastic.ledger.events import Event, Progress
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.local.cluster import LocalCluster
@@ -77,9 +77,10 @@ def test_bursts_of_losses_and_arrivals(tmp_path, seed, recovery):
         chaos=schedule,
         run_dir=tmp_path / "run",
         audit=True,
-        checkpoint_steps=50,
-        timeout_s=840,
-        distribution=ElasticDistribution(recovery=recovery, rendezvous=GATHERING),
+        checkpoint=CheckpointPolicy(every_steps=50),
+        timeout=840,
+        distribution=ElasticDistribution(recovery=recovery),
+        rendezvous=GATHERING,
     )
     report = cluster.run([PROGRAM, "--epochs", str(EPOCHS), "--step-delay", str(STEP_SECONDS)])
     trail = f"seed {seed}: {schedule}: {report.message}; files in {report.paths.run_dir}"

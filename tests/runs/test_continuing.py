@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from azureml_elastic.config import TableRendezvous
+from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, TableRendezvous
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.events import Restored
 from azureml_elastic.ledger.reading import read_events
@@ -19,7 +19,11 @@ SCRIPT = str(PROGRAMS / "failing.py")
 
 
 def cluster(folder, count, **options):
-    options |= {"checkpoint_steps": 3, "audit": True, "max_restarts": 0}
+    options |= {
+        "checkpoint": CheckpointPolicy(every_steps=3),
+        "audit": True,
+        "distribution": ElasticDistribution(max_restarts=0),
+    }
     return LocalCluster((count, count), start=FORKED, run_dir=folder, **options)
 
 
@@ -31,7 +35,7 @@ def test_every_sample_is_trained_once_over_a_failed_run_and_the_one_that_continu
     first, second = tmp_path / "first", tmp_path / "second"
     failed = cluster(first, 2).run([SCRIPT, "all", str(tmp_path / "notes"), "8"])
     assert failed.outcome == "failed"
-    with contextlib.closing(SqliteTable(first / "table.sqlite", TableRendezvous().table, failed.run_id)) as table:
+    with contextlib.closing(SqliteTable(first / "table.sqlite", TableRendezvous().table, failed.name)) as table:
         committed = table.get(CHECKPOINT_KEY).value["pointer"]["step"]
     before = files(first / "checkpoints")
 

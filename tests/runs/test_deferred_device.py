@@ -38,9 +38,8 @@ def test_a_killed_node_costs_no_step(tmp_path, undisturbed, recovery):
         chaos=parse_schedule("kill=rank0@step:25"),
         run_dir=tmp_path / "run",
         audit=True,
-        distribution=ElasticDistribution(
-            recovery=recovery, rendezvous=GATHERING, handover_timeout=timedelta(seconds=10)
-        ),
+        distribution=ElasticDistribution(recovery=recovery, handover_timeout=timedelta(seconds=10)),
+        rendezvous=GATHERING,
     ).run([str(PROGRAM), "--gather", "3", "--fault-at", "25"])
     assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
     assert after_gathering(report, 3) == (3, 2)

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.config import CheckpointPolicy, ElasticDistribution
 from azureml_elastic.ledger.events import NodeStarted, Progress, Restored
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.local.cluster import LocalCluster
@@ -26,8 +26,9 @@ def cluster(folder, recovery, start, **options):
         start=start,
         run_dir=folder,
         audit=True,
-        checkpoint_steps=10_000,
-        distribution=ElasticDistribution(rendezvous=GATHERING, recovery=recovery),
+        checkpoint=CheckpointPolicy(every_steps=10_000),
+        distribution=ElasticDistribution(recovery=recovery),
+        rendezvous=GATHERING,
         **options,
     )
 

@@ -9,7 +9,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, TableRendezvous
+from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, ElasticResources, Plan, TableRendezvous
 from azureml_elastic.config import environment as variables
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.cluster import LocalCluster
@@ -20,6 +20,7 @@ from tests.support.whole_runs import GATHERING, after_gathering
 
 TRAINING = PROGRAMS
 PROGRAM = str(TRAINING / "chaos_train.py")
+TWO_WORKERS = {"process_count_per_instance": 2}
 
 
 def run(tmp_path: Path, chaos: str = "", *argv: str, **options) -> Report:
@@ -28,8 +29,9 @@ def run(tmp_path: Path, chaos: str = "", *argv: str, **options) -> Report:
         start=options.pop("start", FORKED),
         chaos=parse_schedule(chaos) if chaos else None,
         run_dir=tmp_path / "run",
-        distribution=ElasticDistribution(rendezvous=GATHERING, nodes_per_replica=options.pop("nodes_per_replica", 1)),
-        **{"audit": True, "checkpoint_steps": 10, **options},
+        distribution=ElasticDistribution(**options.pop("distribution", {})),
+        rendezvous=GATHERING,
+        **{"audit": True, "checkpoint": CheckpointPolicy(every_steps=10), **options},
     )
     return cluster.run(list(argv) or [PROGRAM])
 
@@ -92,7 +94,11 @@ def test_a_sharded_model_is_resharded_for_the_nodes_that_are_there(tmp_path):
 def test_three_replicas_of_two_nodes_lose_a_node_and_get_another_one(tmp_path):
     script = str(SAMPLES / "hsdp.py")
     arguments = ("--epochs", "4", "--step-delay", "0.1", "--blocks", "1", "--width", "32")
-    options = {"nodes": (2, 6), "nodes_per_replica": 2, "checkpoint_steps": 1000}
+    options = {
+        "nodes": (2, 6),
+        "distribution": {"nodes_per_replica": 2},
+        "checkpoint": CheckpointPolicy(every_steps=1000),
+    }
     report = run(tmp_path, "kill=node-3@step:25,add@step:40", script, *arguments, **options)
     assert_whole(report)
     # The partner of the lost node waits until the new one comes.
@@ -105,7 +111,7 @@ def test_three_replicas_of_two_nodes_lose_a_node_and_get_another_one(tmp_path):
 
 def test_several_workers_a_node_as_a_module(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(TRAINING))
-    report = run(tmp_path, "", "python", "-m", "chaos_train", "--epochs", "1", nodes=(2, 2), processes_per_node=2)
+    report = run(tmp_path, "", "python", "-m", "chaos_train", "--epochs", "1", nodes=(2, 2), distribution=TWO_WORKERS)
     assert_whole(report)
     assert report.world_sizes == (4,)
 
@@ -124,10 +130,8 @@ def test_a_node_that_comes_after_the_end_exits_at_once_with_0(tmp_path):
     assert_whole(report)
     plan = Plan(
         resources=ElasticResources(max_instance_count=1),
-        distribution=ElasticDistribution(
-            rendezvous=TableRendezvous(endpoint=str(report.paths.run_dir / "table.sqlite"))
-        ),
-        run_id=report.run_id,
+        rendezvous=TableRendezvous(endpoint=str(report.paths.run_dir / "table.sqlite")),
+        name=report.name,
     )
     environ = {**os.environ, variables.PLAN: plan.to_json(), variables.RUN_DIR: str(tmp_path / "late")}
     late = subprocess.run(

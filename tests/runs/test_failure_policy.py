@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from azureml_elastic.config import ElasticDistribution, RendezvousTimings, TableRendezvous
+from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, RendezvousTimings, TableRendezvous
 from azureml_elastic.ledger.events import Event, WorkerFailed
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.ledger.summary import Report
@@ -29,8 +29,9 @@ def run(tmp_path: Path, way: str = "", *steps: int, program: str = "failing.py",
         options.pop("nodes", (2, 2)),
         start=FORKED,
         run_dir=tmp_path / "run",
-        distribution=ElasticDistribution(rendezvous=SLOW_HEARTBEAT),
-        **{"checkpoint_steps": 5, **options},
+        distribution=ElasticDistribution(max_restarts=options.pop("max_restarts", 3)),
+        rendezvous=SLOW_HEARTBEAT,
+        **{"checkpoint": CheckpointPolicy(every_steps=5), **options},
     )
     return cluster.run([str(TRAINING / program), way, str(tmp_path / "notes"), *map(str, steps)])
 
@@ -127,8 +128,7 @@ def test_a_script_s_own_torn_checkpoint_is_named(tmp_path, preload):
     cluster = LocalCluster(
         (1, 1),
         run_dir=tmp_path / "run",
-        max_restarts=1,
-        distribution=ElasticDistribution(preload_workers=preload),
+        distribution=ElasticDistribution(max_restarts=1, preload_workers=preload),
     )
     report = cluster.run([str(SAMPLES / "plain_ddp.py"), "--checkpoint", str(checkpoint)])
     assert_failed(report, 1, rounds=2)
@@ -159,7 +159,7 @@ def test_a_program_that_in_process_recovery_does_not_suit_says_what_to_do(tmp_pa
 
 
 def diverge(tmp_path, policy, step, times=1):
-    return run(tmp_path, policy, step, times, program="diverging.py", checkpoint_steps=3)
+    return run(tmp_path, policy, step, times, program="diverging.py", checkpoint=CheckpointPolicy(every_steps=3))
 
 
 @pytest.mark.parametrize("times", [1, 2])

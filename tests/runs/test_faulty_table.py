@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from azureml_elastic.config import ElasticDistribution, TableRendezvous
+from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, TableRendezvous
 from azureml_elastic.ledger.events import CheckpointCommitted, Event, Progress, Restored, RoundReopened, RunEnded
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.ledger.summary import Report
@@ -45,8 +45,8 @@ def run(tmp_path, azurite, monkeypatch):
             table="azurite",
             **{
                 "audit": True,
-                "checkpoint_steps": 10,
-                "distribution": ElasticDistribution(rendezvous=GATHERING),
+                "checkpoint": CheckpointPolicy(every_steps=10),
+                "rendezvous": GATHERING,
                 **options,
             },
         )
@@ -79,7 +79,7 @@ def longest_gap(found: list[Event]) -> float:
 
 def rows(azurite, report: Report, prefix: str) -> dict:
     """Return the run's rows as they are in the table in the end."""
-    table = open_table(TableRendezvous(endpoint=azurite.endpoint), report.run_id, {})
+    table = open_table(TableRendezvous(endpoint=azurite.endpoint), report.name, {})
     with contextlib.closing(table):
         return {row.key: row.value for row in table.query(prefix)}
 
@@ -126,8 +126,16 @@ def test_a_node_added_while_the_table_is_away(run):
 def test_the_last_node_that_holds_the_state_is_preempted_while_the_table_is_away(run, recovery):
     """No checkpoint is due, and nobody else has the state: it is in the storage for the node that comes."""
     chaos = "table=outage@step:25/24s,kill=node-1@step:30,add@5s,preempt=node-0@5s/20s"
-    distribution = ElasticDistribution(rendezvous=GATHERING, recovery=recovery)
-    report = run(chaos, "--epochs", "4", "--gather", "2", checkpoint_steps=10_000, distribution=distribution)
+    distribution = ElasticDistribution(recovery=recovery)
+    report = run(
+        chaos,
+        "--epochs",
+        "4",
+        "--gather",
+        "2",
+        checkpoint=CheckpointPolicy(every_steps=10_000),
+        distribution=distribution,
+    )
     assert nodes(report) == {"node-0": 143, "node-1": -9, "node-2": 0}
     *_, restored = [event for event in events(report) if isinstance(event, Restored)]
     assert (restored.node, restored.step >= 30) == ("node-2", True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.local.cluster import LocalCluster
 from tests.support.node_server import FORKED
 from tests.support.paths import PROGRAMS
@@ -9,7 +10,9 @@ from tests.support.paths import PROGRAMS
 
 def test_a_script_that_starts_its_ranks_itself_is_named_and_does_not_wait(tmp_path):
     """Where torch would wait for half an hour in a process that the script has spawned."""
-    cluster = LocalCluster((1, 1), max_restarts=0, run_dir=tmp_path / "run", start=FORKED)
+    cluster = LocalCluster(
+        (1, 1), distribution=ElasticDistribution(max_restarts=0), run_dir=tmp_path / "run", start=FORKED
+    )
     report = cluster.run([str(PROGRAMS / "launches_itself.py")])
     assert (report.outcome, report.exit_code, len(report.rounds)) == ("failed", 1, 1)
     assert "is to be opened at localhost:9, where nobody has listened" in report.message

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.config import CheckpointPolicy, HealthPolicy
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.summary import load_report
 from azureml_elastic.local.cluster import LocalCluster
@@ -62,10 +62,9 @@ def test_a_run_folder_with_too_little_space_is_refused_before_a_node_starts(tmp_
     ):
         LocalCluster((1, 2), start=FORKED, run_dir=small / "run").run([PROGRAM])
     with disk(tmp_path / "again", 300) as small:
-        distribution = ElasticDistribution(health={"disk_mib": 200}, rendezvous=GATHERING)
-        report = LocalCluster((1, 2), start=FORKED, run_dir=small / "run", distribution=distribution).run(
-            [PROGRAM, "--epochs", "1"]
-        )
+        health = HealthPolicy(disk_mib=200)
+        cluster = LocalCluster((1, 2), start=FORKED, run_dir=small / "run", health=health, rendezvous=GATHERING)
+        report = cluster.run([PROGRAM, "--epochs", "1"])
         assert report.outcome == "succeeded"
 
 
@@ -78,9 +77,9 @@ def test_a_disk_that_fills_up_is_named_at_the_terminal_and_in_the_report(tmp_pat
             start=FORKED,
             run_dir=small / "run",
             audit=True,
-            checkpoint_steps=10,
-            distribution=ElasticDistribution(rendezvous=GATHERING),
-            timeout_s=25,
+            checkpoint=CheckpointPolicy(every_steps=10),
+            rendezvous=GATHERING,
+            timeout=25,
             view=notes,
         )
         with at_step(small / "run", 25, 2, lambda _: fill(small)):

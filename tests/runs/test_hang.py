@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.ledger.events import HangDetected, Progress, RoundEntered, RoundReopened, read_event
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.ledger.timeline import recoveries
@@ -22,7 +23,7 @@ def test_a_hanging_run_tells_where_and_goes_on(tmp_path):
         (2, 2),
         run_dir=tmp_path / "run",
         audit=True,
-        checkpoint_steps=10,
+        checkpoint=CheckpointPolicy(every_steps=10),
         node_command=(sys.executable, str(TRAINING / "impatient_node.py")),
     )
     report = cluster.run([PROGRAM, str(victim), str(tmp_path / "slept")])

@@ -6,7 +6,7 @@ from threading import Thread
 
 import pytest
 
-from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.config import CheckpointPolicy, ElasticDistribution
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
 from tests.support.horovod_trace import Trace
@@ -89,7 +89,7 @@ def test_a_run_that_has_lost_all_workers_goes_on_from_the_checkpoint_of_a_commit
         nodes.kill(nodes.members()[0])
         trace.wait_for(size=1, entries=2)
 
-    train(faults, (1, 1), "add@step:3", checkpoint_steps=2)
+    train(faults, (1, 1), "add@step:3", checkpoint=CheckpointPolicy(every_steps=2))
     before, after = trace.entries()
     assert after.batch >= 10
     assert after.batch % 10 == 0

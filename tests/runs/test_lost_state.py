@@ -8,7 +8,7 @@ import signal
 import pytest
 from azure.data.tables import TableServiceClient
 
-from azureml_elastic.config import ElasticDistribution, TableRendezvous
+from azureml_elastic.config import CheckpointPolicy, TableRendezvous
 from azureml_elastic.ledger.events import NodeStarted, Restored, RoundEntered
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.local.cluster import LocalCluster
@@ -27,8 +27,8 @@ def cluster(tmp_path, chaos="", **options):
         chaos=parse_schedule(chaos) if chaos else None,
         run_dir=tmp_path / "run",
         audit=True,
-        checkpoint_steps=10,
-        distribution=ElasticDistribution(rendezvous=GATHERING),
+        checkpoint=CheckpointPolicy(every_steps=10),
+        rendezvous=GATHERING,
         **options,
     )
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from azureml_elastic.config import ElasticDistribution, MetricsPolicy
+from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, MetricsPolicy
 from azureml_elastic.ledger.events import Metrics
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.local.cluster import LocalCluster
@@ -37,13 +37,14 @@ def files(tmp_path, monkeypatch):
     return uri
 
 
-def cluster(tmp_path, *, nodes=(1, 2), chaos="", recovery="restart", **options):
+def cluster(tmp_path, *, nodes=(1, 2), chaos="", recovery="restart", max_restarts=3, **options):
     return LocalCluster(
         nodes,
         start=FORKED,
         chaos=parse_schedule(chaos) if chaos else None,
         run_dir=tmp_path / "run",
-        distribution=ElasticDistribution(rendezvous=GATHERING, recovery=recovery),
+        distribution=ElasticDistribution(recovery=recovery, max_restarts=max_restarts),
+        rendezvous=GATHERING,
         **options,
     )
 
@@ -59,7 +60,9 @@ def test_each_step_is_in_mlflow_once_although_rank_0_s_node_is_lost(tmp_path, fi
 
     published = ("--wait-for", str(tmp_path / "mlruns"), "*/*/metrics/step")
     chaos = "kill=rank0@step:15"
-    report = cluster(tmp_path, chaos=chaos, checkpoint_steps=7, recovery=recovery).run([PROGRAM, *published])
+    report = cluster(tmp_path, chaos=chaos, checkpoint=CheckpointPolicy(every_steps=7), recovery=recovery).run(
+        [PROGRAM, *published]
+    )
     assert (report.outcome, report.last_step) == ("succeeded", 40), report.message
     client = MlflowClient(tracking_uri=files)
     (run,) = client.search_runs(["0"])
@@ -142,7 +145,7 @@ def test_steps_that_are_trained_again_are_published_once(tmp_path, files):
 
     policy = MetricsPolicy(tensorboard=str(tmp_path / "logs"))
     arguments = (PROGRAM, "--epochs", "2", "--fail-after", "13", "--step-seconds", "0.2")
-    report = cluster(tmp_path, nodes=(1, 1), checkpoint_steps=5, metrics=policy).run(arguments)
+    report = cluster(tmp_path, nodes=(1, 1), checkpoint=CheckpointPolicy(every_steps=5), metrics=policy).run(arguments)
     assert (report.outcome, report.last_step) == ("succeeded", 20), report.message
     assert report.lost_steps == 3
     recorded = [event for event in EventReader(report.paths.events).read() if isinstance(event, Metrics)]

@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.ledger.events import RanksConnecting, RoundReopened, StateSaved
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.local.cluster import LocalCluster
@@ -29,10 +28,10 @@ def test_a_new_node_stops_a_script_only_after_a_save_that_it_continues_from(tmp_
     cluster = LocalCluster(
         (1, 2),
         chaos=parse_schedule("kill=node-1@1s,add@1s"),
-        distribution=ElasticDistribution(rendezvous=GATHERING),
+        rendezvous=GATHERING,
         run_dir=tmp_path / "run",
         start=FORKED,
-        timeout_s=120,
+        timeout=120,
     )
     log = tmp_path / "run" / "logs" / "node-0.log"
     report = cluster.run(["python", PROGRAM, way, str(log)])

@@ -116,8 +116,8 @@ def test_quick_start(project):
 
 
 def test_spot_with_fallback(project):
-    evictions = [Eviction(node=0, at_step=15), Eviction(node=1, at_step=30, notice_s=0)]
-    pools = {"spot": Pool(nodes=2, refill_s=1e6), "dedicated": Pool(nodes=3, tier="dedicated")}
+    evictions = [Eviction(node=0, at_step=15), Eviction(node=1, at_step=30, notice=0)]
+    pools = {"spot": Pool(nodes=2, refill=None), "dedicated": Pool(nodes=3, tier="dedicated")}
     text, _ = execute(project, "spot_with_fallback", pools=pools, evictions=evictions)
     assert "spot_0       spot       Failed" in text
     assert "dedicated_0  dedicated  Completed" in text
@@ -127,7 +127,7 @@ def test_spot_with_fallback(project):
 
 def test_pipeline(project):
     # The step before is node 0, so that this is the second node.
-    evictions = [Eviction(node=2, at_step=10, notice_s=0)]
+    evictions = [Eviction(node=2, at_step=10, notice=0)]
     text, _ = execute(project, "pipeline", pools={"cluster": Pool(nodes=3)}, evictions=evictions)
     shown = [line.split() for line in text.splitlines() if line.endswith(("Completed", "Failed"))]
     assert [words for words in shown if len(words) == 2] == [

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.config import CheckpointPolicy, ElasticDistribution
 from azureml_elastic.ledger.events import CheckpointCommitted, RoundEntered
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.local.cluster import LocalCluster
@@ -52,7 +52,7 @@ def test_what_a_preempted_node_has_trained_is_committed(tmp_path, seed, record_p
         chaos=Schedule((fault,)),
         run_dir=tmp_path / "run",
         audit=True,
-        checkpoint_steps=1000,  # so that what is committed is so for the notice
+        checkpoint=CheckpointPolicy(every_steps=1000),  # so that what is committed is so for the notice
         distribution=ElasticDistribution(recovery="in_process" if seed % 2 else "restart"),
     )
     report = cluster.run([PROGRAM, "--ballast", "256"])

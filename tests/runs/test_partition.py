@@ -138,12 +138,10 @@ class Network:
         plan = Plan(
             resources=ElasticResources(min_instance_count=minimum, max_instance_count=len(NODES)),
             distribution=ElasticDistribution(
-                process_count_per_instance=1,
-                rendezvous=rendezvous,
-                recovery=recovery or "restart",
-                newcomer_timeout=timedelta(0),
+                process_count_per_instance=1, recovery=recovery or "restart", newcomer_timeout=timedelta(0)
             ),
-            run_id="run",
+            rendezvous=rendezvous,
+            name="run",
         )
         with self._starting.gathering():
             # The last one first: the health check of the node that is cut off must not find a round.

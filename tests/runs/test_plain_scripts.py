@@ -19,10 +19,11 @@ def test_what_a_script_saves_on_sigterm_is_what_the_next_round_continues_from(tm
     cluster = LocalCluster(
         (1, 2),
         chaos=parse_schedule("preempt=node-0@2s/30s"),
-        distribution=ElasticDistribution(rendezvous=GATHERING, stop_timeout=timedelta(seconds=0.2)),
+        distribution=ElasticDistribution(stop_timeout=timedelta(seconds=0.2)),
+        rendezvous=GATHERING,
         run_dir=tmp_path / "run",
         start=FORKED,
-        timeout_s=120,
+        timeout=120,
     )
     # The worker of the other node ends at once, so that a round could begin before the save.
     report = cluster.run(["python", str(PROGRAMS / "terminated.py"), str(tmp_path), "1.5"])
@@ -43,7 +44,9 @@ def test_what_a_script_saves_on_sigterm_is_what_the_next_round_continues_from(tm
     ids=["before it connects", "after it has connected"],
 )
 def test_a_code_of_the_scripts_own_is_a_failure_and_the_runs_code(tmp_path, words, code, rounds, why):
-    cluster = LocalCluster((2, 2), run_dir=tmp_path / "run", start=FORKED, max_restarts=2, timeout_s=120)
+    cluster = LocalCluster(
+        (2, 2), run_dir=tmp_path / "run", start=FORKED, distribution=ElasticDistribution(max_restarts=2), timeout=120
+    )
     report = cluster.run(["python", str(PROGRAMS / "ending.py"), *words])
     assert (report.outcome, report.exit_code) == ("failed", code), report.message
     assert {node.exit_code for node in report.nodes} == {code}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.config import environment as variables
 from azureml_elastic.ledger.events import NodeLeft, RoundEntered, RoundReopened
 from azureml_elastic.ledger.reading import read_events
@@ -33,8 +33,8 @@ def run(tmp_path: Path, service: MetadataService, play):
         start=start_at(service),
         run_dir=run_dir,
         audit=True,
-        checkpoint_steps=10,
-        distribution=ElasticDistribution(rendezvous=GATHERING),
+        checkpoint=CheckpointPolicy(every_steps=10),
+        rendezvous=GATHERING,
     )
     with at_step(run_dir, 15, 3, lambda _: play()):
         report = cluster.run([PROGRAM, "--epochs", "12", "--gather", "3"])

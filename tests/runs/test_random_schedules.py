@@ -14,7 +14,7 @@ from itertools import pairwise
 import psutil
 import pytest
 
-from azureml_elastic.config import ElasticDistribution, HealthPolicy
+from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, HealthPolicy
 from azureml_elastic.ledger.accounting import NodeTime, account
 from azureml_elastic.ledger.events import Event, RoundEntered
 from azureml_elastic.ledger.reading import read_events
@@ -61,12 +61,11 @@ def test_random_losses_and_new_nodes(tmp_path, seed, request, monkeypatch):
         chaos=faults,
         run_dir=tmp_path / "run",
         audit=True,
-        checkpoint_steps=7,
+        checkpoint=CheckpointPolicy(every_steps=7),
         table=table,
         # A node that is frozen twice joins again all the same.
-        distribution=ElasticDistribution(
-            recovery="in_process" if seed % 2 else "restart", health=HealthPolicy(quarantine_strikes=None)
-        ),
+        distribution=ElasticDistribution(recovery="in_process" if seed % 2 else "restart"),
+        health=HealthPolicy(quarantine_strikes=None),
     )
     report = cluster.run([PROGRAM])
     trail = f"seed {seed}: {faults}: {report.message}; files in {report.paths.run_dir}"

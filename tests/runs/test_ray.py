@@ -62,8 +62,7 @@ class Run:
             start=self._start,
             chaos=parse_schedule(chaos) if chaos else None,
             run_dir=self.path,
-            processes_per_node=cpus,
-            distribution=ElasticDistribution(framework="ray"),
+            distribution=ElasticDistribution(framework="ray", process_count_per_instance=cpus),
         )
         temporary = set(self.temporary())
         report = cluster.run(command)

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.config import CheckpointPolicy, ElasticDistribution
 from azureml_elastic.config import environment as variables
 from azureml_elastic.ledger.events import NodeStarted, Progress, Restored, RoundReopened, WorkerFailed, WorkersStarted
 from azureml_elastic.ledger.reading import EventReader
@@ -38,7 +38,10 @@ def cluster(tmp_path, recovery, chaos="", nodes=(1, 3), handover_s=5, **options)
         chaos=parse_schedule(chaos) if chaos else None,
         run_dir=tmp_path / "run",
         audit=True,
-        distribution=ElasticDistribution(recovery=recovery, rendezvous=GATHERING, handover_timeout=handover),
+        distribution=ElasticDistribution(
+            recovery=recovery, handover_timeout=handover, process_count_per_instance=options.pop("count", 1)
+        ),
+        rendezvous=GATHERING,
         **options,
     )
 
@@ -87,7 +90,7 @@ def weights_in(text):
 
 
 def test_a_node_of_a_replica_costs_no_step(tmp_path, undisturbed):
-    running = cluster(tmp_path, "restart", "kill=rank0@step:25", processes_per_node=2, checkpoint_steps=1000)
+    running = cluster(tmp_path, "restart", "kill=rank0@step:25", count=2, checkpoint=CheckpointPolicy(every_steps=1000))
     report = running.run([*TO_THE_FAULT, "25", "--gather", "6", "--replicas"])
     assert_nothing_lost(report)
     assert after_gathering(report, 6) == (6, 4)
@@ -99,7 +102,7 @@ def test_a_node_of_a_replica_costs_no_step(tmp_path, undisturbed):
 
 @both
 def test_a_worker_of_a_replica_costs_no_step(tmp_path, recovery):
-    running = cluster(tmp_path, recovery, nodes=(2, 2), processes_per_node=2, checkpoint_steps=1000)
+    running = cluster(tmp_path, recovery, nodes=(2, 2), count=2, checkpoint=CheckpointPolicy(every_steps=1000))
     with meanwhile(kill_a_worker, tmp_path / "run" / "events", 25):
         report = running.run([*TO_THE_FAULT, "25", "--full", "4", "--replicas"])
     assert_nothing_lost(report)
@@ -187,7 +190,7 @@ def test_a_killed_process_of_rank_0s_node_costs_no_step(tmp_path, victim, recove
 
 
 def test_neighbours_of_a_killed_worker_hold_nobody_up(tmp_path):
-    running = cluster(tmp_path, "in_process", nodes=(1, 2), handover_s=60, processes_per_node=2)
+    running = cluster(tmp_path, "in_process", nodes=(1, 2), handover_s=60, count=2)
     with meanwhile(kill_a_worker, tmp_path / "run" / "events", 25):
         report = running.run([*TO_THE_FAULT, "25", "--full", "4"])
     assert_nothing_lost(report)
@@ -217,7 +220,12 @@ def kill_a_worker(events: Path, step: int, node: str = "node-1") -> None:
 @pytest.mark.parametrize("victim", ["node-1", "rank0"])
 def test_sharded_state_goes_on_from_the_newest_copy_in_memory(tmp_path, victim):
     """No worker has all of it: with a node its share is gone, but for the copy on another node."""
-    run = cluster(tmp_path, "restart", f"kill={victim}@step:47", checkpoint_steps=1000, snapshot_steps=5)
+    run = cluster(
+        tmp_path,
+        "restart",
+        f"kill={victim}@step:47",
+        checkpoint=CheckpointPolicy(every_steps=1000, snapshot_every_steps=5),
+    )
     report = run.run([*TO_THE_FAULT, "47", "--sharded", "--ballast", "8", "--gather", "3"])
     assert after_gathering(report, 3) == (3, 2)
     assert_goes_on_from_memory(report)
@@ -226,7 +234,9 @@ def test_sharded_state_goes_on_from_the_newest_copy_in_memory(tmp_path, victim):
 @pytest.mark.parametrize("arguments", [[], ["--sharded"]], ids=["replicated", "sharded"])
 def test_a_lone_workers_state_outlives_it(tmp_path, arguments):
     """It is killed, with all that it had in mind; the agent has its copies."""
-    running = cluster(tmp_path, "restart", nodes=(1, 1), checkpoint_steps=1000, snapshot_steps=5)
+    running = cluster(
+        tmp_path, "restart", nodes=(1, 1), checkpoint=CheckpointPolicy(every_steps=1000, snapshot_every_steps=5)
+    )
     with meanwhile(kill_a_worker, tmp_path / "run" / "events", 47, "node-0"):
         report = running.run([*TO_THE_FAULT, "47", "--ballast", "8", *arguments])
     assert_goes_on_from_memory(report)
@@ -234,7 +244,9 @@ def test_a_lone_workers_state_outlives_it(tmp_path, arguments):
 
 def test_a_lone_nodes_state_outlives_its_agent(tmp_path):
     """It is started again on the same machine, whose disk has the copies."""
-    options = {"checkpoint_steps": 1000, "snapshot_steps": 5, "snapshot_path": tmp_path / "disk"}
+    options = {
+        "checkpoint": CheckpointPolicy(every_steps=1000, snapshot_every_steps=5, snapshot_path=str(tmp_path / "disk"))
+    }
     run = cluster(tmp_path, "restart", "kill=node-0@step:47,add@step:47", nodes=(1, 1), **options)
     assert_goes_on_from_memory(run.run([*TO_THE_FAULT, "47", "--sharded", "--ballast", "8"]))
     assert not list((tmp_path / "disk").glob("*/*"))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from azureml_elastic.config import CheckpointPolicy
 from tests.support.stacks import (
     FAULTS,
     assert_same_rates,
@@ -51,7 +52,16 @@ def test_each_sample_is_trained_once_an_epoch(undisturbed):
 )
 def test_a_run_with_faults_is_the_same_training(run_script, tmp_path, undisturbed, stage, loader):
     """Each rank holds a part of the state: what was trained since the last snapshot in memory is trained again."""
-    run = run_script(tmp_path / "run", "--stage", stage, *loader, "--pause", "0.08", chaos=FAULTS, snapshot_steps=1)
+    run = run_script(
+        tmp_path / "run",
+        "--stage",
+        stage,
+        *loader,
+        "--pause",
+        "0.08",
+        chaos=FAULTS,
+        checkpoint=CheckpointPolicy(snapshot_every_steps=1),
+    )
     report = run.report
     assert report.audit.complete, report.audit
     assert not report.missed_faults
@@ -63,7 +73,9 @@ def test_a_run_with_faults_is_the_same_training(run_script, tmp_path, undisturbe
 
 
 @pytest.mark.xdist_group("DeepSpeed under the trainer")  # for whose nodes there is one server
-@pytest.mark.parametrize(("stage", "options"), [("2", {}), ("3", {"snapshot_steps": 1})])
+@pytest.mark.parametrize(
+    ("stage", "options"), [("2", {}), ("3", {"checkpoint": CheckpointPolicy(snapshot_every_steps=1)})]
+)
 def test_trainer_with_a_deepspeed_configuration(tmp_path, stage, options):
     """Without snapshots in memory a lost node's run continues from the newest folder of the script."""
     run = run_stock(SCRIPT.with_name("trainer_script.py"), tmp_path / "run", "--zero", stage, chaos=FAULTS, **options)
@@ -80,7 +92,15 @@ def test_trainer_with_a_deepspeed_configuration(tmp_path, stage, options):
 def test_accelerate_with_a_deepspeed_plugin(tmp_path):
     script = SCRIPT.with_name("accelerate_script.py")
     run = run_stock(
-        script, tmp_path / "run", "--zero", "2", "--resume", "--pause", "0.08", chaos=FAULTS, snapshot_steps=1
+        script,
+        tmp_path / "run",
+        "--zero",
+        "2",
+        "--resume",
+        "--pause",
+        "0.08",
+        chaos=FAULTS,
+        checkpoint=CheckpointPolicy(snapshot_every_steps=1),
     )
     report = run.report
     assert report.audit.complete, report.audit
@@ -97,7 +117,7 @@ def test_a_script_that_continues_from_folders_of_its_own(run_script, tmp_path, u
     first = run_script(tmp_path / "first", *options, "--epochs", "1", nodes=(3, 3))
     assert (first.record["steps"], first.record["global_steps"]) == (42, 42)
     assert (folders / "latest").read_text() == "global_step42"
-    faults = {"chaos": "kill=rank0@step:64", "snapshot_steps": 1}
+    faults = {"chaos": "kill=rank0@step:64", "checkpoint": CheckpointPolicy(snapshot_every_steps=1)}
     run = run_script(tmp_path / "second", *options, "--stage", "3", **faults)
     assert run.report.rounds[0].restored_step == 42
     assert (run.record["steps"], run.record["global_steps"]) == (STEPS, STEPS)
@@ -114,7 +134,7 @@ def test_weights_do_not_depend_on_the_world_size(run_script, tmp_path, accumulat
 
 
 def test_nodes_that_their_command_starts(tmp_path):
-    faults = {"nodes": (1, 2), "chaos": "kill=rank0@step:33", "snapshot_steps": 1}
+    faults = {"nodes": (1, 2), "chaos": "kill=rank0@step:33", "checkpoint": CheckpointPolicy(snapshot_every_steps=1)}
     run = run_stock(SCRIPT, tmp_path / "run", start="command", **faults)
     assert run.report.audit.complete, run.report.audit
     assert run.report.audit.rolled_back_steps <= 5

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
@@ -31,8 +31,8 @@ def train(folder: Path, *options: str, **cluster) -> Report:
         start=FORKED,
         chaos=parse_schedule(FAULTS),
         run_dir=folder / "run",
-        timeout_s=150,
-        distribution=ElasticDistribution(rendezvous=GATHERING),
+        timeout=150,
+        rendezvous=GATHERING,
         **cluster,
     )
     # The node that comes after a step is a member long before another one gets its notice, also on a busy machine.
@@ -64,7 +64,7 @@ def test_a_loop_that_draws_at_random_never_repeats_its_draws(tmp_path):
 
 
 def test_a_sharded_loop_continues_from_its_last_snapshot(tmp_path):
-    report = train(tmp_path, "--shard", snapshot_steps=1)
+    report = train(tmp_path, "--shard", checkpoint=CheckpointPolicy(snapshot_every_steps=1))
     by_loss = [steps for reason, steps in trained_again(report) if reason.startswith("lost ")]
     agreed = [steps for reason, steps in trained_again(report) if not reason.startswith("lost ")]
     assert by_loss[0] <= 5, "the step of the loss, and those whose snapshots were on their way"

@@ -1,4 +1,4 @@
-"""Packages that commands import, each in the order in which they are run in one new process."""
+"""What commands import, in the order in which they are run in one new process; what a shell completes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-__all__ = ["imported_packages"]
+from typer.testing import CliRunner
+
+from azureml_elastic.cli import app
+
+__all__ = ["completions", "imported_packages"]
 
 _RUN = """
 import json, sys
@@ -40,3 +44,13 @@ def imported_packages(
     )
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stderr.splitlines()[-1]))
+
+
+def completions(line: str) -> list[str]:
+    """Return the words that bash offers for the last one of a command line."""
+    environ = {
+        "_AZUREML_ELASTIC_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(line.split(" ")) - 1),
+    }
+    return CliRunner().invoke(app, env=environ, prog_name="azureml-elastic").stdout.split()

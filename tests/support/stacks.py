@@ -88,9 +88,10 @@ def run_stock(
         start=forked_with(imports or script) if start == "fork" else start,
         chaos=parse_schedule(chaos) if chaos else None,
         run_dir=folder / "run",
-        timeout_s=200,
+        timeout=200,
         audit=True,
-        distribution=ElasticDistribution(rendezvous=GATHERING, preload_workers=preload, recovery=recovery),
+        distribution=ElasticDistribution(preload_workers=preload, recovery=recovery),
+        rendezvous=GATHERING,
         **options,
     )
     report = cluster.run([sys.executable, str(script), "--folder", str(output), *arguments])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, PreemptionPolicy
 from azureml_elastic.node.core import training_actions as do
 from azureml_elastic.node.core import training_events as ev
 from azureml_elastic.node.core.failures import Failure
@@ -37,6 +37,7 @@ class TrainingRound:
         slots: number of workers of each.
         opens_session: whether the program uses the library.
         round_: further fields of the round.
+        preemption: preemption policy.
         options: fields of the distribution.
 
     Attributes:
@@ -46,12 +47,24 @@ class TrainingRound:
         sent: the messages, in order.
     """
 
-    def __init__(self, *names: str, slots: int = 1, opens_session: bool = True, round_=None, **options) -> None:
+    def __init__(
+        self,
+        *names: str,
+        slots: int = 1,
+        opens_session: bool = True,
+        round_=None,
+        preemption: PreemptionPolicy | None = None,
+        **options,
+    ) -> None:
         self.now = ENTERED
         self.round = sealed(*names, slots=slots, **(round_ or {}))
-        distribution = ElasticDistribution(**options)
+        plan = Plan(
+            resources=ElasticResources(max_instance_count=len(names)),
+            distribution=ElasticDistribution(**options),
+            preemption=preemption or PreemptionPolicy(),
+        )
         self.machines = {
-            name: Training(self.round, name, distribution, opens_session=opens_session, entered=self.now, now=self.now)
+            name: Training(self.round, name, plan, opens_session=opens_session, entered=self.now, now=self.now)
             for name in names
         }
         self.leader = names[0]

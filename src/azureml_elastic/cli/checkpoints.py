@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from azureml_elastic.cli.completion import complete_run
 from azureml_elastic.cli.failures import explained, require
 from azureml_elastic.cli.run_argument import run_folder
 from azureml_elastic.cli.submitted_run import open_run
-from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption
 from azureml_elastic.errors import CheckpointDamaged, CheckpointError, UsageError
 from azureml_elastic.plurals import counted
 
@@ -26,6 +26,7 @@ CheckpointsArgument = Annotated[
     typer.Argument(
         help="Folder of a run on this machine, name of a submitted run, or folder or URL (abfs://…) of checkpoints.",
         metavar="RUN",
+        autocompletion=complete_run,
     ),
 ]
 
@@ -36,16 +37,13 @@ checkpoints = typer.Typer(help="List, verify, prune and export the checkpoints o
 @explained()
 def list_(
     run: CheckpointsArgument,
-    subscription: SubscriptionOption = None,
-    group: GroupOption = None,
-    workspace: WorkspaceOption = None,
 ) -> None:
     """List the checkpoints of a run; only sizes are checked."""
     from rich.console import Console
     from rich.filesize import decimal
     from rich.table import Table
 
-    where = _folder(run, subscription, group, workspace)
+    where = _folder(run)
     table = Table("step", "round", "ranks", "size", "state")
     table.add_column("folder", overflow="fold")
     for found in _survey(where):
@@ -62,14 +60,11 @@ def list_(
 @explained()
 def verify(
     run: CheckpointsArgument,
-    subscription: SubscriptionOption = None,
-    group: GroupOption = None,
-    workspace: WorkspaceOption = None,
 ) -> None:
     """Read every byte of every checkpoint of a run; exit with 1 if a committed one is damaged."""
     from azureml_elastic.checkpoint.format import catalogue
 
-    where = _folder(run, subscription, group, workspace)
+    where = _folder(run)
     damaged = 0
     for found in _survey(where):
         problems = [found.problem] if found.problem is not None else []
@@ -87,14 +82,11 @@ def prune(
     run: CheckpointsArgument,
     keep: Annotated[int, typer.Option(min=1, help="Number of the newest undamaged checkpoints to keep.")] = 2,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
-    subscription: SubscriptionOption = None,
-    group: GroupOption = None,
-    workspace: WorkspaceOption = None,
 ) -> None:
     """Remove old checkpoints and incomplete attempts. Not to be used while the run is active."""
     from azureml_elastic.checkpoint.format import catalogue
 
-    where = _folder(run, subscription, group, workspace, ended=True)
+    where = _folder(run, ended=True)
     count = len(_survey(where))
     if not yes:
         typer.confirm(f"Keep the newest {keep} of {count} in {where}, and remove the others?", abort=True)
@@ -113,15 +105,12 @@ def export(
     step: Annotated[
         int | None, typer.Option(help="Step of the checkpoint; the newest undamaged one by default.")
     ] = None,
-    subscription: SubscriptionOption = None,
-    group: GroupOption = None,
-    workspace: WorkspaceOption = None,
 ) -> None:
     """Write the tensors of a tracked object to one safetensors file."""
     require(("numpy", "numpy", "node"))
     from azureml_elastic.checkpoint.format import catalogue
 
-    where = _folder(run, subscription, group, workspace)
+    where = _folder(run)
     manifest = _choose(where, step)
     if target.exists():
         raise UsageError(f"{target} exists; nothing was written.")
@@ -129,16 +118,11 @@ def export(
     typer.echo(f"Wrote {counted(count, 'tensor')} of step {manifest.step} to {target}")
 
 
-def _folder(
-    run: str, subscription: str | None, group: str | None, workspace: str | None, *, ended: bool = False
-) -> str:
+def _folder(run: str, *, ended: bool = False) -> str:
     """Return the folder or URL of the checkpoints that an argument names.
 
     Args:
         run: folder or URL of checkpoints, folder of a run, or name of a submitted run.
-        subscription: subscription of the workspace.
-        group: resource group of the workspace.
-        workspace: name of the workspace.
         ended: whether a submitted run must have ended.
     """
     require(("xxhash", "xxhash", "node"))
@@ -150,7 +134,7 @@ def _folder(
     local = run_folder(run.removeprefix("file://"))
     if local is not None:
         return str(folder_of_files(local))
-    jobs, submitted, _ = open_run(run, subscription, group, workspace)
+    jobs, submitted, _ = open_run(run)
     active = [node for node in submitted.nodes() if node.active] if ended else []
     if active:
         raise UsageError(

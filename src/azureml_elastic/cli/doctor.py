@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from azureml_elastic.cli.failures import explained
-from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption, find_workspace
+from azureml_elastic.cli.workspaces import current_workspace
 from azureml_elastic.errors import UsageError
 
 __all__ = ["doctor"]
@@ -33,9 +33,6 @@ def doctor(
     node: Annotated[
         bool, typer.Option("--node", help="Run within a job: workspace and plan are taken from its variables only.")
     ] = False,
-    subscription: SubscriptionOption = None,
-    group: GroupOption = None,
-    workspace: WorkspaceOption = None,
 ) -> None:
     """Check the storage account, the role, the endpoints, and how peers reach this machine.
 
@@ -54,7 +51,7 @@ def doctor(
     logging.getLogger("azure").setLevel(logging.CRITICAL)
     plan = Plan.from_json(os.environ[variables.PLAN]) if node and os.environ.get(variables.PLAN) else None
     rendezvous = make_rendezvous(
-        plan.distribution.rendezvous if plan else TableRendezvous(),
+        plan.rendezvous if plan else TableRendezvous(),
         endpoint=endpoint,
         table=table,
         credential=credential,
@@ -66,7 +63,7 @@ def doctor(
     environ, nowhere = dict(os.environ), ""
     if rendezvous.endpoint is None and not node:
         try:
-            environ |= find_workspace(subscription, group, workspace).variables
+            environ |= current_workspace().variables
         except UsageError as error:
             nowhere = str(error)
     console = Console()

@@ -12,7 +12,7 @@ from azureml_elastic.cli.failures import CONTINUES, explained
 from azureml_elastic.cli.local import LiveOption, RunFolder
 from azureml_elastic.cli.local_submission import run_locally
 from azureml_elastic.cli.workspace import EvictOption, PoolOption
-from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption, find_workspace
+from azureml_elastic.cli.workspaces import current_workspace
 from azureml_elastic.errors import UsageError
 
 if TYPE_CHECKING:
@@ -81,9 +81,6 @@ def submit(
     pool: PoolOption = None,
     run_dir: RunFolder = None,
     live: LiveOption = None,
-    subscription: SubscriptionOption = None,
-    group: GroupOption = None,
-    workspace: WorkspaceOption = None,
 ) -> None:
     """Submit JOB.YML; prints the name of the run, for the other commands.
 
@@ -107,7 +104,7 @@ def submit(
     if local:
         run_locally(job_file, overrides or (), evict=evict or (), pools=pool or (), run_dir=run_dir, live=live)
         return
-    name = find_workspace(subscription, group, workspace)
+    name = current_workspace()
 
     from azureml_elastic.submit.resumption import check_earlier_run
     from azureml_elastic.submit.sdk_hooks import quiet_uploads

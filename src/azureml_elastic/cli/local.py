@@ -18,6 +18,7 @@ from azureml_elastic.config import (
     Plan,
     Recovery,
 )
+from azureml_elastic.config.base import positive_duration
 from azureml_elastic.errors import UsageError
 from azureml_elastic.local.faults.model import MOST_NODES
 from azureml_elastic.local.node_start import StartMethod
@@ -51,7 +52,7 @@ def local(
     seed: Annotated[int, typer.Option(help="Seed for the choice of victims of faults whose target is 'any'.")] = 0,
     run_dir: RunFolder = None,
     table: Annotated[str, typer.Option(help="Table of the rendezvous.", metavar="sqlite|azurite|URL")] = "sqlite",
-    checkpoint_steps: Annotated[
+    checkpoint_every_steps: Annotated[
         int | None, typer.Option(help="Steps between two checkpoints, besides the one every 10 seconds.")
     ] = None,
     resume_from: Annotated[
@@ -81,7 +82,9 @@ def local(
             "possible, or each is started by its command, as on a machine of its own."
         ),
     ] = "fork",
-    timeout: Annotated[float | None, typer.Option(help="Stop the run after this many seconds.")] = None,
+    timeout: Annotated[
+        str | None, typer.Option(help="Stop the run after this time, as in 90s or 10m.", metavar="DURATION")
+    ] = None,
     live: LiveOption = None,
 ) -> None:
     """Run PROGRAM on local nodes that run the same code as on Azure ML.
@@ -89,10 +92,10 @@ def local(
     The run continues when nodes are lost and grows when nodes are added; its report is in the run's folder.
     """
     from azureml_elastic.config.command.program import parse_program, require_script
-    from azureml_elastic.local.run_end import check_time_limit, command_exit_code
+    from azureml_elastic.local.run_end import command_exit_code
 
     counts = parse_nodes(nodes)
-    check_time_limit("--timeout", timeout)
+    limit = None if timeout is None else positive_duration("--timeout", timeout)
     # Invalid options are refused before a folder is created.
     distribution = ElasticDistribution(
         process_count_per_instance=nproc_per_node,
@@ -105,7 +108,7 @@ def local(
         resources=ElasticResources(min_instance_count=counts[0], max_instance_count=counts[1]),
         distribution=distribution,
     )
-    CheckpointPolicy(every_steps=checkpoint_steps)
+    checkpoint = CheckpointPolicy(every_steps=checkpoint_every_steps)
     require_script(parse_program(program))
     require(("torch", "torch", "node"), ("psutil", "psutil", "node"))
 
@@ -122,18 +125,16 @@ def local(
     console = Console()
     cluster = LocalCluster(
         counts,
-        processes_per_node=nproc_per_node,
         chaos=schedule,
         run_dir=run_dir,
         table=table,
-        checkpoint_steps=checkpoint_steps,
+        checkpoint=checkpoint,
         resume_from=resume_from,
         audit=audit,
         metrics=MetricsPolicy(tensorboard=tensorboard),
-        max_restarts=max_restarts,
         distribution=distribution,
         start=start,
-        timeout_s=timeout,
+        timeout=limit,
         view=choose_view(console, live=live),
     )
     result = cluster.run(program)

@@ -14,7 +14,6 @@ import typer
 from azureml_elastic.cli.failures import CONTINUES, explained
 from azureml_elastic.cli.run_argument import RunArgument, run_folder
 from azureml_elastic.cli.submitted_run import open_run, read_state
-from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption
 from azureml_elastic.errors import ElasticError, UsageError
 
 if TYPE_CHECKING:
@@ -39,15 +38,12 @@ def logs(
     tail: Annotated[
         int | None, typer.Option("--tail", help="Print the last lines of each log, and do not wait for more.", min=0)
     ] = None,
-    subscription: SubscriptionOption = None,
-    group: GroupOption = None,
-    workspace: WorkspaceOption = None,
 ) -> None:
     """Print the log of a node; while its job runs, what is added to it, too, unless --all or --tail is given."""
     if every and node is not None:
         raise UsageError("--all and --node cannot be combined. Give one of them.")
     folder = run_folder(run)
-    source: _Logs = _FolderLogs(folder) if folder is not None else _JobLogs(run, subscription, group, workspace)
+    source: _Logs = _FolderLogs(folder) if folder is not None else _JobLogs(run)
     if every:
         for each, name in source.nodes().items():
             for line in _last_lines(source.text(each), tail):
@@ -144,8 +140,8 @@ class _FolderLogs:
 class _JobLogs:
     """The logs of a submitted run, as Azure ML keeps them."""
 
-    def __init__(self, run: str, subscription: str | None, group: str | None, workspace: str | None) -> None:
-        self._jobs, self._run, self._variables = open_run(run, subscription, group, workspace)
+    def __init__(self, run: str) -> None:
+        self._jobs, self._run, self._variables = open_run(run)
         self._nodes: dict[str, NodeOfRun] = {node.job: node for node in self._run.nodes()}
 
     def nodes(self) -> Mapping[str, str]:

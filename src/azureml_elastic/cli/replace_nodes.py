@@ -10,7 +10,8 @@ import typer
 
 from azureml_elastic.cli.failures import CONTINUES, explained, require
 from azureml_elastic.cli.submitted_run import RunName
-from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption, find_workspace
+from azureml_elastic.cli.workspaces import current_workspace
+from azureml_elastic.config.base import positive_duration
 from azureml_elastic.errors import ElasticError, RunFailed, UsageError
 
 if TYPE_CHECKING:
@@ -18,15 +19,15 @@ if TYPE_CHECKING:
 
 __all__ = ["replace_nodes"]
 
-_LONGEST_PAUSE = 86400.0
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.5, 86400.0
 
 
 @explained(CONTINUES)
 def replace_nodes(
     run: RunName,
-    every: Annotated[
-        float | None,
-        typer.Option(min=0.5, max=_LONGEST_PAUSE, help="Seconds between two checks; by default as the job says."),
+    interval: Annotated[
+        str | None,
+        typer.Option(help="Time between two checks, as in 30s; by default as the job says.", metavar="DURATION"),
     ] = None,
     max_replacements: Annotated[
         int | None, typer.Option(min=0, help="Maximum number of node jobs to submit; by default as the job says.")
@@ -36,12 +37,10 @@ def replace_nodes(
         typer.Option(min=0.01, help="Cost in USD from which no node is submitted; by default as the job says."),
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Check once, submit what is missing, and exit.")] = False,
-    subscription: SubscriptionOption = None,
-    group: GroupOption = None,
-    workspace: WorkspaceOption = None,
 ) -> None:
     """Replace the lost nodes of a run until it ends, with your own login; see docs/how-to/pools.md."""
-    variables = find_workspace(subscription, group, workspace).variables
+    pause = None if interval is None else _pause(interval)
+    variables = current_workspace().variables
     require(("azure.data.tables", "azure-data-tables", "node"), ("azure.identity", "azure-identity", "node"))
 
     from azureml_elastic.node.replacement.replacer import open_replacer
@@ -50,7 +49,7 @@ def replace_nodes(
     changes = {name: value for name, value in given.items() if value is not None}
     with open_replacer({**os.environ, **variables}, run, changes) as (replacer, policy):
         printed = ""
-        pause = policy.interval.total_seconds() if every is None else every
+        pause = pause or policy.interval.total_seconds()
         while True:
             status = _act(replacer, keep_trying=not once)
             if status is not None:
@@ -64,6 +63,15 @@ def replace_nodes(
         raise RunFailed(f"The run has no node left, and none may be submitted. {status.limit}")
     if not status.succeeded:
         raise RunFailed(status.message)
+
+
+def _pause(interval: str) -> float:
+    seconds = positive_duration("--interval", interval).total_seconds()
+    if not _SHORTEST_PAUSE <= seconds <= _LONGEST_PAUSE:
+        raise UsageError(
+            f"--interval={interval!r} is not between {_SHORTEST_PAUSE:g} s and a day. Give for example 30s."
+        )
+    return seconds
 
 
 def _act(replacer: NodeReplacer, *, keep_trying: bool) -> ReplacementStatus | None:

@@ -7,11 +7,15 @@ from typing import Annotated
 
 import typer
 
+from azureml_elastic.cli.completion import complete_run
 from azureml_elastic.errors import UsageError
 
 __all__ = ["RunArgument", "run_folder"]
 
-RunArgument = Annotated[str, typer.Argument(help="Folder of a run on this machine, or name of a submitted run.")]
+RunArgument = Annotated[
+    str,
+    typer.Argument(help="Folder of a run on this machine, or name of a submitted run.", autocompletion=complete_run),
+]
 
 
 def run_folder(run: str) -> Path | None:

@@ -59,9 +59,6 @@ def open_reports(
     run: str,
     folder: Path | None,
     prices: Path | None,
-    subscription: str | None,
-    group: str | None,
-    workspace: str | None,
 ) -> LocalRunReports | SubmittedRunReports:
     """Return the source of the reports of a run.
 
@@ -69,9 +66,6 @@ def open_reports(
         run: folder of a local run, or name of a submitted one.
         folder: folder for the files of a submitted run; ``None`` for ``runs/RUN``.
         prices: file of prices; ``None`` for those of the job's pools.
-        subscription: subscription of the workspace.
-        group: resource group of the workspace.
-        workspace: name of the workspace.
 
     Raises:
         UsageError: there is no such folder, or the prices are invalid.
@@ -84,7 +78,7 @@ def open_reports(
         return LocalRunReports(local, given)
     if local is not None and local.name != run:
         raise UsageError(f"--to is for the events of a submitted run, and {run} is the folder of a run. Leave it out.")
-    jobs, submitted, variables = open_run(run, subscription, group, workspace)
+    jobs, submitted, variables = open_run(run)
     return SubmittedRunReports(jobs, submitted, variables, folder or Path("runs") / submitted.name, given)
 
 
@@ -187,7 +181,7 @@ class SubmittedRunReports:
             _with_times(node, events, jobs, times).model_copy(update=vars(machines[_job_node(node)]))
             for node in made.nodes
         )
-        made = made.model_copy(update={"run_id": submitted.name, "nodes": nodes})
+        made = made.model_copy(update={"name": submitted.name, "nodes": nodes})
         made = made.with_timeline(events).with_bill(events, self._prices)
         return RunReport(made, events, running=any(job.active for job in jobs))
 

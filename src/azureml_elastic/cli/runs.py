@@ -9,7 +9,6 @@ import typer
 
 from azureml_elastic.cli.failures import CONTINUES, explained
 from azureml_elastic.cli.submitted_run import RunName, open_client_run
-from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption
 
 __all__ = ["cancel", "download"]
 
@@ -27,14 +26,11 @@ def download(
         str | None, typer.Option("--output", help="Name of one output; by default all outputs and the logs.")
     ] = None,
     node: NodeOption = None,
-    subscription: SubscriptionOption = None,
-    group: GroupOption = None,
-    workspace: WorkspaceOption = None,
 ) -> None:
     """Download the outputs and logs of a node; an output with a path of its own is the same for all nodes."""
     from azureml_elastic.submit.client import readable_errors
 
-    client, submitted = open_client_run(run, subscription, group, workspace)
+    client, submitted = open_client_run(run)
     with readable_errors(f"list the nodes of {submitted.name!r}"):
         chosen = submitted.node(node)
     wanted = {"all": True} if output is None else {"output_name": output}
@@ -45,13 +41,11 @@ def download(
 
 
 @explained(CONTINUES)
-def cancel(
-    run: RunName, subscription: SubscriptionOption = None, group: GroupOption = None, workspace: WorkspaceOption = None
-) -> None:
+def cancel(run: RunName) -> None:
     """Cancel a run: its job, and the jobs of replacement nodes."""
     from azureml_elastic.submit.client import readable_errors
 
-    _, submitted = open_client_run(run, subscription, group, workspace)
+    _, submitted = open_client_run(run)
     cancelled: list[str] = []
 
     def report(name: str) -> None:

@@ -50,7 +50,7 @@ def simulate(
     change: Annotated[
         list[str] | None, typer.Option("--set", help="One of the durations, as in start_seconds=90s; may be repeated.")
     ] = None,
-    checkpoint_every: Annotated[str, typer.Option(help="auto, a duration such as 5min, or 100steps.")] = "5min",
+    checkpoint_every: Annotated[str, typer.Option(help="auto, a duration such as 5m, or 100steps.")] = "5m",
     max_replacements: Annotated[
         int | None, typer.Option(help="Limit of replaced nodes; by default ten for each node of the maximum.")
     ] = None,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from azureml_elastic.cli.failures import CONTINUES, explained
 from azureml_elastic.cli.run_argument import RunArgument, run_folder
 from azureml_elastic.cli.submitted_run import open_run, read_state
-from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption
-from azureml_elastic.errors import ElasticError
+from azureml_elastic.config.exit_codes import FAILED
+from azureml_elastic.errors import ElasticError, UsageError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,16 +27,28 @@ __all__ = ["status"]
 @explained(CONTINUES)
 def status(
     run: RunArgument,
-    subscription: SubscriptionOption = None,
-    group: GroupOption = None,
-    workspace: WorkspaceOption = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show the run live until it ends; exits with 0 if it succeeds.")
+    ] = False,
+    live: Annotated[
+        bool | None,
+        typer.Option("--live/--plain", help="With --watch: a live table, or lines; by default as the terminal allows."),
+    ] = None,
 ) -> None:
     """Show round, world size, step and last checkpoint of a run, and the state of each node."""
+    if watch:
+        from azureml_elastic.cli.watch import watch_run
+
+        if not watch_run(run, live=live):
+            raise typer.Exit(FAILED)
+        return
+    if live is not None:
+        raise UsageError(f"{'--live' if live else '--plain'} needs --watch: the state is shown once without it.")
     folder = run_folder(run)
     if folder is not None:
         _show_folder(folder)
     else:
-        _show_submitted(run, subscription, group, workspace)
+        _show_submitted(run)
 
 
 def _show_folder(folder: Path) -> None:
@@ -47,9 +61,9 @@ def _show_folder(folder: Path) -> None:
     _show(f"{reports.name}: {state}", _lines_of_folder(found), _table_of_folder(found))
 
 
-def _show_submitted(run: str, subscription: str | None, group: str | None, workspace: str | None) -> None:
+def _show_submitted(run: str) -> None:
     """Show a submitted run by its jobs and its table."""
-    _, submitted, variables = open_run(run, subscription, group, workspace)
+    _, submitted, variables = open_run(run)
     nodes = submitted.nodes()
     state: RunState | None = None
     unknown = "No node has started yet."

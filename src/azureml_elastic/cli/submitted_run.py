@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from azureml_elastic.cli.completion import complete_submitted_run
 from azureml_elastic.cli.failures import require
-from azureml_elastic.cli.workspaces import find_workspace
+from azureml_elastic.cli.workspaces import current_workspace
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
@@ -24,16 +25,18 @@ if TYPE_CHECKING:
 
 __all__ = ["RunName", "open_client_run", "open_run", "open_run_table", "read_state"]
 
-RunName = Annotated[str, typer.Argument(help="Name of the run, as printed by 'submit'.")]
+RunName = Annotated[
+    str, typer.Argument(help="Name of the run, as printed by 'submit'.", autocompletion=complete_submitted_run)
+]
 
 _TABLE_TIMEOUT = timedelta(seconds=10)
 
 
 def open_run(
-    run: str, subscription: str | None, group: str | None, workspace: str | None
+    run: str,
 ) -> tuple[Jobs, ElasticRun, Mapping[str, str]]:
     """Return the jobs of the workspace, the run, and the environment variables that identify the workspace."""
-    name = find_workspace(subscription, group, workspace)
+    name = current_workspace()
     require(("azure.core", "azure-data-tables", "node"), ("azure.identity", "azure-identity", "node"))
 
     from azureml_elastic.cli.workspace_jobs import open_jobs
@@ -46,10 +49,10 @@ def open_run(
 
 
 def open_client_run(
-    run: str, subscription: str | None, group: str | None, workspace: str | None
+    run: str,
 ) -> tuple[MLClient, SubmittedRun]:
     """Return azure-ai-ml's client of the workspace, and the run in it."""
-    name = find_workspace(subscription, group, workspace)
+    name = current_workspace()
 
     from azureml_elastic.submit.client import connect, readable_errors
     from azureml_elastic.submit.submitted import SubmittedRun
@@ -82,7 +85,7 @@ def open_run_table(submitted: ElasticRun, variables: Mapping[str, str]) -> Itera
 
     from azureml_elastic.node.table import as_developer, open_table
 
-    rendezvous = as_developer(submitted.plan.distribution.rendezvous)
+    rendezvous = as_developer(submitted.plan.rendezvous)
     table = open_table(rendezvous, submitted.run_id, {**os.environ, **variables}, timeout=_TABLE_TIMEOUT)
     try:
         yield table

@@ -1,19 +1,14 @@
-"""``azureml-elastic watch``: the live view of a run, local or submitted, from any shell."""
+"""The live view of ``azureml-elastic status --watch``: a run, local or submitted, from any shell."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import typer
-
-from azureml_elastic.cli.failures import CONTINUES, explained
-from azureml_elastic.cli.run_argument import RunArgument, run_folder
+from azureml_elastic.cli.run_argument import run_folder
 from azureml_elastic.cli.submitted_run import open_run, open_run_table
-from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption
-from azureml_elastic.config.exit_codes import FAILED
 from azureml_elastic.errors import TableError, UsageError
 
 if TYPE_CHECKING:
@@ -22,25 +17,20 @@ if TYPE_CHECKING:
     from azureml_elastic.node.table import Table
     from azureml_elastic.submit.run import ElasticRun
 
-__all__ = ["watch"]
+__all__ = ["watch_run"]
 
 _FOLDER_SECONDS = 0.2
 _TABLE_SECONDS = 2.0
 _JOBS_SECONDS = 10.0
 
 
-@explained(CONTINUES)
-def watch(
-    run: RunArgument,
-    live: Annotated[
-        bool | None,
-        typer.Option("--live/--plain", help="A live table, or lines; by default as the terminal allows."),
-    ] = None,
-    subscription: SubscriptionOption = None,
-    group: GroupOption = None,
-    workspace: WorkspaceOption = None,
-) -> None:
-    """Show the nodes, rounds, steps and checkpoints of a run until it ends; exits with 0 if it succeeds."""
+def watch_run(run: str, *, live: bool | None) -> bool:
+    """Show the nodes, rounds, steps and checkpoints of a run until it ends; return whether it succeeded.
+
+    Args:
+        run: folder of a local run, or name of a submitted one.
+        live: whether to show a live table; ``None`` for what the terminal supports.
+    """
     from rich.console import Console
 
     from azureml_elastic.local.view import choose_view
@@ -48,12 +38,9 @@ def watch(
     view = choose_view(Console(), live=live)
     folder = run_folder(run)
     if folder is not None:
-        succeeded = _show(_LocalRun(folder), view, _FOLDER_SECONDS)
-    else:
-        _, submitted, variables = open_run(run, subscription, group, workspace)
-        succeeded = _watch_submitted(submitted, variables, view)
-    if not succeeded:
-        raise typer.Exit(FAILED)
+        return _show(_LocalRun(folder), view, _FOLDER_SECONDS)
+    _, submitted, variables = open_run(run)
+    return _watch_submitted(submitted, variables, view)
 
 
 class _Watched(Protocol):

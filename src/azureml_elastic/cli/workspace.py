@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import typer
 
 from azureml_elastic.cli.failures import explained, require
-from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption, find_workspace
+from azureml_elastic.cli.workspaces import current_workspace
 from azureml_elastic.config.exit_codes import FAILED
 from azureml_elastic.errors import UsageError
 
@@ -97,9 +97,6 @@ def start(
 @explained()
 def trigger(
     schedule: Annotated[str, typer.Argument(help="Name of an enabled schedule.", metavar="SCHEDULE")],
-    subscription: SubscriptionOption = None,
-    resource_group: GroupOption = None,
-    name: WorkspaceOption = None,
 ) -> None:
     """Submit the job of a schedule once, now, and print its name.
 
@@ -108,7 +105,7 @@ def trigger(
     require(("azure.ai.ml", "azure-ai-ml", "submit"))
     from azureml_elastic.submit.client import connect, readable_errors
 
-    found = find_workspace(subscription, resource_group, name)
+    found = current_workspace()
     with readable_errors(f"trigger the schedule {schedule!r}"):
         triggered = connect(found.subscription, found.group, found.name).schedules.trigger(schedule)
     typer.echo(triggered.job_name)
@@ -167,8 +164,9 @@ def finish(code: int, local: Workspace, *, kept: bool) -> int:
             typer.echo(f"azureml-elastic: {name} is cancelled, as the command has failed ({code}).", err=True)
         return code
     typer.echo(
-        f"azureml-elastic: waiting for {', '.join(active)}. Ctrl-C cancels and closes the workspace. To follow it from "
-        f"another shell: cd {shlex.quote(str(Path.cwd()))} && . ./{_SOURCE} && azureml-elastic watch {active[0]}",
+        f"azureml-elastic: waiting for {', '.join(active)}. Ctrl-C cancels and closes the workspace. To follow it "
+        f"from another shell: cd {shlex.quote(str(Path.cwd()))} && . ./{_SOURCE} && "
+        f"azureml-elastic status --watch {active[0]}",
         err=True,
     )
     while active:  # a run's nodes submit further jobs, so the last one is known when none is left

@@ -53,6 +53,10 @@ class Jobs:
         document = self._service.document(name)
         return None if document is None else _record(name, document)
 
+    def newest(self) -> Sequence[tuple[str, str]]:
+        """Return the names of the workspace's newest jobs with their display names, the newest first."""
+        return self._service.newest()
+
     def steps(self, name: str) -> Sequence[JobRecord]:
         """Return the steps of a pipeline that exist by now."""
         found = self._service.children(name) or ()

@@ -1,28 +1,25 @@
-"""Selection of the workspace by options, environment variables, or the ``config.json`` of the SDK."""
+"""Selection of the workspace by options, environment variables, ``config.json``, or the defaults of ``az``."""
 
 from __future__ import annotations
 
+import configparser
+import contextlib
 import json
 import os
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from azureml_elastic.errors import UsageError
 
-__all__ = ["GroupOption", "SubscriptionOption", "WorkspaceName", "WorkspaceOption", "find_workspace"]
-
-SubscriptionOption = Annotated[
-    str | None, typer.Option("--subscription", help="Id of the subscription; else from config.json.")
-]
-GroupOption = Annotated[
-    str | None, typer.Option("--resource-group", "-g", help="The resource group; else from config.json.")
-]
-WorkspaceOption = Annotated[
-    str | None, typer.Option("--workspace", "-w", help="Name of the workspace; else from config.json.")
+__all__ = [
+    "WORKSPACE_OPTIONS",
+    "WorkspaceName",
+    "WorkspaceOptions",
+    "current_workspace",
+    "find_workspace",
+    "set_options",
 ]
 
 _FOLDERS = (".azureml", "aml_config", "")
@@ -30,9 +27,21 @@ _FILE = "config.json"
 _OPTIONS = {
     "subscription_id": "--subscription",
     "resource_group": "--resource-group",
-    "workspace_name": "--workspace",
+    "workspace_name": "--workspace-name",
 }
+WORKSPACE_OPTIONS = (*_OPTIONS.values(), "-g", "-w")
+"""The options of the root command that name the workspace, as those of ``az ml`` do."""
+
 _SHORTEST_SCOPE = 9
+
+
+@dataclass(frozen=True)
+class WorkspaceOptions:
+    """What the options of the root command say; ``None`` for what they leave out."""
+
+    subscription: str | None = None
+    group: str | None = None
+    name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -53,42 +62,78 @@ class WorkspaceName:
         }
 
 
-def find_workspace(
-    subscription: str | None = None,
-    group: str | None = None,
-    workspace: str | None = None,
-    *,
-    start: Path | None = None,
-    environ: Mapping[str, str] = os.environ,
-) -> WorkspaceName:
-    """Return the workspace given by options, environment variables or ``config.json``, in this order of precedence.
+_OPTIONS_IN_USE: ContextVar[WorkspaceOptions | None] = ContextVar("workspace options", default=None)
 
-    As in ``MLClient.from_config()``, the file is searched in ``.azureml``, ``aml_config`` and the folder itself, then
-    in the parent folders.
+
+def current_workspace() -> WorkspaceName:
+    """Return the workspace of the command that is running.
 
     Raises:
-        UsageError: a part of the identification is missing, or the file cannot be read.
+        UsageError: a part of the identification is missing, or a file cannot be read.
     """
-    given = {
-        "subscription_id": subscription or environ.get("AZUREML_ARM_SUBSCRIPTION"),
-        "resource_group": group or environ.get("AZUREML_ARM_RESOURCEGROUP"),
-        "workspace_name": workspace or environ.get("AZUREML_ARM_WORKSPACE_NAME"),
+    return find_workspace(_OPTIONS_IN_USE.get() or WorkspaceOptions())
+
+
+def set_options(options: WorkspaceOptions) -> None:
+    """Set what :func:`current_workspace` starts from; for the root command."""
+    _OPTIONS_IN_USE.set(options)
+
+
+def find_workspace(
+    options: WorkspaceOptions, *, start: Path | None = None, environ: Mapping[str, str] = os.environ
+) -> WorkspaceName:
+    """Return the workspace given by options, environment variables, ``config.json`` or ``az``, in this order.
+
+    As in ``MLClient.from_config()``, the file is searched in ``.azureml``, ``aml_config`` and the folder itself, then
+    in the parent folders. The defaults of ``az`` are those of ``az account set`` and ``az configure --defaults``.
+
+    Raises:
+        UsageError: a part of the identification is missing, or a file cannot be read.
+    """
+    given: dict[str, str | None] = {
+        "subscription_id": options.subscription or environ.get("AZUREML_ARM_SUBSCRIPTION"),
+        "resource_group": options.group or environ.get("AZUREML_ARM_RESOURCEGROUP"),
+        "workspace_name": options.name or environ.get("AZUREML_ARM_WORKSPACE_NAME"),
     }
-    missing = [name for name, value in given.items() if not value]
-    if missing:
+    path = None
+    if not all(given.values()):
         path = _find_file((start or Path.cwd()).absolute())
-        if path is None:
-            options = ", ".join(_OPTIONS[name] for name in missing)
-            raise UsageError(
-                f"Nothing names the workspace: there is no {_FILE} in {start or Path.cwd()} or above. Download it from "
-                f"the studio (workspace menu, 'Download config file'), or give {options}."
-            )
-        found = _read(path)
-        given |= {name: found.get(name) for name in missing}
-    still = [name for name, value in given.items() if not value]
-    if still:
-        raise UsageError(f"{path} has no {still[0]!r}. It holds subscription_id, resource_group and workspace_name.")
+        given = _completed(given, {} if path is None else _read(path))
+    if not all(given.values()):
+        given = _completed(given, _defaults_of_az(environ))
+    missing = [name for name, value in given.items() if not value]
+    if missing and path is not None:
+        raise UsageError(f"{path} has no {missing[0]!r}. It holds subscription_id, resource_group and workspace_name.")
+    if missing:
+        left = ", ".join(_OPTIONS[name] for name in missing)
+        raise UsageError(
+            f"Nothing names the workspace: there is no {_FILE} in {start or Path.cwd()} or above. Download it from the "
+            f"studio (workspace menu, 'Download config file'), set defaults by 'az configure --defaults group=... "
+            f"workspace=...', or give {left} before the command."
+        )
     return WorkspaceName(*(str(value) for value in given.values()))
+
+
+def _completed(given: Mapping[str, str | None], more: Mapping[str, str | None]) -> dict[str, str | None]:
+    return {name: value or more.get(name) for name, value in given.items()}
+
+
+def _defaults_of_az(environ: Mapping[str, str]) -> dict[str, str | None]:
+    """Return what the command line of Azure uses by default; its files are left alone where they cannot be read."""
+    folder = Path(environ.get("AZURE_CONFIG_DIR") or Path.home() / ".azure")
+    settings = configparser.ConfigParser(interpolation=None)
+    subscriptions = []
+    with contextlib.suppress(OSError, ValueError, configparser.Error):
+        settings.read(folder / "config", encoding="utf-8")
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        profile = json.loads((folder / "azureProfile.json").read_text(encoding="utf-8-sig"))
+        subscriptions = [each["id"] for each in profile.get("subscriptions") or () if each.get("isDefault")]
+    return {
+        "subscription_id": subscriptions[0] if subscriptions else None,
+        "resource_group": environ.get("AZURE_DEFAULTS_GROUP") or settings.get("defaults", "group", fallback=None),
+        "workspace_name": environ.get("AZURE_DEFAULTS_WORKSPACE")
+        or settings.get("defaults", "workspace", fallback=None),
+    }
 
 
 def _find_file(start: Path) -> Path | None:

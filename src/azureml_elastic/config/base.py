@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 from collections.abc import Iterator
 from datetime import timedelta
 from types import UnionType
@@ -14,6 +15,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     ModelWrapValidatorHandler,
+    TypeAdapter,
     ValidationError,
     WrapValidator,
     model_validator,
@@ -21,7 +23,12 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 from typing_extensions import Self
 
-__all__ = ["ConfigModel", "Duration", "PositiveDuration", "meant"]
+from azureml_elastic.errors import UsageError
+
+__all__ = ["ConfigModel", "Duration", "PositiveDuration", "meant", "parse_duration", "positive_duration"]
+
+_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_PART = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.ASCII)
 
 
 class ConfigModel(BaseModel):
@@ -88,12 +95,29 @@ def _kinds(annotation: Any) -> Iterator[Any]:
         yield annotation
 
 
+def parse_duration(text: str) -> timedelta | None:
+    """Return the duration of a text such as ``10m``, ``1h30m`` or ``90``, which is seconds; ``None`` for others."""
+    rest, seconds, parts = text.strip().lower(), 0.0, 0
+    while rest:
+        match = _PART.match(rest)
+        if match is None or match[2] not in _UNITS or (not match[2] and (parts or match.end() < len(rest))):
+            return None
+        seconds += float(match[1]) * _UNITS[match[2]]
+        rest, parts = rest[match.end() :], parts + 1
+    try:
+        return timedelta(seconds=seconds) if parts else None
+    except OverflowError:
+        return None
+
+
 def _duration(value: Any, handler: Any) -> timedelta:
+    if isinstance(value, str) and (parsed := parse_duration(value)) is not None:
+        return parsed
     try:
         return handler(value)  # type: ignore[no-any-return]
     except ValueError:
         shown = f"{value!r} is" if isinstance(value, str | bool) else f"a value of the type {type(value).__name__} is"
-        text = f"{shown} no duration; give a number of seconds, a timedelta, or text such as 'PT2H' or '02:00:00'"
+        text = f"{shown} no duration; give a number of seconds, a timedelta, or text such as '10m' or '1h30m'"
         raise PydanticCustomError("time_delta_parsing", "{text}", {"text": text}) from None
 
 
@@ -110,7 +134,22 @@ def _positive(value: timedelta) -> timedelta:
 
 
 Duration = Annotated[timedelta, WrapValidator(_duration), AfterValidator(_not_negative)]
-"""A ``timedelta`` of zero or more; a plain number is read as seconds."""
+"""A ``timedelta`` of zero or more, also given as a number of seconds or as text such as ``"10m"``."""
 
 PositiveDuration = Annotated[timedelta, WrapValidator(_duration), AfterValidator(_positive)]
-"""A ``timedelta`` greater than zero; a plain number is read as seconds."""
+"""A ``timedelta`` greater than zero, also given as a number of seconds or as text such as ``"10m"``."""
+
+_POSITIVE: TypeAdapter[timedelta] = TypeAdapter(PositiveDuration)
+
+
+def positive_duration(name: str, value: timedelta | float | str) -> timedelta:
+    """Return the duration that an argument or an option was given.
+
+    Raises:
+        UsageError: the value is no duration, or not positive; the message has the name.
+    """
+    try:
+        return _POSITIVE.validate_python(value)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+        raise UsageError(f"{name}: {problem}.") from None

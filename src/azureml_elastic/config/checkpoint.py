@@ -37,7 +37,7 @@ class CheckpointPolicy(ConfigModel):
         snapshot_path: folder on each node's own disk for copies of the snapshots, from which an agent that is restarted
             on the same machine recovers. Read from the job's policy, not from ``train.start()``. ``None`` for none.
         keep: number of committed checkpoints to keep, at least 2, so that a damaged one has a predecessor.
-        keep_every: optimizer steps between two checkpoints that are kept for good; ``None`` for none.
+        keep_every_steps: optimizer steps between two checkpoints that are kept for good; ``None`` for none.
         on_nonfinite: response to a loss or to weights that are NaN or infinite, of which no checkpoint is taken:
             ``"warn"`` continues, ``"stop"`` ends the run without a restart, and ``"rollback"`` restarts it from its
             last checkpoint once the weights are affected.
@@ -50,7 +50,7 @@ class CheckpointPolicy(ConfigModel):
     snapshot_every_steps: int | None = Field(default=None, ge=1)
     snapshot_path: str | None = None
     keep: int = Field(default=2, ge=2)
-    keep_every: int | None = Field(default=None, ge=1)
+    keep_every_steps: int | None = Field(default=None, ge=1)
     on_nonfinite: NonFinitePolicy = "warn"
 
     @property

@@ -14,8 +14,11 @@ from azureml_elastic.config.base import ConfigModel
 from azureml_elastic.config.batch import BatchPolicy, FixedGlobalBatch
 from azureml_elastic.config.checkpoint import CheckpointPolicy
 from azureml_elastic.config.distribution import ElasticDistribution
+from azureml_elastic.config.health import HealthPolicy
 from azureml_elastic.config.metrics import MetricsPolicy
+from azureml_elastic.config.preemption import PreemptionPolicy
 from azureml_elastic.config.profile import Profile
+from azureml_elastic.config.rendezvous import TableRendezvous
 from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.config.resources import ElasticResources, NodePool
 from azureml_elastic.errors import PlanError
@@ -29,13 +32,13 @@ class EarlierRun(ConfigModel):
     """The run that another run continues.
 
     Args:
-        run_id: its identifier in the table.
+        name: its name, by which its rows in the table are found.
         path: folder or URL of its checkpoints; ``None`` for the folder of its name beside that of the new run, which
             the node completes.
         checkpoint: reference to its last committed checkpoint; ``None`` for the one that its table or the folder names.
     """
 
-    run_id: str
+    name: str
     path: str | None = None
     checkpoint: Mapping[str, Any] | None = None
 
@@ -71,11 +74,14 @@ class Plan(ConfigModel):
         distribution: configuration of the processes.
         checkpoint: checkpoint policy.
         batch: policy for batch size and learning rate when the world size changes.
+        preemption: detection of and response to preemption notices.
+        health: checks of nodes before they join, detection of hangs, and quarantine of hosts with repeated failures.
+        rendezvous: table through which the nodes find each other.
         metrics: where the run's metrics are published.
         pools: node pools in the order of preference; empty if all nodes have one compute.
         replacement: policy for replacing lost nodes; ``None`` disables replacement.
-        run_id: identifier of the run in the table; ``None`` selects Azure ML's run id, which is new for each
-            submission, see :meth:`run_id_of`.
+        name: name of the run, which identifies it in the table; ``None`` selects Azure ML's name, which is new for
+            each submission, see :meth:`run_id_of`.
         program: digest of what the job runs, by which the nodes of another program with the same run id are refused;
             ``None`` accepts all nodes.
         resume_from: earlier run that this run continues as long as it has no checkpoint of its own; ``None`` for none.
@@ -89,10 +95,13 @@ class Plan(ConfigModel):
     distribution: ElasticDistribution = ElasticDistribution()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     batch: BatchPolicy = FixedGlobalBatch()
+    preemption: PreemptionPolicy = PreemptionPolicy()
+    health: HealthPolicy = HealthPolicy()
+    rendezvous: TableRendezvous = TableRendezvous()
     metrics: MetricsPolicy = MetricsPolicy()
     pools: tuple[NodePool, ...] = ()
     replacement: ReplacementPolicy | None = None
-    run_id: str | None = None
+    name: str | None = None
     program: str | None = None
     resume_from: EarlierRun | None = None
     submitted: SubmittedNames = SubmittedNames()
@@ -100,8 +109,9 @@ class Plan(ConfigModel):
     profile: Profile | None = None
 
     @model_validator(mode="after")
-    def _has_whole_replicas(self) -> Self:
+    def _policies_agree(self) -> Self:
         self.distribution.node_limits(self.resources.min_instance_count, self.resources.max_instance_count)
+        self.distribution.check_ports(self.rendezvous.port_range)
         return self
 
     def to_json(self) -> str:
@@ -120,7 +130,7 @@ class Plan(ConfigModel):
             job: id of the job that a node belongs to.
             root: id of the outermost job.
         """
-        if given := self.run_id or variables.get(environment.RUN_ID):
+        if given := self.name or variables.get(environment.RUN_ID):
             return given
         if self.resources.effective_placement != "fan_out":
             return job or root

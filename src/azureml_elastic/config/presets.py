@@ -1,4 +1,4 @@
-"""Recommended settings for large training jobs on Azure ML: network, mounts, data and profiler.
+"""Recommended settings for large training jobs on Azure ML: network, mounts and data.
 
 Presets set environment variables and modes of inputs, which are visible in the compiled job and which the job's own
 settings override. Sources:
@@ -19,7 +19,6 @@ from collections.abc import Collection, Mapping
 from typing import Literal
 
 from azureml_elastic.config.base import ConfigModel
-from azureml_elastic.config.profile import Profile
 
 __all__ = ["Presets", "connection", "has_infiniband", "mode_of_input"]
 
@@ -68,7 +67,7 @@ _TYPES_WITH_MODES = frozenset({"mltable", "uri_file", "uri_folder"})
 
 
 class Presets(ConfigModel):
-    """Settings for network, mounts, data and profiler. ``None`` disables a preset.
+    """Settings for network, mounts and data. ``None`` disables a preset.
 
     Args:
         network: NCCL settings. ``"infiniband"`` configures NCCL for VM sizes with InfiniBand; ``"ethernet"`` disables
@@ -80,13 +79,11 @@ class Presets(ConfigModel):
             are read repeatedly.
         data: default mode of inputs: ``"mount"``, ``"download"``, or ``"stream"``, which passes the address to the
             script. ``None`` selects Azure ML's default, a mount.
-        profile: steps and ranks that PyTorch's profiler records.
     """
 
     network: Literal["auto", "infiniband", "ethernet"] | None = "auto"
     mount: Literal["uncached", "prefetched", "cached"] | None = "uncached"
     data: Literal["mount", "download", "stream"] | None = None
-    profile: Profile | None = None
 
     def environment_variables(self, sizes: Collection[str | None], *, together: bool) -> dict[str, str]:
         """Return the environment variables of the presets."""

@@ -64,7 +64,7 @@ def _engine(framework: str, workers: int | None, program: Sequence[str], agent: 
         from azureml_elastic.engines.cluster import ClusterEngine
         from azureml_elastic.engines.dask import Dask
 
-        ports = Plan.from_json(os.environ[variables.PLAN]).distribution.rendezvous.port_range
+        ports = Plan.from_json(os.environ[variables.PLAN]).rendezvous.port_range
         return ClusterEngine(Dask(host, workers or 1, max(1, cpus // (workers or 1)), folder, ports), program)
     if framework == "horovod":
         from azureml_elastic.engines.horovod.engine import HorovodEngine

@@ -130,7 +130,7 @@ class Report(_Record):
     """
 
     version: Literal[1] = 1
-    run_id: str = ""
+    name: str = ""
     outcome: RunState
     exit_code: int
     message: str = ""

@@ -16,10 +16,13 @@ from azureml_elastic.config import (
     ElasticDistribution,
     ElasticResources,
     FixedGlobalBatch,
+    HealthPolicy,
     MetricsPolicy,
     Plan,
+    PreemptionPolicy,
     TableRendezvous,
 )
+from azureml_elastic.config.base import positive_duration
 from azureml_elastic.config.command.program import Program, parse_program
 from azureml_elastic.config.command.worker_variables import refuse_changing, words_with_placeholders
 from azureml_elastic.config.exit_codes import FAILED
@@ -34,7 +37,6 @@ from azureml_elastic.local.launched_node import shared_environment
 from azureml_elastic.local.node_start import NODE_COMMAND, CommandStart, NodeStart, StartMethod
 from azureml_elastic.local.processes import NodeProcesses
 from azureml_elastic.local.run_dir import new_run_dir, prepare_run_dir, require_space
-from azureml_elastic.local.run_end import check_time_limit
 from azureml_elastic.local.stop_signals import StopSignals
 from azureml_elastic.local.table_choice import CONNECTION_STRING, TableChoice, check_table, open_table_choice
 from azureml_elastic.local.view import UntilBroken, View
@@ -52,22 +54,22 @@ class LocalCluster:
 
     Args:
         nodes: minimum number of nodes that train, and number of nodes that are started (the maximum that train).
-        processes_per_node: number of workers per node.
         chaos: schedule of faults to inject.
         run_dir: new folder for the run's files; ``None`` creates one below ``./runs``.
         table: ``sqlite``, ``azurite`` or the table URL of a storage account. Table faults require a table that is
             reached over plain HTTP, such as the emulator.
-        checkpoint_steps: steps between two checkpoints; ``None`` for the default interval in time.
-        snapshot_steps: steps between two snapshots in memory; ``None`` for no snapshots.
-        snapshot_path: folder for the snapshots instead of the nodes' local disks.
+        checkpoint: checkpoint policy, whose path is in the run's folder; by time every 10 seconds unless it is given.
         audit: whether workers record the samples of each step, so that the report can prove that each was seen once.
-        max_restarts: number of worker failures after which the run fails.
         batch: batch policy.
+        preemption: preemption policy, without the machine's scheduled events, which are not those of local nodes.
+        health: health policy.
+        rendezvous: ports, address and timings; ``table`` chooses the table.
         metrics: where the run's metrics are published.
         resume_from: folder of an earlier run, from whose last committed checkpoint this run starts.
-        distribution: all other settings of the processes; the arguments above take precedence.
-        timeout_s: seconds after which the run is stopped and counted as failed.
-        exit_grace_s: seconds that the other nodes have to exit after the run has ended, and all after a signal.
+        distribution: configuration of the processes; ``"auto"`` is one worker per node, as the nodes share the
+            machine's GPUs.
+        timeout: time after which the run is stopped and counted as failed.
+        exit_grace: time that the other nodes have to exit after the run has ended, and all after a signal.
         view: view that shows the run; by default none is shown.
         node_command: command that starts a node; ``--`` and the program are appended.
         start: ``fork`` forks several nodes from one process that has made the program's imports once, where that is
@@ -75,33 +77,33 @@ class LocalCluster:
             what else starts them.
 
     Raises:
-        UsageError: a time limit is not a positive, finite number of seconds.
+        UsageError: a time limit is no positive duration.
     """
 
     nodes: tuple[int, int] = (1, 3)
     _: KW_ONLY
-    processes_per_node: int = 1
     chaos: Schedule | None = None
     run_dir: Path | None = None
     table: str = "sqlite"
-    checkpoint_steps: int | None = None
-    snapshot_steps: int | None = None
-    snapshot_path: Path | None = None
+    checkpoint: CheckpointPolicy = field(default_factory=CheckpointPolicy)
     audit: bool = False
-    max_restarts: int = 3
     batch: BatchPolicy = field(default_factory=FixedGlobalBatch)
+    preemption: PreemptionPolicy = field(default_factory=PreemptionPolicy)
+    health: HealthPolicy = field(default_factory=HealthPolicy)
+    rendezvous: TableRendezvous = field(default_factory=TableRendezvous)
     metrics: MetricsPolicy = field(default_factory=MetricsPolicy)
     resume_from: Path | None = None
     distribution: ElasticDistribution = field(default_factory=ElasticDistribution)
-    timeout_s: float | None = None
-    exit_grace_s: float = 20.0
+    timeout: timedelta | float | str | None = None
+    exit_grace: timedelta | float | str = 20.0
     view: View = field(default_factory=View)
     node_command: Sequence[str] = NODE_COMMAND
     start: StartMethod | NodeStart = "fork"
 
     def __post_init__(self) -> None:
-        check_time_limit("timeout_s", self.timeout_s)
-        check_time_limit("exit_grace_s", self.exit_grace_s)
+        if self.timeout is not None:
+            positive_duration("timeout", self.timeout)
+        positive_duration("exit_grace", self.exit_grace)
 
     def run(self, argv: Sequence[str]) -> Report:
         """Run a program to its end and write ``report.json``; no process is left running afterwards.
@@ -124,7 +126,7 @@ class LocalCluster:
             find_earlier_run(self.resume_from)
         with StopSignals() as signals:
             folder = self.run_dir or new_run_dir()
-            require_space(folder, self.distribution.health.disk_mib)
+            require_space(folder, self.health.disk_mib)
             paths = prepare_run_dir(folder)
             try:
                 report = self._run(argv, words, paths, signals)
@@ -154,7 +156,11 @@ class LocalCluster:
                 continued=continued_runs(self.resume_from),
             )
             try:
-                end = launch.watch(self.nodes[1], self.timeout_s, self.exit_grace_s)
+                end = launch.watch(
+                    self.nodes[1],
+                    None if self.timeout is None else positive_duration("timeout", self.timeout).total_seconds(),
+                    positive_duration("exit_grace", self.exit_grace).total_seconds(),
+                )
             except BaseException as error:
                 launch.stop_all()
                 launch.report("interrupted", _exit_code(error), f"The launcher was ended by {error!r}.").write()
@@ -190,30 +196,28 @@ class LocalCluster:
     def plan(self, table: TableChoice, paths: Paths) -> Plan:
         """Return the plan that the nodes receive."""
         minimum, maximum = self.nodes
-        timings = self.distribution.rendezvous.timings.model_copy(
-            update={"table_heartbeat_interval": timedelta(seconds=1)}
-        )
-        processes = {
-            "process_count_per_instance": self.processes_per_node,
-            "max_restarts": self.max_restarts,
-            # Scheduled events of this machine are not those of the local nodes.
-            "preemption": self.distribution.preemption.model_copy(update={"scheduled_events": None}),
-            "rendezvous": TableRendezvous(endpoint=table.endpoint, credential=table.credential, timings=timings),
-        }
+        timings = self.rendezvous.timings.model_copy(update={"table_heartbeat_interval": timedelta(seconds=1)})
+        count = self.distribution.process_count_per_instance
+        processes = {"process_count_per_instance": 1 if count == "auto" else count}
+        place = {"endpoint": table.endpoint, "credential": table.credential, "timings": timings}
         return Plan(
             resources=ElasticResources(min_instance_count=minimum, max_instance_count=maximum),
             distribution=self.distribution.model_copy(update=processes),
-            checkpoint=CheckpointPolicy(
-                path=str(paths.checkpoints),
-                every=_CHECKPOINT_EVERY,
-                every_steps=self.checkpoint_steps,
-                snapshot_every_steps=self.snapshot_steps,
-                snapshot_path=None if self.snapshot_path is None else str(self.snapshot_path),
+            checkpoint=self.checkpoint.model_copy(
+                update={
+                    "path": str(paths.checkpoints),
+                    "every": self.checkpoint.every
+                    if "every" in self.checkpoint.model_fields_set
+                    else _CHECKPOINT_EVERY,
+                }
             ),
             batch=self.batch,
+            preemption=self.preemption.model_copy(update={"scheduled_events": None}),
+            health=self.health,
+            rendezvous=self.rendezvous.model_copy(update=place),
             metrics=self.metrics,
             resume_from=None if self.resume_from is None else find_earlier_run(self.resume_from),
-            run_id=f"local-{secrets.token_hex(4)}",
+            name=f"local-{secrets.token_hex(4)}",
             audit=self.audit,
         )
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.model import Add, AtStep, Kill, Schedule
@@ -52,9 +53,9 @@ def run_demo(run_dir: Path | None, view: View) -> DemoResult:
         (1, _NODES),
         chaos=SCHEDULE,
         run_dir=run_dir,
-        checkpoint_steps=_CHECKPOINT_STEPS,
+        checkpoint=CheckpointPolicy(every_steps=_CHECKPOINT_STEPS),
         audit=True,
-        timeout_s=_TIMEOUT_S,
+        timeout=_TIMEOUT_S,
         view=view,
     )
     report = cluster.run([*_PROGRAM, "--epochs", str(_EPOCHS), "--step-delay", str(_STEP_DELAY_S)])

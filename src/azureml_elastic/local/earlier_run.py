@@ -28,7 +28,7 @@ def find_earlier_run(folder: Path) -> EarlierRun:
     report, path = load_report(folder.absolute()), Paths.of(folder.absolute()).checkpoints
     try:
         storage = open_storage(path)
-        reference = furthest(storage, _pointer(folder / SQLITE_TABLE, report.run_id) or newest_committed(storage))
+        reference = furthest(storage, _pointer(folder / SQLITE_TABLE, report.name) or newest_committed(storage))
     except OSError as error:
         raise UsageError(f"The checkpoints of the run {folder} cannot be read: {error}") from error
     if reference is None:
@@ -36,8 +36,8 @@ def find_earlier_run(folder: Path) -> EarlierRun:
             f"The run {folder} has no committed checkpoint in {path}, so there is nothing to continue from. Start the "
             "program without --resume-from, or give another run."
         )
-    run_id = report.run_id or folder.absolute().name
-    return EarlierRun(run_id=run_id, path=str(path), checkpoint=reference.to_json())
+    run_id = report.name or folder.absolute().name
+    return EarlierRun(name=run_id, path=str(path), checkpoint=reference.to_json())
 
 
 def _pointer(table: Path, run_id: str) -> Reference | None:

@@ -93,26 +93,26 @@ class Launch:
         self._full = False
         self._look_at = 0.0
 
-    def watch(self, count: int, timeout_s: float | None, exit_grace_s: float) -> RunEnd:
+    def watch(self, count: int, timeout: float | None, exit_grace: float) -> RunEnd:
         """Start the nodes and return when the run is over; some nodes may still be running then.
 
         Args:
             count: number of nodes to start.
-            timeout_s: time limit of the run; ``None`` for no limit.
-            exit_grace_s: seconds that the other nodes have to exit after the run has ended, and all after a signal.
+            timeout: time limit of the run in seconds; ``None`` for no limit.
+            exit_grace: seconds that the other nodes have to exit after the run has ended, and all after a signal.
         """
         started = time.monotonic()
         ending_since: float | None = None
 
         def is_late() -> bool:
-            return timeout_s is not None and time.monotonic() - started > timeout_s
+            return timeout is not None and time.monotonic() - started > timeout
 
         self.processes.starting.prepare(lambda: is_late() or self.signals.first is not None)
         interrupted = self.signals.first
         if interrupted is not None:
-            return self._leave(interrupted, exit_grace_s)
+            return self._leave(interrupted, exit_grace)
         if is_late():
-            return self._time_out(timeout_s)
+            return self._time_out(timeout)
         self._start(count)
         while True:
             self._update()
@@ -123,11 +123,11 @@ class Launch:
             now = time.monotonic()
             if current == "ending" and ending_since is None:
                 ending_since = now
-            hurried = self.signals.hurried or (ending_since is not None and now - ending_since > exit_grace_s)
+            hurried = self.signals.hurried or (ending_since is not None and now - ending_since > exit_grace)
             if current == "over" or (current == "ending" and hurried):
                 return outcome_of(statuses, self._board.ended, self._board.failure)
             if current == "going" and self.signals.first is not None:
-                return self._leave(self.signals.first, exit_grace_s)
+                return self._leave(self.signals.first, exit_grace)
             if current == "going":
                 for decision in due(self.schedule, state):
                     self._inject(decision)
@@ -135,7 +135,7 @@ class Launch:
                 self._timers.remove(timer)
                 timer.action()
             if is_late():
-                return self._time_out(timeout_s)
+                return self._time_out(timeout)
             time.sleep(_POLL_S)
 
     def _note_full_disk(self) -> None:
@@ -151,14 +151,14 @@ class Launch:
                 "it cannot be written. The nodes wait for space where they need it"
             )
 
-    def _time_out(self, timeout_s: float | None) -> RunEnd:
-        message = f"The run was stopped after {timeout_s:g} s, the limit that --timeout set, at step "
+    def _time_out(self, timeout: float | None) -> RunEnd:
+        message = f"The run was stopped after {timeout:g} s, the limit that --timeout set, at step "
         return RunEnd("failed", TIMED_OUT, f"{message}{self._board.step}. The nodes' logs: {self.paths.logs}")
 
-    def _leave(self, first: signal.Signals, grace_s: float) -> RunEnd:
+    def _leave(self, first: signal.Signals, grace: float) -> RunEnd:
         """Let all nodes save and leave like preempted ones, until their time is up or another signal hurries them."""
-        self.view.note(f"{first.name}: all nodes save and leave within {grace_s:g} s; another signal kills them")
-        deadline = time.monotonic() + grace_s
+        self.view.note(f"{first.name}: all nodes save and leave within {grace:g} s; another signal kills them")
+        deadline = time.monotonic() + grace
         self._timers.clear()
         for node in self._nodes.values():
             if node.frozen:
@@ -192,7 +192,7 @@ class Launch:
             exit_code=exit_code,
             message=message,
             resumed_from=self.continued[-1] if self.continued else None,
-            run_id=self.plan.run_id or "",
+            name=self.plan.name or "",
             nodes=tuple(node.summary for node in self._nodes.values()),
             faults=tuple(self._faults),
             missed_faults=self._missed_faults(),

@@ -86,7 +86,7 @@ class PageServer(Server):
             if not hmac.compare_digest(given.encode(), self.token.encode()):
                 return (
                     HTTPStatus.FORBIDDEN,
-                    "Open the URL that 'azureml-elastic dashboard' has printed, with its token.",
+                    "Open the URL that 'azureml-elastic report --serve' has printed, with its token.",
                 )
         return None if parts.path == "/" else (HTTPStatus.NOT_FOUND, "There is one page, at /.")
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from azureml_elastic.config.exit_codes import FAILED
-from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.events import RunEnded, WorkerFailed
 from azureml_elastic.ledger.summary import NodeEnding, Report
 
@@ -20,7 +18,6 @@ __all__ = [
     "TIMED_OUT",
     "NodeStatus",
     "RunEnd",
-    "check_time_limit",
     "command_exit_code",
     "outcome_of",
     "phase",
@@ -72,18 +69,6 @@ class RunEnd:
     outcome: Literal["succeeded", "failed", "interrupted"]
     exit_code: int
     message: str = ""
-
-
-def check_time_limit(name: str, seconds: float | None) -> None:
-    """Refuse a time limit that is no positive, finite number of seconds; ``None`` is no limit.
-
-    Raises:
-        UsageError: the value is out of range.
-    """
-    if seconds is not None and not 0 < seconds < math.inf:
-        raise UsageError(
-            f"{name} {seconds:g} is no time limit. Give a number of seconds above 0, or leave it out for the default."
-        )
 
 
 def phase(nodes: Collection[NodeStatus], ended: RunEnded | None, *, more_to_come: bool) -> Phase:

@@ -132,18 +132,18 @@ class _Node(Surroundings):
         plan = identity.plan
         distribution = plan.distribution
         self._program = program = engine_program(program, distribution)
-        timings = distribution.rendezvous.timings
+        timings = plan.rendezvous.timings
         self._slots = 1 if distribution.runs_engine else _slots(distribution.process_count_per_instance)
         wake = threading.Event()
-        self._preemption = preemption = PreemptionWatcher(distribution.preemption, wake, identity.node)
+        self._preemption = preemption = PreemptionWatcher(plan.preemption, wake, identity.node)
         stack.callback(preemption.close)
-        opened = open_table(distribution.rendezvous, identity.run_id, os.environ)
+        opened = open_table(plan.rendezvous, identity.run_id, os.environ)
         self._table = table = AgentTable(opened, preemption)
         stack.callback(table.close)
         self._identity = identity = with_earlier_checkpoint(identity, table, os.environ)
         self._plan = plan = identity.plan
         clock = ServerClock(table, identity.node)
-        self._strikes = strikes = HostStrikes(table, identity.host_id, identity.node, distribution.health, clock)
+        self._strikes = strikes = HostStrikes(table, identity.host_id, identity.node, plan.health, clock)
         stack.callback(strikes.close)
         preemption.listen()
         preemption.watch()
@@ -164,7 +164,7 @@ class _Node(Surroundings):
                 self._slots,
                 host_id=identity.host_id,
                 incarnation=identity.incarnation,
-                ports=distribution.rendezvous.port_range,
+                ports=plan.rendezvous.port_range,
                 probes_other_ports=not distribution.listens_in_range,
                 program=plan.program,
             ),
@@ -177,7 +177,7 @@ class _Node(Surroundings):
         with contextlib.suppress(NodeLeaving):  # there is a notice already, for which run() ends this node
             rendezvous.announce()
         self._record_start()
-        self._watch = HangDetector(HangPolicy.of(distribution))
+        self._watch = HangDetector(HangPolicy.of(plan))
         sender = ShardSender(memory, rendezvous.authenticator)
         self._channel = Channel(recorder, wake, self._watch, memory, sender)
         stack.callback(self._channel.close)
@@ -186,7 +186,7 @@ class _Node(Surroundings):
         )
         stack.callback(self._newcomers.close)
         set_inherited_variables(identity, self._channel.path, os.environ)
-        secret = connection_string_variable(opened, distribution.rendezvous)
+        secret = connection_string_variable(opened, plan.rendezvous)
         for name in withheld_variables(secret, plan.checkpoint.path):
             os.environ.pop(name, None)
         if distribution.runs_engine or (program.kind == "script" and opens_session(program)):
@@ -199,7 +199,7 @@ class _Node(Surroundings):
         if self._replacement is not None:
             stack.callback(self._replacement.close)
         checks = node_checks(
-            distribution.health,
+            plan.health,
             node=identity.node,
             owner=identity.owner,
             folders=check_folders(identity.folder, plan.checkpoint.path),
@@ -211,7 +211,7 @@ class _Node(Surroundings):
             strikes=strikes,
         )
         self._admission = Admission(
-            distribution.health,
+            plan.health,
             checks,
             table,
             strikes,
@@ -336,7 +336,7 @@ class _Node(Surroundings):
             self._newcomers,
             ObservationLog(self._recorder, excluded=identity.folder.absolute()),
         )
-        runner = RoundRunner(rendezvous, observer, performer, distribution, opens_session=opens)
+        runner = RoundRunner(rendezvous, observer, performer, self._plan, opens_session=opens)
         return NodeAgent(identity, rendezvous, group, channel, self._table, preemption, runner)
 
     def _record_start(self) -> None:
@@ -372,7 +372,7 @@ def _limits(plan: Plan) -> Limits:
     distribution, resources = plan.distribution, plan.resources
     least, most = distribution.node_limits(resources.min_instance_count, resources.max_instance_count)
     size = distribution.nodes_per_replica
-    return Limits(least, most, distribution.health.quarantine_strikes, 1 if size == "all" else size)
+    return Limits(least, most, plan.health.quarantine_strikes, 1 if size == "all" else size)
 
 
 def _slots(count: int | str) -> int:

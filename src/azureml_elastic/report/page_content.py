@@ -159,7 +159,7 @@ def page_content(report: Report, events: Sequence[Event], *, running: bool = Fal
     reporters = {round_.number: round_.reporter for round_ in report.rounds}
     metrics = metric_series(events)
     return PageContent(
-        title=report.run_id or report.paths.run_dir.name,
+        title=report.name or report.paths.run_dir.name,
         state="running" if running else report.outcome,
         verdict="is running" if running else OUTCOMES[report.outcome],
         message=report.message,

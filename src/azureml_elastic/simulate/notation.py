@@ -8,25 +8,23 @@ from dataclasses import fields
 from datetime import timedelta
 
 from azureml_elastic.config import CheckpointPolicy
+from azureml_elastic.config.base import parse_duration
 from azureml_elastic.errors import UsageError
 from azureml_elastic.simulate.hazard import Hazard
 
 __all__ = ["parse_checkpoint", "parse_hazard", "parse_nodes", "parse_seconds", "parse_step_seconds", "parse_work"]
 
-_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
-
 
 def parse_seconds(text: str, what: str) -> float:
-    """Return the seconds of a duration such as ``90``, ``90s``, ``1.5min``, ``6h`` or ``7d``.
+    """Return the seconds of a duration such as ``90``, ``90s``, ``1.5m``, ``6h`` or ``7d``.
 
     Raises:
         UsageError: the text is no duration.
     """
-    match = _DURATION.fullmatch(text.strip().lower())
-    if match is None or match[2] not in _UNITS or not math.isfinite(value := float(match[1]) * _UNITS[match[2]]):
-        raise UsageError(f"{what}={text!r} is no duration; give a number with ms, s, min, h or d, as in 90s or 6h.")
-    return value
+    duration = parse_duration(text)
+    if duration is None:
+        raise UsageError(f"{what}={text!r} is no duration; give a number with ms, s, m, h or d, as in 90s or 6h.")
+    return duration.total_seconds()
 
 
 def parse_hazard(text: str) -> Hazard:
@@ -97,7 +95,7 @@ def parse_work(text: str, seconds_per_step: float) -> int:
 
 
 def parse_checkpoint(text: str) -> CheckpointPolicy:
-    """Return the policy of a text such as ``auto``, ``5min`` or ``100steps``.
+    """Return the policy of a text such as ``auto``, ``5m`` or ``100steps``.
 
     Raises:
         UsageError: the text is none of them, or the interval is 0.
@@ -108,7 +106,7 @@ def parse_checkpoint(text: str) -> CheckpointPolicy:
         return CheckpointPolicy(every=None, every_steps=int(match[1]))
     seconds = parse_seconds(text, "--checkpoint-every")
     if seconds == 0:
-        raise UsageError("--checkpoint-every=0 is not above 0; give auto, a duration such as 5min, or 100steps.")
+        raise UsageError("--checkpoint-every=0 is not above 0; give auto, a duration such as 5m, or 100steps.")
     return CheckpointPolicy(every=timedelta(seconds=seconds))
 
 

@@ -39,6 +39,7 @@ def _rows(job: JobFields) -> list[tuple[str, str]]:
         ("outputs", ", ".join(f"{name}: {_value(value)}" for name, value in job.outputs.items())),
         ("environment variables", ", ".join(sorted(job.environment_variables))),
         ("presets", _presets(job)),
+        ("profile", None if job.profile is None else str(job.profile)),
         ("services", ", ".join(job.services or {})),
         ("identity", None if job.identity is None else type(job.identity).__name__),
         ("timeout", None if job.timeout is None else str(job.timeout)),
@@ -100,7 +101,6 @@ def _presets(job: JobFields) -> str:
         "network": network,
         "mount": None if presets.mount == "uncached" else presets.mount,
         "data": presets.data,
-        "profile": presets.profile,
     }
     return ", ".join([*(f"{name} {part}" for name, part in parts.items() if part), *(f"{name} off" for name in unset)])
 

@@ -25,9 +25,13 @@ from azureml_elastic.config.base import ConfigModel, PositiveDuration
 from azureml_elastic.config.batch import BatchPolicy, FixedGlobalBatch
 from azureml_elastic.config.checkpoint import CheckpointPolicy
 from azureml_elastic.config.distribution import ElasticDistribution
+from azureml_elastic.config.health import HealthPolicy
 from azureml_elastic.config.metrics import MetricsPolicy
 from azureml_elastic.config.plan import EarlierRun, Plan, SubmittedNames
+from azureml_elastic.config.preemption import PreemptionPolicy
 from azureml_elastic.config.presets import Presets
+from azureml_elastic.config.profile import Profile
+from azureml_elastic.config.rendezvous import TableRendezvous
 from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.config.resources import SERVERLESS, ElasticResources, NodePool
 from azureml_elastic.errors import SubmitError
@@ -90,10 +94,15 @@ class JobFields(ConfigModel):
     environment_variables: Annotated[Mapping[str, str], BeforeValidator(_with_text)] = Field(default={}, repr=False)
     distribution: ElasticDistribution = ElasticDistribution()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
-    resume_from: str | None = None
-    replacement: ReplacementPolicy | None = ReplacementPolicy()
     batch: BatchPolicy = FixedGlobalBatch()
+    preemption: PreemptionPolicy = PreemptionPolicy()
+    health: HealthPolicy = HealthPolicy()
+    rendezvous: TableRendezvous = TableRendezvous()
+    replacement: ReplacementPolicy | None = ReplacementPolicy()
     metrics: MetricsPolicy = MetricsPolicy()
+    profile: Profile | None = None
+    audit: bool = False
+    resume_from: str | None = None
     presets: Presets = Presets()
     name: str | None = None
     display_name: str | None = None
@@ -108,7 +117,6 @@ class JobFields(ConfigModel):
     priority: Literal["low", "medium", "high"] | None = None
     parent_job_name: str | None = None
     delivery: Literal["ship", "environment"] = "ship"
-    audit: bool = False
 
     @model_validator(mode="before")
     @classmethod
@@ -200,7 +208,9 @@ class JobFields(ConfigModel):
             )
         return value
 
-    @field_validator("distribution", "resources", "checkpoint", mode="before")
+    @field_validator(
+        "resources", "distribution", "checkpoint", "preemption", "health", "rendezvous", "metrics", mode="before"
+    )
     @classmethod
     def _is_elastic_type(cls, value: Any, info: Any) -> Any:
         expected = cls.model_fields[info.field_name].annotation
@@ -249,13 +259,16 @@ class JobFields(ConfigModel):
             distribution=self.distribution,
             checkpoint=self.checkpoint,
             batch=self.batch,
+            preemption=self.preemption,
+            health=self.health,
+            rendezvous=self.rendezvous,
             metrics=self.metrics,
             pools=self.pools,
             replacement=self.replacement,
-            resume_from=None if self.resume_from is None else EarlierRun(run_id=self.resume_from),
+            resume_from=None if self.resume_from is None else EarlierRun(name=self.resume_from),
             submitted=self._submitted_names,
             audit=self.audit,
-            profile=self.presets.profile,
+            profile=self.profile,
         )
 
     @property

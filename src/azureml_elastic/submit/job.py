@@ -46,12 +46,17 @@ class ElasticCommandJob(JobFields, Submittable):
         environment_variables: environment variables of every process of the job.
         distribution: configuration of the processes on the nodes.
         checkpoint: checkpoint policy. Without a path, checkpoints are stored in the workspace's default blob store.
+        batch: policy for batch size and learning rate when the world size changes.
+        preemption: detection of and response to preemption notices.
+        health: checks of nodes before they join, detection of hangs, and quarantine of hosts with repeated failures.
+        rendezvous: table through which the nodes find each other.
+        replacement: policy for replacing lost nodes; ``None`` disables replacement.
+        metrics: where what the script logs and the metrics of the run are published.
+        profile: steps and ranks that PyTorch's profiler records; ``None`` disables it.
+        audit: whether workers record the samples of each step.
         resume_from: name of an earlier run, such as a failed one, from whose last committed checkpoint this run starts;
             its own checkpoints have a place of their own. Both runs need the same checkpoint path.
-        replacement: policy for replacing lost nodes; ``None`` disables replacement.
-        batch: policy for batch size and learning rate when the world size changes.
-        metrics: where what the script logs and the metrics of the run are published.
-        presets: network, mount, data and profiler settings, which the job's own settings override.
+        presets: network, mount and data settings, which the job's own settings override.
         name: name of the run; ``None`` generates a new one for each submission.
         display_name: display name of the run in the studio.
         experiment_name: name of the experiment; ``None`` selects the name of the current folder, as azure-ai-ml does.
@@ -67,7 +72,6 @@ class ElasticCommandJob(JobFields, Submittable):
         parent_job_name: name of the job that Azure ML shows as the parent; not supported with ``fan_out``.
         delivery: ``"ship"`` uploads this library with the job and installs missing dependencies on the nodes;
             ``"environment"`` uses the library that the environment provides.
-        audit: whether workers record the samples of each step.
     """
 
     @overload

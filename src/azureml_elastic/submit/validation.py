@@ -99,6 +99,7 @@ def _check_sizes(job: JobFields) -> None:
         )
     try:
         job.distribution.node_limits(job.resources.min_instance_count, most)
+        job.distribution.check_ports(job.rendezvous.port_range)
     except ValueError as error:
         raise SubmitError(f"{error}.") from None
     for field, longest in _LONGEST_TEXTS.items():

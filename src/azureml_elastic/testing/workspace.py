@@ -8,11 +8,13 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
+from azureml_elastic.config.base import positive_duration
 from azureml_elastic.errors import UsageError, needs_extra
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.faults.metadata_service import MetadataService
@@ -264,20 +266,21 @@ class LocalWorkspace:
         """Names of the submitted jobs that have not ended, in the order of their submission."""
         return tuple(run.name for run in self._runs.all() if not run.over.is_set())
 
-    def wait(self, name: str, timeout_s: float | None = None) -> str:
+    def wait(self, name: str, timeout: timedelta | float | str | None = None) -> str:
         """Wait for the end of a job and return its state, seconds before ``jobs.stream`` would.
 
         Args:
             name: job name.
-            timeout_s: timeout in seconds; ``None`` for no limit.
+            timeout: longest time to wait; ``None`` for no limit.
 
         Raises:
             UsageError: there is no such job.
             TimeoutError: the job has not ended in time.
         """
         run = self._run(name)
-        if not run.over.wait(timeout_s):
-            raise TimeoutError(f"The job {name!r} is {self._runs.status(run)} after {timeout_s:g} s.")
+        seconds = None if timeout is None else positive_duration("timeout", timeout).total_seconds()
+        if not run.over.wait(seconds):
+            raise TimeoutError(f"The job {name!r} is {self._runs.status(run)} after {seconds:g} s.")
         return self._runs.status(run)
 
     def log(self, name: str) -> str:

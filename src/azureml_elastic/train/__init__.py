@@ -29,6 +29,6 @@ from azureml_elastic.train.data.loader import ElasticLoader
 from azureml_elastic.train.data.shard_streams import Shards
 from azureml_elastic.train.optim.schedule import Schedule
 from azureml_elastic.train.session.session import Session
-from azureml_elastic.train.session.start import Recording, start
+from azureml_elastic.train.session.start import start
 
-__all__ = ["EXIT_AGENT_LOST", "EXIT_TERMINATED", "ElasticLoader", "Recording", "Schedule", "Session", "Shards", "start"]
+__all__ = ["EXIT_AGENT_LOST", "EXIT_TERMINATED", "ElasticLoader", "Schedule", "Session", "Shards", "start"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
 from tests.support.node_server import forked_with
@@ -20,13 +19,12 @@ SLOWLY = (str(SAMPLE), "--epochs", "6", "--step-delay", "0.1")
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_a_lost_node_costs_a_few_steps(stage, tmp_path):
     chaos = parse_schedule("kill=node-1@step:22")
-    distribution = ElasticDistribution(rendezvous=GATHERING)
     options = {
         "start": forked_with(SAMPLE),
         "run_dir": tmp_path / "run",
         "audit": True,
-        "timeout_s": 150,
-        "distribution": distribution,
+        "timeout": 150,
+        "rendezvous": GATHERING,
     }
     report = LocalCluster((1, 2), chaos=chaos, **options).run([*SLOWLY, "--stage", stage])
     assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message

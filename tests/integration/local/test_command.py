@@ -78,7 +78,7 @@ def test_a_running_run_is_watched_from_another_process_until_it_ends(tmp_path, e
 
         run = start([*COMMAND, *options, "train.py"], tmp_path / "out.txt")
         until((tmp_path / "run/events").is_dir)
-        watch = start([*PROGRAM, "watch", "run", "--plain"], watched)
+        watch = start([*PROGRAM, "status", "--watch", "run", "--plain"], watched)
         until(lambda: "node-0 | [rank0]: trains" in watched.read_text())
         follow = start([*PROGRAM, "logs", "run"], followed)
         until(lambda: "[rank0]: trains" in followed.read_text())
@@ -95,6 +95,6 @@ def test_a_running_run_is_watched_from_another_process_until_it_ends(tmp_path, e
 
 
 def test_a_folder_without_a_run_is_not_watched(tmp_path):
-    done = subprocess.run([*PROGRAM, "watch", str(tmp_path)], check=False, capture_output=True, text=True)
+    done = subprocess.run([*PROGRAM, "status", "--watch", str(tmp_path)], check=False, capture_output=True, text=True)
     assert done.returncode == 2
     assert "contains no events of a run" in done.stderr

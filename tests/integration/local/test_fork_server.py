@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.config.command.program import parse_program
 from azureml_elastic.ledger.events import Progress
 from azureml_elastic.ledger.reading import EventReader
@@ -29,7 +29,6 @@ from tests.support.waiting import until
 from tests.support.whole_runs import GATHERING, after_gathering
 
 TRAINING = str(PROGRAMS / "chaos_train.py")
-DISTRIBUTION = ElasticDistribution(rendezvous=GATHERING)
 
 PROBE = """
 import json, os, pathlib, signal, sys
@@ -95,10 +94,10 @@ def test_a_run_with_faults_takes_the_same_course(tmp_path, start):
         start=start,
         chaos=parse_schedule("kill=rank0@step:25,add@step:40"),
         run_dir=tmp_path / "run",
-        timeout_s=150,
+        timeout=150,
         audit=True,
-        checkpoint_steps=10,
-        distribution=DISTRIBUTION,
+        checkpoint=CheckpointPolicy(every_steps=10),
+        rendezvous=GATHERING,
     ).run([TRAINING, "--epochs", "5", "--full", "3"])
     assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
     assert report.audit.complete, report.audit
@@ -122,7 +121,7 @@ def test_a_worker_finds_what_it_finds_without_the_server(tmp_path, monkeypatch):
     for start in ("fork", "command"):
         out = tmp_path / start
         out.mkdir()
-        cluster = LocalCluster((2, 2), start=start, run_dir=out / "run", timeout_s=120, distribution=DISTRIBUTION)
+        cluster = LocalCluster((2, 2), start=start, run_dir=out / "run", timeout=120, rendezvous=GATHERING)
         report = cluster.run([str(tmp_path / "probe.py"), str(out)])
         assert report.exit_code == 0, report.message
         assert report.world_sizes == (2,)
@@ -160,9 +159,9 @@ def test_nodes_outlive_a_killed_server_and_later_ones_are_started_by_their_comma
             start="fork",
             chaos=parse_schedule("kill=node-1@step:40,add@step:45"),
             run_dir=run_dir,
-            timeout_s=150,
+            timeout=150,
             audit=True,
-            distribution=DISTRIBUTION,
+            rendezvous=GATHERING,
             view=notes,
         ).run([TRAINING, "--epochs", "7", "--full", "2"])
     finally:

@@ -28,7 +28,7 @@ def page(tmp_path_factory):
         for each in long_run(6000, nodes=4, rounds=12, failing=3)
     ]
     nodes = tuple(NodeSummary(name=name, ending="exited", exit_code=0) for name in ("node-0", "node-2", "node-3"))
-    made = Report(paths=Paths.of(folder), outcome="succeeded", exit_code=0, run_id="run-7", nodes=nodes)
+    made = Report(paths=Paths.of(folder), outcome="succeeded", exit_code=0, name="run-7", nodes=nodes)
     write_page(made.with_timeline(events), events, folder / "page.html")
     return (folder / "page.html").as_uri()
 
@@ -189,7 +189,7 @@ def test_every_image_and_control_has_a_name(opened):
 
 def test_an_update_keeps_position_focus_selection_and_what_is_open(opened, tmp_path):
     events = sorted(long_run(3000, nodes=3, rounds=12, failing=6), key=lambda event: event.time)
-    empty = Report(paths=Paths.of(tmp_path), outcome="unfinished", exit_code=0, run_id="run-1")
+    empty = Report(paths=Paths.of(tmp_path), outcome="unfinished", exit_code=0, name="run-1")
 
     def made(count, poll):
         own = events[:count]

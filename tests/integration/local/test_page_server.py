@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.summary import Paths, load_report
 from azureml_elastic.local.cluster import LocalCluster
@@ -134,9 +134,9 @@ def test_the_dashboard_follows_a_local_run_until_its_end(tmp_path):
         chaos=parse_schedule("kill=rank0@step:20"),
         run_dir=folder,
         audit=True,
-        checkpoint_steps=10,
-        timeout_s=120,
-        distribution=ElasticDistribution(rendezvous=GATHERING),
+        checkpoint=CheckpointPolicy(every_steps=10),
+        timeout=120,
+        rendezvous=GATHERING,
     )
 
     def page(url):
@@ -150,7 +150,7 @@ def test_the_dashboard_follows_a_local_run_until_its_end(tmp_path):
         return running, page(url)
 
     with (
-        subprocess.Popen((*PROGRAM, "dashboard", str(folder)), stdout=subprocess.PIPE, text=True) as shown,
+        subprocess.Popen((*PROGRAM, "report", "--serve", str(folder)), stdout=subprocess.PIPE, text=True) as shown,
         ThreadPoolExecutor(1) as beside,
     ):
         try:
@@ -178,7 +178,7 @@ def test_a_browser_s_page_is_updated_in_place_and_stops_with_the_run(tmp_path):
     from tests.support.histories import loss_and_newcomer
 
     events = loss_and_newcomer()
-    empty = Report(paths=Paths.of(tmp_path), outcome="unfinished", exit_code=0, run_id="run-1")
+    empty = Report(paths=Paths.of(tmp_path), outcome="unfinished", exit_code=0, name="run-1")
 
     def made(count, poll):
         own = events[:count]

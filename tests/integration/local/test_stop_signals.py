@@ -132,7 +132,7 @@ def test_nodes_that_do_not_leave_in_time_are_killed(tmp_path):
     thread = threading.Thread(target=lambda: (until(lambda: started(run_dir)), os.kill(os.getpid(), signal.SIGTERM)))
     thread.start()
     command = (sys.executable, FAKE_NODE)
-    cluster = LocalCluster((1, 2), run_dir=run_dir, node_command=command, exit_grace_s=0.5)
+    cluster = LocalCluster((1, 2), run_dir=run_dir, node_command=command, exit_grace=0.5)
     with pytest.raises(SystemExit) as ended:
         cluster.run(["deaf"])
     thread.join()
@@ -173,7 +173,7 @@ def test_signals_without_end_neither_tear_the_report_nor_leave_a_process(tmp_pat
     assert {node.ending for node in report.nodes} <= {"stopped", "frozen"}
     assert report.exit_code in (129, 130, 143)  # two signals may be pending at once, and are received by number
     assert len(report.nodes) == 2
-    assert report.run_id
+    assert report.name
     assert marked(run_dir) == []
 
 

@@ -10,9 +10,14 @@ from datetime import timedelta
 
 import pytest
 
-from azureml_elastic.config import ElasticDistribution, HealthPolicy, RendezvousTimings, TableRendezvous
+from azureml_elastic.config import (
+    ElasticDistribution,
+    HealthPolicy,
+    PreemptionPolicy,
+    RendezvousTimings,
+    TableRendezvous,
+)
 from azureml_elastic.config import environment as variables
-from azureml_elastic.config.distribution import PreemptionPolicy
 from azureml_elastic.config.plan import Plan
 from azureml_elastic.config.resources import ElasticResources
 from azureml_elastic.ledger.events import NodeLeft, NodeReady
@@ -33,12 +38,10 @@ def test_a_node_that_waits_for_a_round_leaves_while_a_call_of_the_table_hangs(tm
     timings = RendezvousTimings(settle_timeout=timedelta(minutes=5))
     plan = Plan(
         resources=ElasticResources(min_instance_count=2, max_instance_count=2),
-        distribution=ElasticDistribution(
-            rendezvous=TableRendezvous(endpoint=proxy.endpoint, timings=timings),
-            health=HealthPolicy(check=False),
-            preload_workers=False,
-            preemption=PreemptionPolicy(scheduled_events=None),
-        ),
+        distribution=ElasticDistribution(preload_workers=False),
+        rendezvous=TableRendezvous(endpoint=proxy.endpoint, timings=timings),
+        health=HealthPolicy(check=False),
+        preemption=PreemptionPolicy(scheduled_events=None),
     )
     environ = {
         **os.environ,

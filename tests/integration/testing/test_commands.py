@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import re
 import shlex
@@ -19,7 +18,7 @@ from azureml_elastic import ElasticCommandJob, ElasticResources, NodePool, Repla
 from azureml_elastic.cli import app
 from azureml_elastic.ledger.summary import load_report
 from azureml_elastic.testing import Eviction, LocalWorkspace, Pool
-from tests.support.command_imports import imported_packages
+from tests.support.command_imports import completions, imported_packages
 from tests.support.node_server import FORKED
 from tests.support.paths import SAMPLES
 from tests.support.waiting import until
@@ -101,17 +100,22 @@ def test_a_file_is_shown_and_submitted_and_its_run_is_followed_read_and_download
         shown, wrong = connected(workspace, "checkpoints", "list", job.name).communicate()
         assert shown.splitlines()[0].endswith(f"/azureml-elastic/{job.name}"), wrong
         assert "committed" in shown
-        words = [["status", job.name], ["logs", job.name, "--tail", "1"], ["report", job.name], ["watch", job.name]]
+        words = [
+            ["status", job.name],
+            ["logs", job.name, "--tail", "1"],
+            ["report", job.name],
+            ["status", job.name, "--watch"],
+        ]
         imported = imported_packages(words, workspace.variables)
         assert not imported & DEAR, "each import would take longer than the command"
         assert "azure" in imported
-        shown = run("watch", job.name, "--plain")
+        shown = run("status", job.name, "--watch", "--plain")
         assert shown.exit_code == 0, shown.output
         assert "2 workers on node_0, node_1" in shown.output or "2 workers on node_1, node_0" in shown.output
         assert "* the run succeeded" in shown.output.splitlines()
+        assert job.name in completions("azureml-elastic status ")
         shown = run("download", job.name, "--to", "there")
-        assert shown.exit_code == 0, shown.output
-        assert list(Path("there").rglob("manifest.json"))
+        assert list(Path("there").rglob("manifest.json")), shown.output
         shown = run("cancel", job.name)
         assert "has ended already" in shown.output
         shown = run("status", "no-such-run")
@@ -132,7 +136,7 @@ def read_report(run, name):
     assert "the run succeeded at step" in shown.output
     assert "goodput" in shown.output
     made = json.loads(Path("report.json").read_text())
-    assert made["run_id"] == name
+    assert made["name"] == name
     assert {node["name"]: node["ending"] for node in made["nodes"]} == {"node_0": "exited", "node_1": "exited"}
     assert [round_["last_step"] for round_ in made["rounds"]][-1] > 0
     seconds = {each["activity"]: each["seconds"] for each in made["activities"]}
@@ -180,7 +184,7 @@ def connected(workspace, *words):
 @contextlib.contextmanager
 def dashboard(name, *parts):
     """A running dashboard whose page has these parts, as a function that returns its page."""
-    with subprocess.Popen([*COMMAND, "dashboard", name], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*COMMAND, "report", name, "--serve"], stdout=subprocess.PIPE, text=True) as process:
         try:
             url = re.search(r"http://\S+", process.stdout.readline())[0]
 
@@ -303,7 +307,7 @@ def test_a_command_runs_in_a_workspace_of_its_own(run, project):
 
 
 def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_all_its_jobs(run):
-    machines = {"spot": Pool(nodes=1, refill_s=math.inf), "dedicated": Pool(nodes=1, tier="dedicated")}
+    machines = {"spot": Pool(nodes=1, refill=None), "dedicated": Pool(nodes=1, tier="dedicated")}
     pools = (NodePool("spot", max_instance_count=1), NodePool("dedicated", max_instance_count=1))
     policy = ReplacementPolicy(by_nodes=False, interval=1, fallback_after=1, retry_after=1)
     job = ElasticCommandJob(
@@ -325,7 +329,7 @@ def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_
         live = None
         with Path("watched.txt").open("w") as out:
             watching = subprocess.Popen(
-                [*COMMAND, "replace-nodes", submitted.name, "--every", "1"], stdout=out, stderr=out
+                [*COMMAND, "replace-nodes", submitted.name, "--interval", "1"], stdout=out, stderr=out
             )
         try:
             name = f"{submitted.name}-dedicated-0"
@@ -345,7 +349,9 @@ def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_
             assert {total.cause for total in report.activities} >= {None, "preemption"}
             assert next(total for total in report.activities if total.activity == "training").seconds > 0
             with Path("live.txt").open("w") as out:
-                live = subprocess.Popen([*COMMAND, "watch", submitted.name, "--plain"], stdout=out, stderr=out)
+                live = subprocess.Popen(
+                    [*COMMAND, "status", "--watch", submitted.name, "--plain"], stdout=out, stderr=out
+                )
             until(lambda: "1 worker on dedicated_0" in Path("live.txt").read_text())
             page = dashboards.enter_context(
                 dashboard(submitted.name, "The run is running", "dedicated_0", "data-poll=")

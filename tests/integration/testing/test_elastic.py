@@ -48,7 +48,7 @@ def audited(folder):
 
 def test_a_job_whose_nodes_the_service_starts_loses_the_first_and_completes(tmp_path):
     """``test_replacement`` has the same of a job whose nodes are jobs of their own, with a notice, too."""
-    eviction = Eviction(node=0, at_step=25, notice_s=0)
+    eviction = Eviction(node=0, at_step=25, notice=0)
     with LocalWorkspace(evictions=[eviction], folder=tmp_path / "workspace", start=FORKED) as workspace:
         client = workspace.ml_client
         job = client.jobs.create_or_update(make("service", most=3))

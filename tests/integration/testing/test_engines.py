@@ -63,11 +63,8 @@ def test_finished_results_survive_an_eviction_with_notice_and_the_run_that_of_it
         environment="anything@latest",
         compute=tuple(NodePool(name, max_instance_count=pool.nodes) for name, pool in POOLS.items()),
         resources=ElasticResources(min_instance_count=1, max_instance_count=3),
-        distribution=ElasticDistribution(
-            framework=framework,
-            process_count_per_instance=1,
-            rendezvous=TableRendezvous(port_range=PORTS),
-        ),
+        distribution=ElasticDistribution(framework=framework, process_count_per_instance=1),
+        rendezvous=TableRendezvous(port_range=PORTS),
     )
     with LocalWorkspace(pools=POOLS) as workspace:
         client = workspace.ml_client
@@ -79,12 +76,12 @@ def test_finished_results_survive_an_eviction_with_notice_and_the_run_that_of_it
         first, other = leads.index(True), leads.index(False)
         if job.distribution.listens_in_range:
             assert {port for _, port in reachable_addresses()} <= set(range(PORTS[0], PORTS[1] + 1))
-        workspace.evict(Eviction(node=other, after_s=0))
+        workspace.evict(Eviction(node=other, after=0))
         until((tmp_path / "result-after-notice").exists, timeout=120)
         assert (tmp_path / "result-after-notice").read_text() == RESULT
         assert executions(tmp_path) == [1] * TASKS
         until(lambda: "rank 0 of 2 nodes" in workspace.log(nodes[first].name))
-        workspace.evict(Eviction(node=first, after_s=0, notice_s=0))
+        workspace.evict(Eviction(node=first, after=0, notice=0))
         assert workspace.wait(submitted.name, 120) == "Completed", workspace.log(submitted.name)
         assert (tmp_path / "result").read_text() == RESULT
         assert len((tmp_path / "starts").read_text()) == 2

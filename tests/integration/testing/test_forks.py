@@ -157,7 +157,7 @@ def test_an_evicted_node_is_killed_and_a_cancelled_one_leaves_at_a_step(script, 
         until(lambda: all((tmp_path / node.name).exists() for node in nodes), interval=0.1)
         lost, left = (next(folder.glob(f"nodes/cluster-{number}")) for number in (1, 0))
         assert any(process.ppid() == os.getpid() for process in under(lost))  # the fork, beside its shell and wrapper
-        workspace.evict(Eviction(node=1, after_s=0, notice_s=0))
+        workspace.evict(Eviction(node=1, after=0, notice=0))
         until(lambda: client.jobs.get(nodes[1].name).status == "Failed", interval=0.1)
         assert under(lost) == []
         assert under(left)

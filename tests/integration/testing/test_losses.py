@@ -63,12 +63,12 @@ def elastic(least, most):
 def evict_when_waiting(workspace, name, node):
     while f"waiting {node}" not in workspace.log(name):
         time.sleep(0.02)
-    workspace.evict(Eviction(node=node, after_s=0, notice_s=0))
+    workspace.evict(Eviction(node=node, after=0, notice=0))
 
 
 def test_a_preempted_job_fails(script):
     script("import time; time.sleep(1000)")
-    with LocalWorkspace(evictions=[Eviction(node=0, after_s=0, notice_s=0)]) as workspace:
+    with LocalWorkspace(evictions=[Eviction(node=0, after=0, notice=0)]) as workspace:
         job = workspace.ml_client.jobs.create_or_update(make())
         assert workspace.wait(job.name, 60) == "Failed"
         with pytest.raises(Exception, match="PreemptionError"):
@@ -90,7 +90,7 @@ def test_a_preempted_job_is_started_again_where_the_service_does_so(script):
 
 def test_the_service_replaces_a_lost_node_of_an_elastic_job_and_the_others_go_on(script):
     script(SECOND_TIME)
-    pools = {"cluster": Pool(nodes=2, provisioning_s=0.2)}
+    pools = {"cluster": Pool(nodes=2, provisioning=0.2)}
     with LocalWorkspace(pools=pools) as workspace:
         job = workspace.ml_client.jobs.create_or_update(elastic(1, 2))
         evict_when_waiting(workspace, job.name, 1)
@@ -113,7 +113,7 @@ def test_a_scheduled_event_reaches_the_node_of_its_machine_alone(script):
     with LocalWorkspace() as workspace:
         client = workspace.ml_client
         job = client.jobs.create_or_update(pipeline)
-        workspace.evict(Eviction(node=1, after_s=0, notice_s=1000))
+        workspace.evict(Eviction(node=1, after=0, notice=1000))
         children = partial(client.jobs.list, parent_job_name=job.name)
         until(lambda: any(child.status == "Failed" for child in children()), interval=0.1)
         first, second = client.jobs.list(parent_job_name=job.name)
@@ -125,7 +125,7 @@ def test_a_scheduled_event_reaches_the_node_of_its_machine_alone(script):
 
 def test_a_node_that_ignores_the_notice_is_gone_when_its_notice_is_over(script):
     script("import time; time.sleep(1000)")
-    with LocalWorkspace(evictions=[Eviction(node=0, after_s=0, notice_s=0.5)]) as workspace:
+    with LocalWorkspace(evictions=[Eviction(node=0, after=0, notice=0.5)]) as workspace:
         job = workspace.ml_client.jobs.create_or_update(make())
         assert workspace.wait(job.name, 60) == "Failed"
 
@@ -133,7 +133,7 @@ def test_a_node_that_ignores_the_notice_is_gone_when_its_notice_is_over(script):
 def test_a_dedicated_machine_is_not_taken_away(script):
     script("import time; time.sleep(1)")
     pools = {"cluster": Pool(nodes=1, tier="dedicated")}
-    with LocalWorkspace(evictions=[Eviction(node=0, after_s=0, notice_s=0)], pools=pools) as workspace:
+    with LocalWorkspace(evictions=[Eviction(node=0, after=0, notice=0)], pools=pools) as workspace:
         job = workspace.ml_client.jobs.create_or_update(make())
         assert workspace.wait(job.name, 60) == "Completed"
         assert workspace.evicted == ()

@@ -12,7 +12,7 @@ from azureml_elastic.testing import Eviction, Pool
 
 
 @pytest.mark.local_workspace(
-    pools={"spot": Pool(nodes=1)}, evictions=[Eviction(node=0, after_s=0, notice_s=0)], requeue=True
+    pools={"spot": Pool(nodes=1)}, evictions=[Eviction(node=0, after=0, notice=0)], requeue=True
 )
 def test_the_fixture_is_a_workspace_made_with_the_arguments_of_the_mark(local_workspace):
     job = local_workspace.ml_client.jobs.create_or_update(

@@ -1,6 +1,5 @@
 """Runs that replace lost nodes, fall back to another pool, and cancel surplus nodes."""
 
-import math
 import shutil
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ SPOT = NodePool("spot", max_instance_count=2)
 DEDICATED = NodePool("dedicated", min_instance_count=1, max_instance_count=3)
 THREE = ElasticResources(min_instance_count=1, max_instance_count=3)
 
-MACHINES = {"spot": Pool(nodes=2, refill_s=math.inf), "dedicated": Pool(nodes=3, tier="dedicated")}
+MACHINES = {"spot": Pool(nodes=2, refill=None), "dedicated": Pool(nodes=3, tier="dedicated")}
 
 
 def make(*pools, epochs, resources=THREE, program="digits.py --step-delay 0.1", **replacement):
@@ -75,7 +74,7 @@ until = partial(waiting.until, timeout=200, interval=0.1)  # each look is a requ
 
 
 def test_two_evicted_spot_nodes_are_replaced_by_dedicated_ones_and_each_sample_is_seen_once(tmp_path):
-    evictions = [Eviction(node=0, at_step=15), Eviction(node=1, at_step=30, notice_s=0)]
+    evictions = [Eviction(node=0, at_step=15), Eviction(node=1, at_step=30, notice=0)]
     with LocalWorkspace(pools=MACHINES, evictions=evictions, folder=tmp_path / "workspace", start=FORKED) as workspace:
         client = workspace.ml_client
         run = client.jobs.create_or_update(make(SPOT, DEDICATED, epochs=6, program="chaos_train.py --full 3"))
@@ -104,7 +103,7 @@ def test_two_evicted_spot_nodes_are_replaced_by_dedicated_ones_and_each_sample_i
 
 
 def test_a_dedicated_node_goes_when_the_spot_node_that_it_stands_in_for_has_come():
-    machines = {"spot": Pool(nodes=1, refill_s=math.inf), "dedicated": Pool(nodes=2, tier="dedicated")}
+    machines = {"spot": Pool(nodes=1, refill=None), "dedicated": Pool(nodes=2, tier="dedicated")}
     pools = (NodePool("spot", max_instance_count=1), NodePool("dedicated", min_instance_count=1, max_instance_count=2))
     job = make(*pools, resources=ElasticResources(max_instance_count=2), epochs=40)
     with LocalWorkspace(pools=machines, evictions=[Eviction(node=0, at_step=5)], start=FORKED) as workspace:

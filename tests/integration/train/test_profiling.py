@@ -36,7 +36,7 @@ from tests.support.whole_runs import GATHERING, after_gathering
 
 PROGRAM = SUPPORT / "train" / "profiled.py"
 CPU = torch.device("cpu")
-SHORT = {"first": 3, "steps": 2, "warmup": 1}
+SHORT = {"first_step": 3, "steps": 2, "warmup_steps": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def alone(monkeypatch, tmp_path):
 
 def steps(folder, profile, *, until=10, every_steps=None, finish=True):
     """Train, from the checkpoint if there is one."""
-    run = train.start(workers.policy(folder, every_steps), recording=train.Recording(profile=profile))
+    run = train.start(workers.policy(folder, every_steps), profile=profile)
     with run:
         model = run.wrap(nn.Linear(4, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -90,13 +90,16 @@ def test_the_chosen_steps_are_recorded_under_the_run_s_own_numbers(tmp_path):
 
 @pytest.mark.parametrize("warmup", [0, 1, 2])
 def test_recordings_repeat(tmp_path, warmup):
-    steps(tmp_path / "c", Profile(first=2, steps=1, warmup=warmup, every=3, folder=str(tmp_path / "traces")))
+    steps(
+        tmp_path / "c",
+        Profile(first_step=2, steps=1, warmup_steps=warmup, every_steps=3, folder=str(tmp_path / "traces")),
+    )
     assert traces(tmp_path / "traces") == {("node_1", 0, 0, f"{step}-{step}"): [step] for step in (2, 5, 8)}
     assert not (tmp_path / "profiles").exists()
 
 
 def test_the_first_step_can_be_recorded(tmp_path):
-    steps(tmp_path / "c", Profile(first=1, steps=2))
+    steps(tmp_path / "c", Profile(first_step=1, steps=2))
     assert traces(tmp_path / "profiles") == {("node_1", 0, 0, "1-2"): [1, 2]}
 
 
@@ -106,7 +109,7 @@ def test_other_ranks_record_nothing(tmp_path):
 
 
 def test_steps_are_counted_over_restarts(tmp_path):
-    profile = Profile(first=3, steps=2, warmup=1, every=4)
+    profile = Profile(first_step=3, steps=2, warmup_steps=1, every_steps=4)
     assert steps(tmp_path / "c", profile, until=5, every_steps=5, finish=False) == (0, 5)
     assert traces(tmp_path / "profiles") == {("node_1", 0, 0, "3-4"): [3, 4]}
     assert steps(tmp_path / "c", profile, until=9) == (5, 9)
@@ -121,15 +124,15 @@ def test_each_round_can_have_its_own(tmp_path):
 
 
 def test_a_script_that_ends_in_the_middle_has_a_trace_of_what_was_recorded(tmp_path):
-    steps(tmp_path / "c", Profile(first=9, steps=5))
+    steps(tmp_path / "c", Profile(first_step=9, steps=5))
     assert traces(tmp_path / "profiles") == {("node_1", 0, 0, "9-10"): [9, 10, 11]}  # the last: after step 10
-    steps(tmp_path / "d", Profile(first=11, steps=5, folder=str(tmp_path / "none")))
+    steps(tmp_path / "d", Profile(first_step=11, steps=5, folder=str(tmp_path / "none")))
     assert not (tmp_path / "none").exists()
 
 
 def test_a_failure_is_said_once_and_training_goes_on(tmp_path, caplog):
     (tmp_path / "profiles").write_text("a file where the folder should be")
-    assert steps(tmp_path / "c", Profile(first=2, steps=1, warmup=0, every=2)) == (0, 10)
+    assert steps(tmp_path / "c", Profile(first_step=2, steps=1, warmup_steps=0, every_steps=2)) == (0, 10)
     warned = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert [record.name for record in warned] == ["azureml_elastic.train.session.profiling"]
     assert "stays off; training continues" in warned[0].getMessage()
@@ -154,7 +157,7 @@ def test_the_plan_s_profile_is_the_default(tmp_path, monkeypatch):
     monkeypatch.setenv(names.PLAN, Plan(resources=resources, profile=Profile(**SHORT)).to_json())
     steps(tmp_path / "c", None)
     assert traces(tmp_path / "profiles").keys() == {("node_1", 0, 0, "3-4")}
-    steps(tmp_path / "d", Profile(first=5, steps=1, folder=str(tmp_path / "own")))
+    steps(tmp_path / "d", Profile(first_step=5, steps=1, folder=str(tmp_path / "own")))
     assert traces(tmp_path / "own").keys() == {("node_1", 0, 0, "5-5")}
 
 
@@ -232,7 +235,8 @@ def test_nodes_come_and_go_while_they_are_profiled(tmp_path, recovery):
         chaos=parse_schedule("kill=node-1@step:15"),
         run_dir=tmp_path / "run",
         audit=True,
-        distribution=ElasticDistribution(recovery=recovery, rendezvous=GATHERING),
+        distribution=ElasticDistribution(recovery=recovery),
+        rendezvous=GATHERING,
     )
     arguments = ["--first", "10", "--steps", "40", "--each-round", "--end-at", "120", "--gather", "2"]
     report = cluster.run([str(PROGRAM), *arguments])

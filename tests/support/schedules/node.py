@@ -530,7 +530,7 @@ class Node:
         self.schedule.entered(self, round_)
         self.seen = {}
         self.training = Training(
-            round_, self.name, self.schedule.distribution, opens_session=True, entered=self.entered, now=self.clock
+            round_, self.name, self.schedule.configuration, opens_session=True, entered=self.entered, now=self.clock
         )
         self.group = self.schedule.group_of(round_)
         self.group.start(self)

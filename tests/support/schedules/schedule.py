@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from enum import Enum
 
-from azureml_elastic.config import ElasticDistribution, RendezvousTimings
+from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, RendezvousTimings
 from azureml_elastic.node.core import training_events as ev
 from azureml_elastic.node.core.replicas import whole_replicas
 from azureml_elastic.node.core.round import Limits, Round
@@ -67,7 +67,10 @@ class Schedule:
         most = whole_replicas(max(minimum, first + rng.choice((-1, 0, 0, 1, 2))), size)
         self.limits = Limits(minimum, most, nodes_per_replica=size)
         self.max_restarts = rng.choice((1, 1000))
-        self.distribution = ElasticDistribution(max_restarts=self.max_restarts)
+        self.configuration = Plan(
+            resources=ElasticResources(max_instance_count=most),
+            distribution=ElasticDistribution(max_restarts=self.max_restarts),
+        )
         self.steps = rng.choice((20, 60, 120))
         self.progress = 0
         self.counts: Counter[str] = Counter()

@@ -36,8 +36,10 @@ def pause() -> float:
 
 
 torch.set_num_threads(1)
-profile = Profile(first=arguments.first, steps=arguments.steps, warmup=1, each_round=arguments.each_round, ranks="all")
-run = train.start(recording=train.Recording(profile=profile))
+profile = Profile(
+    first_step=arguments.first, steps=arguments.steps, warmup_steps=1, each_round=arguments.each_round, ranks="all"
+)
+run = train.start(profile=profile)
 model = run.wrap(nn.Linear(4, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 run.track(model=model, optimizer=optimizer)

@@ -46,15 +46,12 @@ def test_impossible_node_counts_are_refused(text, script):
         (["--table", "ftp://x"], "'ftp://x'"),
         (["--nproc-per-node", "0"], "process_count_per_instance=0"),
         (["--max-restarts", "-1"], "max_restarts=-1"),
-        (["--checkpoint-steps", "0"], "every_steps=0"),
-        *(
-            (["--timeout", text], f"--timeout {float(text):g} is no time limit. Give a number of seconds above 0")
-            for text in ("0", "-1", "nan", "inf", "-inf", "1e999")
-        ),
-        (["--timeout", "soon"], "Input should be a valid number"),
+        (["--checkpoint-every-steps", "0"], "every_steps=0"),
+        *((["--timeout", text], "--timeout: ") for text in ("0", "-1", "nan", "inf", "-inf", "1e999")),
+        (["--timeout", "soon"], "--timeout: 'soon' is no duration"),
         (["--nproc-per-node", "nan"], "valid integer"),
         (["--max-restarts", "inf"], "valid integer"),
-        (["--checkpoint-steps", "-1"], "every_steps=-1"),
+        (["--checkpoint-every-steps", "-1"], "every_steps=-1"),
         (["--chaos", "add=257@step:3"], "adds '257' nodes; give a number from 1 to 256"),
         (["--chaos", f"add@{'9' * 400}s"], "is infinite"),
         (["--chaos", f"freeze=any@step:3/{'9' * 400}s"], "is infinite"),
@@ -70,9 +67,9 @@ def test_wrong_options_are_explained_before_anything_starts(options, said, scrip
 
 @pytest.mark.parametrize("seconds", ["inf", "nan", "0", "1e9"])
 def test_a_pause_between_checks_is_at_most_a_day(seconds):
-    result = RUN.invoke(app, ["replace-nodes", "run", "--every", seconds])
+    result = RUN.invoke(app, ["replace-nodes", "run", "--interval", seconds])
     assert result.exit_code == 2
-    assert "--every" in result.output + result.stderr
+    assert "--interval" in result.output + result.stderr
     assert "Traceback" not in result.output
 
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from azureml_elastic.cli import app
-from azureml_elastic.config import ElasticDistribution, ElasticResources, TableRendezvous
+from azureml_elastic.config import ElasticResources, TableRendezvous
 from azureml_elastic.config import environment as variables
 from azureml_elastic.testing import LocalWorkspace
 
@@ -59,7 +59,7 @@ def test_a_workspace_that_is_well(workspace):
 
 
 def test_what_is_wrong_is_said_with_what_to_do(workspace):
-    result = RUN.invoke(app, ["doctor", "--workspace", "elsewhere", "--peer", "127.0.0.1:1"])
+    result = RUN.invoke(app, ["--workspace-name", "elsewhere", "doctor", "--peer", "127.0.0.1:1"])
     assert result.exit_code == 1
     output = words(result.output)
     assert "workspace fail elsewhere of resource group local" in output
@@ -95,7 +95,7 @@ def test_a_job_examines_its_node_with_what_it_has_brought_along(workspace):
         environment="anything@latest",
         compute="cluster",
         resources=ElasticResources(max_instance_count=1),
-        distribution=ElasticDistribution(rendezvous=TableRendezvous(port_range=(29400, 29440), table="examined")),
+        rendezvous=TableRendezvous(port_range=(29400, 29440), table="examined"),
     )
     submitted = workspace.ml_client.jobs.create_or_update(job)
     assert workspace.wait(submitted.name, 120) == "Failed", "a peer that refuses is a fault"

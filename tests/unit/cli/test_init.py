@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 
 from azureml_elastic.cli import app
 from azureml_elastic.cli.init import starter_files
-from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.local.cluster import LocalCluster
 from tests.support.node_server import FORKED, run_script
 from tests.support.whole_runs import GATHERING, after_gathering
@@ -80,8 +79,8 @@ def test_the_script_trains_on_local_nodes_and_survives_a_loss(project, monkeypat
         chaos=parse_schedule("kill=rank0@step:10"),
         run_dir=project / "run",
         audit=True,
-        timeout_s=120.0,
-        distribution=ElasticDistribution(rendezvous=GATHERING),
+        timeout=120.0,
+        rendezvous=GATHERING,
     )
     report = cluster.run(["src/train.py", "--epochs", "3", "--step-delay", "0.08"])
     assert report.outcome == "succeeded", report.message

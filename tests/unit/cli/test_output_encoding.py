@@ -43,7 +43,7 @@ def commands(group, *before):
 
 @pytest.fixture
 def shown(tmp_path):
-    """A run with what is shown of it: ``checkpoints list``, ``report`` and ``watch``."""
+    """A run with what is shown of it: ``checkpoints list``, ``report`` and ``status --watch``."""
     run = tmp_path / "caf\u00e9 \u4f60"
     events = [NodeStarted(time=1.0, node="n\u00e9", round=0, host="h", pid=1, job="", began=0.5)]
     events += [
@@ -62,7 +62,7 @@ def shown(tmp_path):
         ["status", str(run)],
         ["logs", str(run)],
         ["report", str(run)],
-        ["watch", str(run)],
+        ["status", "--watch", str(run)],
         ["--version"],
     ]
 

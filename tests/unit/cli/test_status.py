@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 from azureml_elastic.cli import app
 from azureml_elastic.ledger.events import CheckpointCommitted, RunEnded
 from azureml_elastic.ledger.summary import NodeSummary, Paths, report_of_events
-from tests.support.command_imports import imported_packages
+from tests.support.command_imports import completions, imported_packages
 from tests.support.histories import loss_and_newcomer
 
 RUN = CliRunner()
@@ -87,3 +87,31 @@ def test_commands_about_files_import_nothing_dear(folder, tmp_path):
     words = ["--help"], ["schema"], ["init", str(tmp_path / "new")], ["status", str(folder)]
     words += ["logs", str(folder), "--tail", "1"], ["report", str(folder)]
     assert imported_packages(words) & DEAR == set()
+
+
+def test_folders_of_runs_are_completed(folder, monkeypatch):
+    (folder.parent / "runs").mkdir()
+    folder.rename(folder.parent / "runs" / folder.name)
+    monkeypatch.chdir(folder.parent)
+    monkeypatch.setenv("AZURE_CONFIG_DIR", str(folder.parent))
+    assert completions("azureml-elastic report ru") == [f"runs/{folder.name}"]
+    assert completions("azureml-elastic logs other") == []
+
+
+def test_options_of_the_live_view_need_it(folder):
+    refused = RUN.invoke(app, ["status", str(folder), "--plain"])
+    assert refused.exit_code == 2
+    assert "--plain needs --watch" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--port", "0"], "Only --serve listens. Leave --port out."),
+        (["--serve", "--json", "x"], "writes no files. Leave --json out."),
+    ],
+)
+def test_options_of_the_served_report_and_of_the_written_one_are_not_mixed(folder, options, said):
+    refused = RUN.invoke(app, ["report", str(folder), *options])
+    assert refused.exit_code == 2
+    assert said in refused.stderr

@@ -169,7 +169,7 @@ def test_what_was_found_can_be_read_again():
         ("nice sudo python train.py", "'sudo' would"),
         ("env -i A=1 python train.py", "'env' would start the agent without the environment variables"),
         ("nsys profile -o x --stats=true python train.py", "'nsys profile' would observe the agent"),
-        ("py-spy record -o profile.svg -- python train.py", "presets=Presets(profile=Profile(...))"),
+        ("py-spy record -o profile.svg -- python train.py", "give profile=Profile(...)"),
         ("coverage run train.py", "'coverage run' would observe"),
         ("ddtrace-run python train.py | tee log", "not known whether 'ddtrace-run' can start the agent"),
         ("command python train.py", "Leave 'command' out"),

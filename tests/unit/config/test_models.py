@@ -14,6 +14,7 @@ from azureml_elastic.config import (
     CheckpointPolicy,
     ElasticDistribution,
     ElasticResources,
+    HealthPolicy,
     Plan,
     PreemptionPolicy,
     Profile,
@@ -34,9 +35,9 @@ from azureml_elastic.errors import PlanError
         (lambda: ElasticResources(max_instance_count=2, placement="spread"), "placement"),
         (lambda: ElasticDistribution(process_count_per_instance=0), "process_count_per_instance=0"),
         (
-            lambda: ElasticDistribution(
-                framework="dask",
-                process_count_per_instance=4,
+            lambda: Plan(
+                resources=ElasticResources(max_instance_count=1),
+                distribution=ElasticDistribution(framework="dask", process_count_per_instance=4),
                 rendezvous=TableRendezvous(port_range=(29400, 29438)),
             ),
             "a node needs 10 for each of its workers, 40 in all",
@@ -49,7 +50,7 @@ from azureml_elastic.errors import PlanError
         (lambda: RendezvousTimings(heartbeat_interval=2, heartbeat_timeout=3), "heartbeat_timeout=3 s"),
         (lambda: TableRendezvous(table="no-dashes"), "table"),
         (lambda: PreemptionPolicy(grace=-1), "-1 s is negative"),
-        (lambda: PreemptionPolicy(poll_interval=0), "0 s is not positive"),
+        (lambda: HealthPolicy(timeout=0), "0 s is not positive"),
         (lambda: PreemptionPolicy(marker=""), "marker"),
         (lambda: PreemptionPolicy(scheduled_events="https://169.254.169.254/metadata"), "http://host[:port]/path"),
         (lambda: PreemptionPolicy(scheduled_events="http://"), "'http://'"),
@@ -90,9 +91,11 @@ plans = st.builds(
         every=st.one_of(st.none(), st.timedeltas(timedelta(seconds=1), timedelta(days=1))),
         every_steps=st.one_of(st.none(), st.integers(1)),
     ),
-    run_id=st.one_of(st.none(), st.text()),
+    name=st.one_of(st.none(), st.text()),
     audit=st.booleans(),
-    profile=st.one_of(st.none(), st.builds(Profile, first=st.integers(1, 99), ranks=st.sampled_from(["all", (0, 3)]))),
+    profile=st.one_of(
+        st.none(), st.builds(Profile, first_step=st.integers(1, 99), ranks=st.sampled_from(["all", (0, 3)]))
+    ),
 )
 
 
@@ -124,3 +127,28 @@ def test_every_public_name_is_there():
         assert getattr(azureml_elastic, name) is not None
     with pytest.raises(AttributeError, match="nothing"):
         _ = azureml_elastic.nothing
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 90),
+        ("1.5s", 1.5),
+        ("500ms", 0.5),
+        ("10m", 600),
+        ("5min", 300),
+        ("1h 30m", 5400),
+        ("2d", 172800),
+        ("PT2H", 7200),
+    ],
+)
+def test_durations_are_written_as_people_write_them(text, seconds):
+    policy = CheckpointPolicy(every=text)
+    assert policy.every == timedelta(seconds=seconds)
+    assert CheckpointPolicy.model_validate_json(policy.model_dump_json()) == policy
+
+
+@pytest.mark.parametrize("text", ["", "10x", "m", "10m5", "1 2", "-5m", "1e9999d", f"{'9' * 400}d", "infs"])
+def test_other_texts_are_no_durations(text):
+    with pytest.raises(ValidationError, match="duration"):
+        CheckpointPolicy(every=text)

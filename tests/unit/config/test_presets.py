@@ -122,7 +122,7 @@ def test_every_way_to_mount_shows_what_others_write(mount):
 
 def test_the_cache_leaves_more_of_the_disk_free_than_a_node_must_have():
     variables = Presets(mount="cached").environment_variables([], together=True)
-    health = Plan(resources=ElasticResources(max_instance_count=1)).distribution.health
+    health = Plan(resources=ElasticResources(max_instance_count=1)).health
     assert -int(variables["DATASET_MOUNT_CACHE_SIZE"]) > 2 * health.disk_mib * 1024**2
 
 
@@ -148,10 +148,10 @@ def test_the_mode_of_an_input(data, kind, wanted):
         (lambda: Presets(network="rdma"), "network"),
         (lambda: Presets(mount="off"), "mount"),
         (lambda: Presets(colour="red"), "colour"),
-        (lambda: Profile(first=0), "first"),
+        (lambda: Profile(first_step=0), "first_step"),
         (lambda: Profile(steps=0), "steps"),
-        (lambda: Profile(warmup=-1), "warmup"),
-        (lambda: Profile(steps=3, warmup=2, every=4), "every=4 is below steps + warmup = 5"),
+        (lambda: Profile(warmup_steps=-1), "warmup_steps"),
+        (lambda: Profile(steps=3, warmup_steps=2, every_steps=4), "every_steps=4 is below steps + warmup_steps = 5"),
         (lambda: Profile(ranks=()), "ranks=[] has none"),
         (lambda: Profile(ranks=(0, -1)), "ranks=[0, -1] has [-1]"),
         (lambda: Profile(ranks="some"), "ranks"),
@@ -169,9 +169,9 @@ def test_ranks_are_in_order_and_once():
 
 
 def test_a_profile_crosses_in_the_plan():
-    presets = Presets(profile=Profile(first=5, every=100, ranks=(0, 2), folder="$X/traces", with_stack=True))
-    plan = Plan(resources=ElasticResources(max_instance_count=1), profile=presets.profile)
-    assert Plan.from_json(plan.to_json()).profile == presets.profile
+    profile = Profile(first_step=5, every_steps=100, ranks=(0, 2), folder="$X/traces", with_stack=True)
+    plan = Plan(resources=ElasticResources(max_instance_count=1), profile=profile)
+    assert Plan.from_json(plan.to_json()).profile == profile
     assert Plan(resources=ElasticResources(max_instance_count=1)).profile is None
 
 
@@ -179,8 +179,8 @@ def test_a_profile_crosses_in_the_plan():
     ("profile", "text"),
     [
         (Profile(), "steps 10 to 12 on rank 0"),
-        (Profile(first=5, steps=1, each_round=True, ranks=(1, 0)), "step 5 of each round on rank 0, 1"),
-        (Profile(every=50, ranks="all"), "steps 10 to 12, every 50 steps on all ranks"),
+        (Profile(first_step=5, steps=1, each_round=True, ranks=(1, 0)), "step 5 of each round on rank 0, 1"),
+        (Profile(every_steps=50, ranks="all"), "steps 10 to 12, every 50 steps on all ranks"),
     ],
 )
 def test_a_profile_says_what_it_does(profile, text):
@@ -190,16 +190,16 @@ def test_a_profile_says_what_it_does(profile, text):
 @pytest.mark.parametrize(
     ("profile", "completed", "entered", "wanted"),
     [
-        (Profile(first=10, steps=3), 0, 0, (10, 12)),
-        (Profile(first=10, steps=3), 9, 0, (10, 12)),
-        (Profile(first=10, steps=3), 10, 0, None),
-        (Profile(first=10, steps=3, every=20), 10, 0, (30, 32)),
-        (Profile(first=10, steps=3, every=20), 29, 0, (30, 32)),
-        (Profile(first=10, steps=3, every=20), 30, 0, (50, 52)),
-        (Profile(first=1, steps=1, warmup=0, every=1), 7, 0, (8, 8)),
-        (Profile(first=10, steps=3, each_round=True), 100, 100, (110, 112)),
-        (Profile(first=10, steps=3, each_round=True), 110, 100, None),
-        (Profile(first=10, steps=3, each_round=True, every=20), 110, 100, (130, 132)),
+        (Profile(first_step=10, steps=3), 0, 0, (10, 12)),
+        (Profile(first_step=10, steps=3), 9, 0, (10, 12)),
+        (Profile(first_step=10, steps=3), 10, 0, None),
+        (Profile(first_step=10, steps=3, every_steps=20), 10, 0, (30, 32)),
+        (Profile(first_step=10, steps=3, every_steps=20), 29, 0, (30, 32)),
+        (Profile(first_step=10, steps=3, every_steps=20), 30, 0, (50, 52)),
+        (Profile(first_step=1, steps=1, warmup_steps=0, every_steps=1), 7, 0, (8, 8)),
+        (Profile(first_step=10, steps=3, each_round=True), 100, 100, (110, 112)),
+        (Profile(first_step=10, steps=3, each_round=True), 110, 100, None),
+        (Profile(first_step=10, steps=3, each_round=True, every_steps=20), 110, 100, (130, 132)),
     ],
 )
 def test_the_next_recording(profile, completed, entered, wanted):
@@ -215,7 +215,7 @@ def test_the_next_recording(profile, completed, entered, wanted):
 )
 def test_the_next_recording_is_the_nearest_whole_one(first, steps, warmup, gap, completed):
     every = None if gap is None else steps + warmup + gap
-    profile = Profile(first=first, steps=steps, warmup=warmup, every=every)
+    profile = Profile(first_step=first, steps=steps, warmup_steps=warmup, every_steps=every)
     begins = [first] if every is None else range(first, 500, every)
     ahead = [begin for begin in begins if begin > completed]
     wanted = (ahead[0], ahead[0] + steps - 1) if ahead else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, TableRendezvous
+from azureml_elastic.config import ElasticResources, Plan, TableRendezvous
 from azureml_elastic.config.rendezvous import PORTS_OF_A_NODE
 
 
@@ -45,7 +45,5 @@ def test_what_is_no_address_is_refused(where, said):
 
 def test_both_cross_to_the_nodes():
     rendezvous = TableRendezvous(port_range=(29400, 29500), advertise="ib0")
-    plan = Plan(
-        resources=ElasticResources(max_instance_count=2), distribution=ElasticDistribution(rendezvous=rendezvous)
-    )
-    assert Plan.from_json(plan.to_json()).distribution.rendezvous == rendezvous
+    plan = Plan(resources=ElasticResources(max_instance_count=2), rendezvous=rendezvous)
+    assert Plan.from_json(plan.to_json()).rendezvous == rendezvous

@@ -22,7 +22,7 @@ def test_a_report_is_written_and_read_back(tmp_path):
         paths=Paths.of(tmp_path),
         outcome="succeeded",
         exit_code=0,
-        run_id="run",
+        name="run",
         nodes=(NodeSummary(name="node-0", exit_code=-9, ending="killed"),),
         faults=(FaultRecord(fault="kill=rank0@step:12", nodes=("node-0",), step=12, time=23.0),),
     ).with_timeline(loss_and_newcomer(), losses=[("node-0", 23.0)])

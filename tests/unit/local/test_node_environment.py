@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from azureml_elastic.config import Plan
+from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, Plan
 from azureml_elastic.ledger.summary import Paths
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.launched_node import node_environment
@@ -17,7 +17,12 @@ def test_the_plan_reaches_the_node_and_holds_no_secret(tmp_path, monkeypatch):
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", SECRET)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     paths = Paths.of(tmp_path)
-    cluster = LocalCluster((1, 3), processes_per_node=2, max_restarts=5, checkpoint_steps=7, audit=True)
+    cluster = LocalCluster(
+        (1, 3),
+        distribution=ElasticDistribution(process_count_per_instance=2, max_restarts=5),
+        checkpoint=CheckpointPolicy(every_steps=7),
+        audit=True,
+    )
     with open_table_choice("azurite", paths) as table:
         plan = cluster.plan(table, paths)
         environment = node_environment("node-4", plan, table, paths)
@@ -26,7 +31,7 @@ def test_the_plan_reaches_the_node_and_holds_no_secret(tmp_path, monkeypatch):
     assert (received.resources.min_instance_count, received.resources.max_instance_count) == (1, 3)
     assert received.distribution.process_count_per_instance == 2
     assert received.distribution.max_restarts == 5
-    assert received.distribution.preemption.scheduled_events is None
+    assert received.preemption.scheduled_events is None
     assert received.checkpoint.every_steps == 7
     assert received.checkpoint.path == str(tmp_path / "checkpoints")
     assert received.audit

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, TableRendezvous
+from azureml_elastic.config import ElasticResources, Plan, TableRendezvous
 from azureml_elastic.config import environment as variables
 from azureml_elastic.node.__main__ import main
 
@@ -16,8 +16,8 @@ from azureml_elastic.node.__main__ import main
 def plan(tmp_path, monkeypatch):
     plan = Plan(
         resources=ElasticResources(max_instance_count=1),
-        distribution=ElasticDistribution(rendezvous=TableRendezvous(endpoint=str(tmp_path / "t.sqlite"))),
-        run_id="run",
+        rendezvous=TableRendezvous(endpoint=str(tmp_path / "t.sqlite")),
+        name="run",
     )
     monkeypatch.setenv(variables.PLAN, plan.to_json())
     monkeypatch.setenv(variables.RUN_DIR, str(tmp_path / "run"))

@@ -58,7 +58,7 @@ def report(tmp_path, events, **changes):
         paths=Paths.of(tmp_path),
         outcome="succeeded",
         exit_code=0,
-        run_id="run-7",
+        name="run-7",
         nodes=(
             NodeSummary(name="node-0", exit_code=-9, ending="killed", pool="spot", size="Small", tier="low_priority"),
             *(NodeSummary(name=f"node-{index}", exit_code=0, ending="exited", pool="base") for index in (1, 2, 3)),
@@ -180,7 +180,7 @@ def page_with(text, tmp_path):
         if isinstance(event, Metrics):
             changes["values"] = {text: 1.0, "loss": 2.0}
         events.append(event.model_copy(update=changes))
-    made = report(tmp_path, events, run_id=text, message=f"{text}\n{TRACEBACK}", outcome="failed")
+    made = report(tmp_path, events, name=text, message=f"{text}\n{TRACEBACK}", outcome="failed")
     faults = (FaultRecord(fault=text, nodes=(f"node-0{text}",), step=1, time=23.0),)
     made = made.model_copy(update={"faults": faults, "missed_faults": (MissedFault(fault=text, reason=text),)})
     return run_page(page_content(made, events), notice=text)

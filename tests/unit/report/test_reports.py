@@ -24,7 +24,7 @@ def report(tmp_path, **changes):
         paths=Paths.of(tmp_path),
         outcome="succeeded",
         exit_code=0,
-        run_id="run-7",
+        name="run-7",
         nodes=(
             NodeSummary(name="node-0", exit_code=-9, ending="killed"),
             *(NodeSummary(name=f"node-{index}", exit_code=0, ending="exited") for index in (1, 2, 3)),

@@ -77,7 +77,7 @@ def test_a_repeated_trace_goes_on_as_it_began():
     ("parse", "text", "words"),
     [
         (lambda text: parse_seconds(text, "--within"), "soon", "--within='soon' is no duration"),
-        (lambda text: parse_seconds(text, "--within"), "5x", "give a number with ms, s, min, h or d"),
+        (lambda text: parse_seconds(text, "--within"), "5x", "give a number with ms, s, m, h or d"),
         (parse_hazard, "loss_evry=6h", "the hazard has 'loss_evry=6h'"),
         (parse_hazard, "back_after=6h", "has no losses"),
         (parse_hazard, "loss_every=0", "loss_every=0.0 of the hazard is not above 0"),
@@ -98,7 +98,7 @@ def test_mistakes_are_named_with_their_value(parse, text, words):
 
 
 def test_values_are_read():
-    assert [parse_seconds(text, "") for text in ("90", "1.5min", "6h", "7d")] == [90, 90, 21600, 604800]
+    assert [parse_seconds(text, "") for text in ("90", "1.5min", "1h30m", "6h", "7d")] == [90, 90, 5400, 21600, 604800]
     assert parse_hazard("loss_every=6h, reclaim_share=0.25") == Hazard(loss_every=21600, reclaim_share=0.25)
     assert (parse_nodes("2:8"), parse_nodes("4")) == ((2, 8), (4, 4))
     assert parse_step_seconds("1=2s,4=0.6") == {1: 2.0, 4: 0.6}

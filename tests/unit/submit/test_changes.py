@@ -5,7 +5,14 @@ import copy
 import pytest
 from pydantic import ValidationError
 
-from azureml_elastic.config import CheckpointPolicy, ElasticResources, FixedGlobalBatch, FixedPerWorkerBatch, NodePool
+from azureml_elastic.config import (
+    CheckpointPolicy,
+    ElasticResources,
+    FixedGlobalBatch,
+    FixedPerWorkerBatch,
+    NodePool,
+    RendezvousTimings,
+)
 from azureml_elastic.submit.job import ElasticCommandJob
 
 
@@ -37,10 +44,10 @@ def test_the_fields_of_a_model_are_merged():
     )
     assert made.resources == ElasticResources(min_instance_count=2, max_instance_count=8, shm_size="8g")
     assert made.checkpoint == CheckpointPolicy(every_steps=5, keep=3)
-    made = made.with_options(distribution={"rendezvous": {"table": "mine"}}).with_options(
-        distribution={"max_restarts": 1, "rendezvous": {"credential": "managed_identity"}}
+    made = made.with_options(rendezvous={"timings": {"join_timeout": "9s"}}).with_options(
+        distribution={"max_restarts": 1}, rendezvous={"timings": {"rejoin_timeout": "8s"}}
     )
-    assert made.distribution.rendezvous.table == "mine"
+    assert made.rendezvous.timings == RendezvousTimings(join_timeout=9, rejoin_timeout=8)
     assert made.distribution.max_restarts == 1
 
 

@@ -179,8 +179,8 @@ def test_the_shipped_library_is_downloaded_whatever_the_presets_say(client, sent
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_profile_is_in_the_plan(send, placement):
-    profile = Profile(first=100, ranks=(0, 1))
-    for variables in send(placement, presets=Presets(profile=profile))[1]:
+    profile = Profile(first_step=100, ranks=(0, 1))
+    for variables in send(placement, profile=profile)[1]:
         assert Plan.from_json(variables["AZUREML_ELASTIC_PLAN"]).profile == profile
         assert without_plan(variables) == UNCACHED
 
@@ -197,8 +197,6 @@ def test_the_presets_are_shown_where_they_do_something():
     assert shown(resources=one, compute=[NodePool("a", max_instance_count=2), NodePool("b", max_instance_count=2)]) == [
         "network ethernet"
     ]
-    presets = Presets(network=None, mount="cached", data="download", profile=Profile())
-    assert shown(resources=one, presets=presets) == [
-        "mount cached, data download, profile steps 10 to 12 on rank 0, network off"
-    ]
+    presets = Presets(network=None, mount="cached", data="download")
+    assert shown(resources=one, presets=presets) == ["mount cached, data download, network off"]
     assert shown(resources=one, presets={"mount": None}) == ["mount off"]

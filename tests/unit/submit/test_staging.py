@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, ElasticResources, Plan, TableRendezvous
+from azureml_elastic.config import CheckpointPolicy, ElasticResources, Plan, TableRendezvous
 from azureml_elastic.config import environment as names
 from azureml_elastic.errors import SubmitError
 from azureml_elastic.submit.runtime import start as starter
@@ -187,9 +187,9 @@ def test_a_node_trains_with_the_shipped_file_alone(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     plan = Plan(
         resources=ElasticResources(max_instance_count=1),
-        distribution=ElasticDistribution(rendezvous=TableRendezvous(endpoint=str(tmp_path / "table.sqlite"))),
+        rendezvous=TableRendezvous(endpoint=str(tmp_path / "table.sqlite")),
         checkpoint=CheckpointPolicy(path=str(tmp_path / "checkpoints")),
-        run_id="alone",
+        name="alone",
     )
     variables = {
         names.PLAN: plan.to_json(),

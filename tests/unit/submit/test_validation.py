@@ -178,7 +178,7 @@ def test_an_earlier_run_that_no_job_can_continue(fields, part):
 def test_the_earlier_run_is_in_the_plan():
     job = make(resume_from="olive_sun_t5kq8vzp2c")
     assert check(job).program.startswith("python")
-    assert job.plan.resume_from.run_id == "olive_sun_t5kq8vzp2c"
+    assert job.plan.resume_from.name == "olive_sun_t5kq8vzp2c"
     assert "olive_sun_t5kq8vzp2c" in str(job)
 
 

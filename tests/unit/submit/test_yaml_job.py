@@ -56,7 +56,9 @@ elastic:
   min_instance_count: 2
   max_instance_count: 8
   placement: fan_out
-  distribution: {max_restarts: 5, hang_timeout: PT10M, rendezvous: {table: mine}}
+  distribution: {max_restarts: 5}
+  health: {hang_timeout: 10m}
+  rendezvous: {table: mine}
   checkpoint: {every: 600, keep: 3}
   batch: {kind: fixed_per_worker, scaling: linear, reference_world_size: 4}
   delivery: environment
@@ -108,8 +110,8 @@ def test_a_whole_job(write, project):
         min_instance_count=2, max_instance_count=8, placement="fan_out", shm_size="8g", docker_args="--ipc host"
     )
     assert job.distribution.process_count_per_instance == 4
-    assert (job.distribution.max_restarts, job.distribution.hang_timeout) == (5, timedelta(minutes=10))
-    assert job.distribution.rendezvous.table == "mine"
+    assert (job.distribution.max_restarts, job.health.hang_timeout) == (5, timedelta(minutes=10))
+    assert job.rendezvous.table == "mine"
     assert job.checkpoint == CheckpointPolicy(every=600, keep=3)
     assert job.batch == FixedPerWorkerBatch(scaling="linear", reference_world_size=4)
     assert (job.delivery, job.audit) == ("environment", True)
@@ -129,9 +131,9 @@ def test_the_standard_part_means_what_it_does_for_azure_ai_ml(write, project, cl
         ElasticCommandJob.from_command(
             load_job(project / "jobs" / "standard.yml"),
             resources={"min_instance_count": 2, "max_instance_count": 8, "placement": "fan_out"},
-            distribution=ElasticDistribution(
-                process_count_per_instance=4, max_restarts=5, hang_timeout=600, rendezvous={"table": "mine"}
-            ),
+            distribution=ElasticDistribution(process_count_per_instance=4, max_restarts=5),
+            rendezvous={"table": "mine"},
+            health={"hang_timeout": 600},
             checkpoint=CheckpointPolicy(every=600, keep=3),
             batch=FixedPerWorkerBatch(scaling="linear", reference_world_size=4),
             delivery="environment",
@@ -255,7 +257,9 @@ def test_node_pools(write):
         ({"shm_size": "8g"}, ["elastic.shm_size is no", "outside the block, as resources.shm_size."]),
         ({"environment": "e"}, ["elastic.environment is no", "outside the block, as in any command job."]),
         ({"zzz": 1}, ["elastic.zzz is no field. The fields of elastic are audit, batch,"]),
-        ({"distribution": {"rendezvous": {"timings": {"heartbeat": 1}}}}, ["rendezvous.timings.heartbeat is no"]),
+        ({"rendezvous": {"timings": {"heartbeat": 1}}}, ["rendezvous.timings.heartbeat is no"]),
+        ({"distribution": {"hang_timeout": 1}}, ["distribution.hang_timeout is no", "belongs to elastic.health."]),
+        ({"presets": {"profile": {}}}, ["elastic.presets.profile is no", "belongs to elastic."]),
         ({"batch": {"scaling": "linear"}}, ["elastic.batch.kind", "fixed_global or fixed_per_worker"]),
         ({"batch": {"kind": "fixed_global", "logical_worker": 1}}, ["batch.logical_worker is no", "logical_workers?"]),
         ({"batch": {"kind": "fixed_per_worker"}}, ["elastic.batch.scaling is missing"]),
@@ -268,7 +272,7 @@ def test_node_pools(write):
             {"checkpoint": {"every": -1, "keep": 1}},
             ["elastic.checkpoint.every=-1", "more than 0 s", "checkpoint.keep=1"],
         ),
-        ({"checkpoint": {"every": "soon"}}, ["elastic.checkpoint.every='soon'", "'auto' or a duration", "PT5M"]),
+        ({"checkpoint": {"every": "soon"}}, ["elastic.checkpoint.every='soon'", "'auto' or a duration", "'10m'"]),
         ({"delivery": "mail"}, ["elastic.delivery='mail'", "'ship' or 'environment'"]),
         ({"distribution": None}, ["elastic.distribution=null", "a block of fields"]),
         ({"distribution": [1]}, ["elastic.distribution: ", "a block of fields"]),

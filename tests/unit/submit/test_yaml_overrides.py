@@ -42,7 +42,7 @@ def test_values_are_set_and_blocks_made():
             "elastic.max_instance_count=12",
             "elastic.max_instance_count=13",
             "elastic.pools.1.compute=c",
-            "elastic.distribution.rendezvous.table=other",
+            "elastic.rendezvous.table=other",
             "inputs.data.path=b",
             "resources.shm_size=8g",
             "new=1",
@@ -54,7 +54,7 @@ def test_values_are_set_and_blocks_made():
         "elastic": {
             "max_instance_count": 13,
             "pools": [{"compute": "a"}, {"compute": "c"}],
-            "distribution": {"rendezvous": {"table": "other"}},
+            "rendezvous": {"table": "other"},
         },
         "resources": {"shm_size": "8g"},
         "new": 1,

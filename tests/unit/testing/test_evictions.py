@@ -1,6 +1,7 @@
 """Which evictions are due."""
 
 import pytest
+from pydantic import ValidationError
 
 from azureml_elastic.errors import UsageError
 from azureml_elastic.testing import Eviction, read_trace
@@ -12,7 +13,7 @@ def job(seconds=0.0, step=0, nodes=(0, 1, 2)):
 
 
 def test_an_eviction_waits_for_its_second():
-    eviction = Eviction(node=1, after_s=5)
+    eviction = Eviction(node=1, after=5)
     assert due([eviction], {"a": job(4.9)}) == []
     assert due([eviction], {"a": job(5)}) == [(eviction, "a")]
 
@@ -24,32 +25,32 @@ def test_an_eviction_waits_for_its_step():
 
 
 def test_an_eviction_waits_for_its_node():
-    assert due([Eviction(node=3, after_s=0)], {"a": job(9)}) == []
+    assert due([Eviction(node=3, after=0)], {"a": job(9)}) == []
 
 
 def test_an_eviction_hits_the_first_job_that_has_the_node():
-    eviction = Eviction(node=2, after_s=0)
+    eviction = Eviction(node=2, after=0)
     assert due([eviction], {"a": job(nodes=[0]), "b": job(), "c": job()}) == [(eviction, "b")]
 
 
 def test_two_at_once_do_not_take_the_same_node():
-    first, second = Eviction(node=1, after_s=1), Eviction(node=1, after_s=2)
+    first, second = Eviction(node=1, after=1), Eviction(node=1, after=2)
     assert due([first, second], {"a": job(9)}) == [(first, "a")]
 
 
 @pytest.mark.parametrize(
-    "values", [{}, {"after_s": 1, "at_step": 1}, {"after_s": -1}, {"at_step": -1}, {"after_s": 1, "notice_s": -1}]
+    "values", [{}, {"after": 1, "at_step": 1}, {"after": -1}, {"at_step": -1}, {"after": 1, "notice": -1}]
 )
 def test_an_invalid_eviction_is_refused(values):
-    with pytest.raises(UsageError, match="Eviction"):
+    with pytest.raises(ValidationError, match="Eviction"):
         Eviction(node=0, **values)
 
 
 def test_a_trace_is_a_list_of_evictions(tmp_path):
     (tmp_path / "trace.csv").write_text("# seconds,node,notice\n12.5, 1, 0\n\n30,2  # the usual notice\n")
     assert read_trace(tmp_path / "trace.csv") == (
-        Eviction(node=1, after_s=12.5, notice_s=0),
-        Eviction(node=2, after_s=30, notice_s=30),
+        Eviction(node=1, after=12.5, notice=0),
+        Eviction(node=2, after=30, notice=30),
     )
 
 

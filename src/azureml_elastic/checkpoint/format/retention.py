@@ -50,9 +50,9 @@ def retire(storage: Storage, newest: Manifest, keep: int, *, all_runs: bool = Fa
     return removed
 
 
-def for_good(step: int, before: int | None, keep_every: int | None) -> bool:
+def for_good(step: int, before: int | None, keep_every_steps: int | None) -> bool:
     """Return whether a checkpoint of this step, after one of step ``before``, is kept for good.
 
-    The first one in each ``keep_every`` steps is.
+    The first one in each ``keep_every_steps`` steps is.
     """
-    return keep_every is not None and step // keep_every > (before or 0) // keep_every
+    return keep_every_steps is not None and step // keep_every_steps > (before or 0) // keep_every_steps

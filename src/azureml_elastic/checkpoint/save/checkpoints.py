@@ -152,7 +152,7 @@ class Checkpoints:
         began = time.monotonic()
         plain, tensors = self._ready(state)
         before = self._began_at if self._committed is None else self._committed.step
-        manifest = self._manifest(step, state, plain, data, for_good(step, before, self._policy.keep_every))
+        manifest = self._manifest(step, state, plain, data, for_good(step, before, self._policy.keep_every_steps))
         self._task = SaveTask(
             *self._task_arguments(manifest, tensors),
             storage=self._storage,

@@ -101,7 +101,7 @@ def recover_from_replicas(
         if chosen is None:
             return None
         step = chosen[0].step
-        kept = for_good(step, max(before, 0), policy.keep_every)
+        kept = for_good(step, max(before, 0), policy.keep_every_steps)
         name = FolderName(step, identity.round, control.from_main(secrets.token_hex(4)), kept)
         write = functools.partial(_write, storage, str(name), chosen, control.rank)
         try:

@@ -23,7 +23,7 @@ _KEYWORDS = frozenset({"!", "do", "elif", "else", "if", "then", "{"})
 
 _WORKERS_APART = (
     "would observe the agent of each node, not the workers that it forks and starts again. Leave it out; for a profile "
-    "of chosen steps and ranks give presets=Presets(profile=Profile(...))"
+    "of chosen steps and ranks give profile=Profile(...)"
 )
 _NO_PLAN = "would start the agent without the environment variables that have the job's plan. Leave it out"
 

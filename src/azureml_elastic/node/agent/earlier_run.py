@@ -42,7 +42,7 @@ def with_earlier_checkpoint(identity: NodeIdentity, table: Table, environ: Mappi
     if run is None:
         return identity
     try:
-        with contextlib.closing(open_table(identity.plan.distribution.rendezvous, run.run_id, environ)) as rows:
+        with contextlib.closing(open_table(identity.plan.rendezvous, run.name, environ)) as rows:
             reference = _find(run, identity.run_id, rows)
     except UsageError:
         if _pointer(table) is not None:
@@ -50,15 +50,15 @@ def with_earlier_checkpoint(identity: NodeIdentity, table: Table, environ: Mappi
         raise
     _LOG.info(
         "This run continues the run %s from step %d, its checkpoint %s, as long as it has none of its own.",
-        run.run_id, reference.step, reference.directory,
+        run.name, reference.step, reference.directory,
     )  # fmt: skip
     found = run.model_copy(update={"checkpoint": reference.to_json()})
     return dataclasses.replace(identity, plan=identity.plan.model_copy(update={"resume_from": found}))
 
 
 def _find(run: EarlierRun, run_id: str, rows: Table) -> Reference:
-    begin = f"resume_from={run.run_id!r}"
-    if run.run_id == run_id:
+    begin = f"resume_from={run.name!r}"
+    if run.name == run_id:
         raise UsageError(f"{begin} is this run itself. Submit the job with another name, or without resume_from.")
     if run.path is None:
         raise UsageError(
@@ -83,7 +83,7 @@ def _find(run: EarlierRun, run_id: str, rows: Table) -> Reference:
             _LOG.warning(
                 "The last committed checkpoint of the run %s, %s in %s, cannot be read (%s); this run continues from "
                 "%s instead.",
-                run.run_id, reference.directory, storage, error, before.directory,
+                run.name, reference.directory, storage, error, before.directory,
             )  # fmt: skip
             reference = before
     except OSError as error:
@@ -105,7 +105,7 @@ def _reason(run: EarlierRun, storage: Storage, rows: Table) -> str:
             "without resume_from. A script without a session finds the checkpoints that it has saved by itself."
         )
     parent = posixpath.dirname(str(storage))
-    near = difflib.get_close_matches(run.run_id, open_storage(parent).folders(), 1)
+    near = difflib.get_close_matches(run.name, open_storage(parent).folders(), 1)
     return (
         f"there is no such run: neither has the table rows of it, nor {parent} a folder of its name"
         f"{f'; did you mean {near[0]!r}?' if near else '.'} Give the name of the run's first job, and the checkpoint "

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from typing import Any
 
-from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.config import Plan
 from azureml_elastic.node.agent.round_observer import RoundObserver
 from azureml_elastic.node.agent.round_performer import RoundPerformer
 from azureml_elastic.node.core.training import Training
@@ -25,7 +25,7 @@ class RoundRunner:
         rendezvous: this node's part in the run.
         observer: what collects the events.
         performer: what carries out the actions.
-        distribution: what the plan says.
+        plan: configuration of the run.
         opens_session: whether the program uses this library, see :mod:`~azureml_elastic.node.agent.session_detection`.
     """
 
@@ -34,14 +34,14 @@ class RoundRunner:
         rendezvous: Rendezvous,
         observer: RoundObserver,
         performer: RoundPerformer,
-        distribution: ElasticDistribution,
+        plan: Plan,
         *,
         opens_session: bool,
     ) -> None:
         self._rdzv = rendezvous
         self._observer = observer
         self._performer = performer
-        self._distribution = distribution
+        self._plan = plan
         self._opens_session = opens_session
 
     def record(self, kind: type[Any], **fields: Any) -> None:
@@ -50,7 +50,7 @@ class RoundRunner:
 
     def enter(self, assignment: Assignment) -> None:
         """Prepare for a round, before its workers start."""
-        self._performer.begin(assignment, runs_engine=self._distribution.runs_engine)
+        self._performer.begin(assignment, runs_engine=self._plan.distribution.runs_engine)
         self._observer.begin()
 
     def run(self, store: RoundStore) -> Training:
@@ -59,13 +59,13 @@ class RoundRunner:
         training = Training(
             membership.assignment.round,
             self._rdzv.node,
-            self._distribution,
+            self._plan,
             opens_session=self._opens_session,
             entered=now - membership.seconds,
             now=now,
         )
         self._performer.workers_started()
-        interval = self._distribution.monitor_interval.total_seconds()  # the ends of processes wake nobody
+        interval = self._plan.distribution.monitor_interval.total_seconds()  # the ends of processes wake nobody
         while not training.over:
             self._rdzv.wake.wait(max(0.0, min(interval, training.deadline - time.monotonic())))
             self._rdzv.wake.clear()

@@ -144,16 +144,18 @@ def decide_restart(
     conclusive: bool,
     seconds: float,
     failed_rounds: int,
+    max_failed_rounds: int,
 ) -> RestartDecision:
     """Decide about a failure that neither a lost node nor another worker's failure explains.
 
     Args:
         history: earlier failures of the run, oldest first, aged by the round that ends.
         failure: failure to decide about.
-        distribution: limits ``max_restarts``, ``restart_window`` and ``max_failed_rounds``.
+        distribution: limits ``max_restarts`` and ``restart_window``.
         conclusive: whether two failures with this signature are certainly the same error.
         seconds: duration of the round.
         failed_rounds: number of consecutive failed rounds before this one.
+        max_failed_rounds: number of them that ends the run.
     """
     window = None if distribution.restart_window is None else distribution.restart_window.total_seconds()
     kept = _unexpired(history, failure, window)
@@ -175,7 +177,7 @@ def decide_restart(
     free = failure.kind == "peer" and (not no_progress or seconds < _FREE_SECONDS)
     failures = _merged((*kept, replace(failure, charge=0 if free else 1)))
     charged = sum(record.charge for record in failures)
-    max_restarts, max_failed_rounds = distribution.max_restarts, distribution.rendezvous.timings.max_failed_rounds
+    max_restarts = distribution.max_restarts
     span = "of the run" if window is None else f"within {_span(window)}"
     restart = False
     if no_progress and failed_rounds + 1 >= max_failed_rounds:

@@ -24,7 +24,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.config import Plan
 
 __all__ = ["Hang", "HangPolicy", "Phase", "pause_limit", "step_limit"]
 
@@ -50,10 +50,10 @@ class HangPolicy:
     floor: float = 300.0
 
     @classmethod
-    def of(cls, distribution: ElasticDistribution) -> HangPolicy:
+    def of(cls, plan: Plan) -> HangPolicy:
         """Return the policy of a plan."""
-        floor = distribution.hang_timeout_floor.total_seconds()
-        timeout = None if distribution.runs_engine else distribution.hang_timeout  # an engine reports no steps
+        floor = plan.health.hang_timeout_floor.total_seconds()
+        timeout = None if plan.distribution.runs_engine else plan.health.hang_timeout  # an engine reports no steps
         if timeout is None or timeout == "auto":
             return cls(enabled=timeout is not None, floor=floor)
         return cls(fixed=timeout.total_seconds(), floor=floor)

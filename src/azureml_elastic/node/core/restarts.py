@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.config import Plan
 from azureml_elastic.config.exit_codes import of_failed_run
 from azureml_elastic.node.core.closing_message import closing_message
 from azureml_elastic.node.core.failures import Failure, FailureRecord, aged, decide_restart
@@ -20,7 +20,7 @@ def charge(
     lost: frozenset[str],
     round_: Round,
     seconds: float,
-    distribution: ElasticDistribution,
+    plan: Plan,
 ) -> tuple[Log, Reopen] | tuple[Close]:
     """Return what to do.
 
@@ -31,15 +31,16 @@ def charge(
         lost: members that the next round does not wait for.
         round_: the round.
         seconds: its duration so far.
-        distribution: limits of the restart policy.
+        plan: configuration of the run, with the limits of the restart policy.
     """
     decision = decide_restart(
         aged(round_.failures, seconds),
         record,
-        distribution,
+        plan.distribution,
         conclusive=failure.conclusive,
         seconds=seconds,
         failed_rounds=round_.failed_rounds,
+        max_failed_rounds=plan.rendezvous.timings.max_failed_rounds,
     )
     if decision.restart:
         log = Log(f"{reason} ({failure.signature}); {decision.why}.", warning=True)

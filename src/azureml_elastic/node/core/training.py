@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import Enum
 
-from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.config import Plan
 from azureml_elastic.ipc import agent_messages as messages
 from azureml_elastic.ipc.worker_messages import Decide
 from azureml_elastic.node.core import training_actions as do
@@ -85,7 +85,7 @@ class Training:
     Args:
         round_: the sealed round.
         node: name of this node, which is a member.
-        distribution: what the plan says.
+        plan: configuration of the run.
         opens_session: whether the program uses this library, so that newcomers wait for its session.
         entered: monotonic seconds at which this node got its place in the round.
         now: monotonic seconds; its workers have been started, or have received their assignments.
@@ -100,7 +100,7 @@ class Training:
         self,
         round_: Round,
         node: str,
-        distribution: ElasticDistribution,
+        plan: Plan,
         *,
         opens_session: bool,
         entered: float,
@@ -111,7 +111,8 @@ class Training:
         self._round = round_
         self._node = node
         self._rank = rank
-        self._distribution = distribution
+        distribution = plan.distribution
+        self._plan = plan
         self._opens_session = opens_session
         self._stays = distribution.keeps_processes(opens_session=opens_session)
         self._slots = round_.members[rank].slots
@@ -147,7 +148,7 @@ class Training:
     @property
     def runs_engine(self) -> bool:
         """Whether the worker is the process of an engine, which newcomers join without a restart."""
-        return self._distribution.runs_engine
+        return self._plan.distribution.runs_engine
 
     def are_all(self, local_ranks: frozenset[int]) -> bool:
         """Return whether these are all workers of this node."""
@@ -287,7 +288,7 @@ class Training:
                 self._stop()
         elif any(codes.values()):
             self.state = State.COLLECTING
-            self._until = self._now + self._distribution.handover_timeout.total_seconds() + _FINAL_MESSAGE_SECONDS
+            self._until = self._now + self._plan.distribution.handover_timeout.total_seconds() + _FINAL_MESSAGE_SECONDS
             self._do(do.InterruptWorkers())
             self._collect()
         elif len(codes) == self._slots:
@@ -430,7 +431,7 @@ class Training:
         killed = failure is not None and failure.exit_code == KILLED
         self._until = self._now + (0.0 if killed else _SETTLE_SECONDS)
         if failure is not None and failure.kind == "peer":  # silence is noticed no sooner, and another may be the cause
-            self._until += SilenceLimit(self._distribution.rendezvous.timings).longest
+            self._until += SilenceLimit(self._plan.rendezvous.timings).longest
 
     def _settle(self) -> None:
         """Find out whose fault a failure is: a lost node's, this node's preemption, or the worker's own."""
@@ -470,9 +471,7 @@ class Training:
         connected = self.connecting or (round_.world_size == 1 and seconds >= _ALONE_SECONDS)
         record = failure.record(self._node, step, connected=connected)
         self._do(do.FlushProgress(), do.StopWorkers(), do.RecordFailure(failure, step))
-        *log, change = charge(
-            failure, record, reason, lost=lost, round_=round_, seconds=seconds, distribution=self._distribution
-        )
+        *log, change = charge(failure, record, reason, lost=lost, round_=round_, seconds=seconds, plan=self._plan)
         self._do(*log)
         self._change_row(change)
 
@@ -504,7 +503,7 @@ class Training:
             self._do(*self._departure.announce())
             if not self.leads:  # rank 0 writes the row first: the others would take it for lost
                 self._do(do.Disconnect())
-        grace = self._distribution.preemption.grace.total_seconds()
+        grace = self._plan.preemption.grace.total_seconds()
         self._lost, self._then = lost, State.LEFT if leaves else State.RECOVERING
         self._change_row(do.Reopen(reason, lost, finishing, grace, round_failed=round_failed))
 

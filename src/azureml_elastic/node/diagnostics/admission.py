@@ -20,6 +20,9 @@ __all__ = ["Admission", "CheckedNode"]
 
 _LOG = logging.getLogger(__name__)
 
+_RETRY_SECONDS = 10.0
+"""Time between two checks of a node that has failed."""
+
 _STRIKE_AFTER = 2
 """Consecutive failed checks after which the host gets a strike; a single one may be a mount that was not ready yet."""
 
@@ -87,8 +90,7 @@ class Admission:
             left = since + self.policy.retry_for.total_seconds() - time.monotonic()
             if left <= 0 and not self.stay:
                 return False
-            interval = self.policy.retry_interval.total_seconds()
-            self.node.pause(interval if self.stay else min(interval, left))
+            self.node.pause(_RETRY_SECONDS if self.stay else min(_RETRY_SECONDS, left))
             self._runner = CheckRunner(self.checks)
 
     def _publish(self, report: DiagnosticReport) -> None:

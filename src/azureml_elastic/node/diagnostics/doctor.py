@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         peers = [read_peer(text) for text in options.pop("peer")]
         plan = Plan.from_json(os.environ[variables.PLAN]) if os.environ.get(variables.PLAN) else None
-        rendezvous = make_rendezvous(plan.distribution.rendezvous if plan else TableRendezvous(), **options)
+        rendezvous = make_rendezvous(plan.rendezvous if plan else TableRendezvous(), **options)
     except ElasticError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -122,7 +122,11 @@ def _check_account(rendezvous: TableRendezvous, environ: Mapping[str, str], no_w
         try:
             workspace, cloud = workspace_of(environ), cloud_of(environ)
         except UsageError as error:
-            advice = "Give --subscription, --resource-group and --workspace, or --endpoint." if no_workspace else ""
+            advice = (
+                "Give --subscription, --resource-group and --workspace-name before the command, or --endpoint."
+                if no_workspace
+                else ""
+            )
             yield Finding("workspace", "fail", no_workspace or str(error), "", advice)
             return
         yield check_host("resource manager", cloud.arm_url, environ)

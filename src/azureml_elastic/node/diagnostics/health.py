@@ -48,9 +48,9 @@ def _check(more_folders: list[Path], checkpoint_dir: str | None) -> int:
     with contextlib.ExitStack() as stack:
         if os.environ.get(variables.PLAN):
             identity = read_identity(os.environ, checkpoint_dir=checkpoint_dir)
-            policy, node = identity.plan.distribution.health, f"{identity.node}-{os.getpid()}"
+            policy, node = identity.plan.health, f"{identity.node}-{os.getpid()}"
             folders = check_folders(identity.folder, identity.plan.checkpoint.path)
-            table = open_table(identity.plan.distribution.rendezvous, identity.run_id, os.environ)
+            table = open_table(identity.plan.rendezvous, identity.run_id, os.environ)
             stack.callback(table.close)
             clock = ServerClock(table, node)
             stack.callback(clock.forget)

@@ -27,6 +27,9 @@ __all__ = ["check_folders", "node_checks"]
 
 _Look = Callable[[], Finding | Sequence[Finding]]
 
+_MOUNT_FACTOR = 5.0  # a folder may be a mount, whose first access is slow
+_FREE_GPU_MEMORY = 0.5  # share of it; other processes have the rest
+_ECC_ERRORS = 0
 _KILL_SECONDS = 3.0  # additional time for a process that has to be killed
 
 
@@ -66,7 +69,8 @@ def node_checks(
         hub: host and port at which the other nodes reach this one.
         strikes: strikes against this node's host, read in advance to speed up joining.
     """
-    quick, mount = policy.timeout.total_seconds(), policy.mount_timeout.total_seconds()
+    quick = policy.timeout.total_seconds()
+    mount = _MOUNT_FACTOR * quick
     checks: list[Check] = []
 
     def add(name: str, look: _Look, limit: float, late: Status, advice: str) -> None:
@@ -74,32 +78,26 @@ def node_checks(
 
     if policy.disk_mib is not None:
         for what, folder in folders.items():
-            advice = f"Check whether the mount of {str(folder)!r} responds, or raise HealthPolicy.mount_timeout."
+            advice = f"Check whether the mount of {str(folder)!r} responds, or raise HealthPolicy.timeout."
             write = partial(check_folder, what, folder, owner or node, policy.disk_mib)
             add(f"disk: {what}", write, mount, "fail", advice)
     if policy.memory_mib is not None:
         add("memory", partial(check_memory, policy.memory_mib), quick, "warn", "")
-    if policy.shm_mib is not None:
-        add("shared memory", partial(check_shared_memory, policy.shm_mib), quick, "warn", "")
-    if policy.open_files is not None:
-        add("open files", partial(check_open_files, policy.open_files), quick, "warn", "")
-    if policy.peers and hub is not None:
+    add("shared memory", check_shared_memory, quick, "warn", "")
+    add("open files", check_open_files, quick, "warn", "")
+    if hub is not None:
         add("own port", partial(check_hub, *hub), quick, "warn", "")
     if table is not None and clock is not None:
         advice = "The table is unavailable or slow; the node joins and waits for it."
-        if policy.clock_skew is not None:
-            add("clock", partial(check_clock, clock, policy), quick, "warn", advice)
-        if policy.peers:
-            add("peers", partial(check_peers, table, clock, node, table_heartbeat_interval), quick, "warn", advice)
+        add("clock", partial(check_clock, clock), quick, "warn", advice)
+        add("peers", partial(check_peers, table, clock, node, table_heartbeat_interval), quick, "warn", advice)
     if strikes is not None and policy.strike_decay:
         add("strikes", partial(_check_strikes, strikes, policy.quarantine_strikes), quick, "warn", "")
     if policy.gpu_timeout is not None and gpus:
         limit = policy.gpu_timeout.total_seconds()
         advice = "A process that uses the GPU cannot be killed; restart the machine."
-        add("gpu", partial(check_gpus, gpus, limit, policy.gpu_free), limit + _KILL_SECONDS, "fail", advice)
-        if policy.ecc_errors is not None:
-            ecc = partial(check_ecc, policy.ecc_errors, limit)
-            add("gpu memory errors", ecc, limit + _KILL_SECONDS, "fail", advice)
+        add("gpu", partial(check_gpus, gpus, limit, _FREE_GPU_MEMORY), limit + _KILL_SECONDS, "fail", advice)
+        add("gpu memory errors", partial(check_ecc, _ECC_ERRORS, limit), limit + _KILL_SECONDS, "fail", advice)
     return checks
 
 

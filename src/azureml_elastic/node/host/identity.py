@@ -88,7 +88,7 @@ def read_identity(environ: Mapping[str, str], *, checkpoint_dir: str | None = No
     if (address := environ.get(variables.SCHEDULED_EVENTS)) is not None:
         plan = _with_scheduled_events(plan, address.strip() or None)
     node = environ.get(variables.NODE_ID) or f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
-    advertised = advertised_address(plan.distribution.rendezvous, environ)
+    advertised = advertised_address(plan.rendezvous, environ)
     return NodeIdentity(
         plan=plan,
         run_id=run_id,
@@ -105,19 +105,19 @@ def _with_checkpoint_dir(plan: Plan, checkpoint_dir: str, run_id: str) -> Plan:
         "checkpoint": plan.checkpoint.model_copy(update={"path": join_path(checkpoint_dir, run_id)})
     }
     if plan.resume_from is not None:
-        path = join_path(checkpoint_dir, plan.resume_from.run_id)
+        path = join_path(checkpoint_dir, plan.resume_from.name)
         changes["resume_from"] = plan.resume_from.model_copy(update={"path": path})
     return plan.model_copy(update=changes)
 
 
 def _with_scheduled_events(plan: Plan, address: str | None) -> Plan:
-    fields = {**plan.distribution.preemption.model_dump(), "scheduled_events": address}
+    fields = {**plan.preemption.model_dump(), "scheduled_events": address}
     try:
         policy = PreemptionPolicy.model_validate(fields)
     except ValidationError as error:
         problem = error.errors()[0]["msg"]
         raise UsageError(f"The environment variable {variables.SCHEDULED_EVENTS} is invalid: {problem}.") from error
-    return plan.model_copy(update={"distribution": plan.distribution.model_copy(update={"preemption": policy})})
+    return plan.model_copy(update={"preemption": policy})
 
 
 def host_id(node: str, host: str, boot_id: Path = _BOOT_ID) -> str:

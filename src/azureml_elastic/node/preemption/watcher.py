@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from functools import partial
 from types import FrameType
 
-from azureml_elastic.config.distribution import PreemptionPolicy
 from azureml_elastic.config.exit_codes import PREEMPTED
+from azureml_elastic.config.preemption import PreemptionPolicy
 from azureml_elastic.node.preemption.notices import Announcement, MarkerFile, Notice, PolledSource, merge
 from azureml_elastic.node.preemption.scheduled_events import ScheduledEvents
 
@@ -23,6 +23,8 @@ _LOG = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SIGNAL_BASE = 128
+
+_POLL_SECONDS = 1.0
 
 
 class PreemptionWatcher:
@@ -35,9 +37,12 @@ class PreemptionWatcher:
         policy: preemption policy of the plan.
         wake: event that is set for new and withdrawn notices.
         node: this node's name, for the path of the marker file.
+        interval: seconds between two queries of the metadata service and of the marker file.
     """
 
-    def __init__(self, policy: PreemptionPolicy, wake: threading.Event, node: str = "") -> None:
+    def __init__(
+        self, policy: PreemptionPolicy, wake: threading.Event, node: str = "", *, interval: float = _POLL_SECONDS
+    ) -> None:
         self._policy = policy
         self._grace = policy.grace.total_seconds()
         self._wake = wake
@@ -48,7 +53,6 @@ class PreemptionWatcher:
         self._final: Notice | None = None
         self._changes: queue.SimpleQueue[bool] = queue.SimpleQueue()
         threading.Thread(target=self._wake_on_changes, name="preemption", daemon=True).start()
-        interval = policy.poll_interval.total_seconds()
         self._events: ScheduledEvents | None = None
         self._sources: list[PolledSource] = []
         if policy.scheduled_events is not None:

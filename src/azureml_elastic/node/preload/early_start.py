@@ -28,9 +28,10 @@ def start_early(
         The server, or ``None`` where the plan does without one or does not say; it is validated later.
     """
     try:
-        distribution = json.loads(environ[variables.PLAN])["distribution"]
+        plan = json.loads(environ[variables.PLAN])
+        distribution = plan["distribution"]
         wanted = distribution["preload_workers"] and distribution["framework"] == "pytorch"
-        secret = distribution["rendezvous"]["connection_string_variable"]
+        secret = plan["rendezvous"]["connection_string_variable"]
     except (KeyError, TypeError, ValueError):
         return None
     if not wanted:

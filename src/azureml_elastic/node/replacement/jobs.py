@@ -117,6 +117,14 @@ class WorkspaceJobs:
                 return properties
         raise _unexpected(reply, what)
 
+    def newest(self) -> list[tuple[str, str]]:
+        """Return the names of the newest jobs, those on the first page of the workspace's list, with display names."""
+        reply = self._arm("GET", "/jobs", _JOBS_API, "the jobs")
+        match reply.document:
+            case {"value": list(jobs)} if reply.status == HTTPStatus.OK:
+                return [(str(job["name"]), str((job.get("properties") or {}).get("displayName") or "")) for job in jobs]
+        raise _unexpected(reply, "the jobs")
+
     def submit(self, name: str, properties: Mapping[str, Any]) -> bool:
         """Submit a job; return false if a job of this name exists.
 

@@ -135,5 +135,5 @@ def _tokens(identity: NodeIdentity, environ: Mapping[str, str]) -> dict[str, Tok
     if environ.get("OBO_ENDPOINT"):
         found.append(NodeTokenCredential.on_behalf_of(environ))
     if environ.get("MSI_ENDPOINT"):
-        found.append(NodeTokenCredential.managed(environ, identity.plan.distribution.rendezvous.client_id))
+        found.append(NodeTokenCredential.managed(environ, identity.plan.rendezvous.client_id))
     return {tokens.name: tokens for tokens in found}

@@ -202,7 +202,7 @@ def open_replacer(
         )
     given = {name: variable_of(shape.document, name) or "" for name in (variables.RUN_ID, variables.STEP)}
     run_id = plan.run_id_of(given, job=first, root=first) or first
-    table = open_table(as_developer(plan.distribution.rendezvous), run_id, environ)
+    table = open_table(as_developer(plan.rendezvous), run_id, environ)
     try:
         yield NodeReplacer(jobs, table, first, run_id, policy), policy
     finally:

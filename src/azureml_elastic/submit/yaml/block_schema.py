@@ -30,7 +30,7 @@ _OWN = {
 """Descriptions of fields whose docstrings do not apply to YAML."""
 
 _DESCRIPTION = "A standard command job of Azure ML, and one block that makes it elastic."
-_DURATION = "seconds, or text such as PT5M or 00:05:00"
+_DURATION = "seconds, or text such as 10m or 1h30m"
 
 
 def job_schema() -> dict[str, Any]:

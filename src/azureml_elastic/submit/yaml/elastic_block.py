@@ -33,7 +33,7 @@ _OUTSIDE = FIELDS_OF_COMMAND - {"distribution"} | {"resources", "type"}
 _SHOWN = re.compile(r"[\w .:@-]{0,60}", re.ASCII)
 _MOST = 5
 _MESSAGES = {
-    "time_delta_parsing": "a duration: a number of seconds, or text such as 'PT5M' or '00:05:00'",
+    "time_delta_parsing": "a duration: a number of seconds, or text such as '10m' or '1h30m'",
     "model_type": "a block of fields",
     "model_attributes_type": "a block of fields",
     "tuple_type": "a list",
@@ -126,7 +126,8 @@ def _sentence(
     first = details[0]
     holders = _models_at(model, given, path[:-1])
     if first["type"] == "extra_forbidden" and holders:
-        return f"{dotted} is no field{_meant(str(path[-1]), block, holders[0])} {_fields_text(block, holders[0])}"
+        there = _meant(str(path[-1]), block, holders[0], root, model)
+        return f"{dotted} is no field{there} {_fields_text(block, holders[0])}"
     if first["type"] == "missing":
         return f"{dotted} is missing."
     if first["type"] in {"union_tag_not_found", "union_tag_invalid"}:
@@ -158,16 +159,24 @@ def _models_at(model: type[BaseModel], given: Any, path: Sequence[str | int]) ->
     return models
 
 
-def _meant(name: str, block: str, model: type[BaseModel]) -> str:
-    """Return a suggestion for an unknown field name, as the end of a sentence."""
-    if suggestion := meant(name, model):
-        return suggestion
+def _meant(name: str, block: str, holder: type[BaseModel], root: str, model: type[BaseModel]) -> str:
+    """Return a suggestion for an unknown field name, as the end of a sentence.
+
+    Args:
+        name: name of the field.
+        block: dotted path of the block that has it.
+        holder: model of that block.
+        root: dotted path of the document.
+        model: model of the document.
+    """
     if block == BLOCK and (name in FIELDS_OF_RESOURCES or name == "instance_count"):
         return f"; it belongs outside the block, as resources.{name}."
     if block == BLOCK and name in _OUTSIDE:
         return "; it belongs outside the block, as in any command job."
-    deeper = [path for path in _paths(model, block) if path.rpartition(".")[2] == name]
-    return f"; it belongs to {deeper[0].rpartition('.')[0]}." if deeper else "."
+    found = [path for path in (*_paths(holder, block), *_paths(model, root)) if path.rpartition(".")[2] == name]
+    if found:
+        return f"; it belongs to {found[0].rpartition('.')[0]}."
+    return meant(name, holder) or "."
 
 
 def _paths(model: type[BaseModel], block: str) -> Iterator[str]:

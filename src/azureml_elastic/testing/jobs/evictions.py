@@ -5,49 +5,50 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
+from pydantic import Field, model_validator
+from typing_extensions import Self
+
+from azureml_elastic.config.base import ConfigModel, Duration
 from azureml_elastic.errors import UsageError
 
 __all__ = ["Evicted", "Eviction", "Target", "due", "parse_eviction", "read_trace"]
 
 _FEWEST_COLUMNS = 2
 _MOST_COLUMNS = 3
-_NOTICE_S = 30.0
+_NOTICE = timedelta(seconds=30)
 _NUMBER = r"\d+(?:\.\d+)?"
 _EVICTION = re.compile(
     rf"(?P<node>\d+)@(?:step:(?P<step>\d+)|(?P<seconds>{_NUMBER})s)(?:/(?P<notice>{_NUMBER})s)?", re.ASCII
 )
 
 
-@dataclass(frozen=True)
-class Eviction:
+class Eviction(ConfigModel):
     """Eviction of a low-priority node's machine.
 
     It applies to the first job of the workspace that has such a node running, and happens once. Give either
-    ``after_s`` or ``at_step``.
+    ``after`` or ``at_step``.
 
     Args:
         node: number of the node within the job, from 0; in a pipeline the nodes are numbered one after the other over
             the steps, in a sweep over the trials.
-        after_s: seconds after the start of the job's first node.
+        after: time after the start of the job's first node.
         at_step: number of training steps that the job has completed, according to its nodes' events.
-        notice_s: seconds between the scheduled event and the machine's end; 0 for no announcement.
-
-    Raises:
-        UsageError: a value is out of range, or there is not exactly one time.
+        notice: time between the scheduled event and the machine's end; 0 for no announcement.
     """
 
-    node: int
-    after_s: float | None = None
-    at_step: int | None = None
-    notice_s: float = _NOTICE_S
+    node: int = Field(ge=0)
+    after: Duration | None = None
+    at_step: int | None = Field(default=None, ge=0)
+    notice: Duration = _NOTICE
 
-    def __post_init__(self) -> None:
-        if (self.after_s is None) == (self.at_step is None):
-            raise UsageError(f"{self} needs a time: give one of after_s and at_step.")
-        if self.node < 0 or self.notice_s < 0 or (self.after_s or 0) < 0 or (self.at_step or 0) < 0:
-            raise UsageError(f"{self} has a value below the limit of 0.")
+    @model_validator(mode="after")
+    def _has_one_time(self) -> Self:
+        if (self.after is None) == (self.at_step is None):
+            raise ValueError(f"an eviction of the node {self.node} needs a time: give one of after and at_step")
+        return self
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def due(evictions: Sequence[Eviction], targets: Mapping[str, Target]) -> list[tu
         for name, target in targets.items():
             if eviction.node not in target.nodes or (name, eviction.node) in taken:
                 continue
-            late = eviction.after_s is not None and target.seconds >= eviction.after_s
+            late = eviction.after is not None and target.seconds >= eviction.after.total_seconds()
             far = eviction.at_step is not None and target.step >= eviction.at_step
             if late or far:
                 found.append((eviction, name))
@@ -108,9 +109,9 @@ def parse_eviction(text: str) -> Eviction:
             f"{text!r} is not an eviction. Write the node and the time, as in 1@20s or 1@step:30, optionally followed "
             "by the notice, as in 1@20s/0s."
         )
-    notice = _NOTICE_S if match["notice"] is None else float(match["notice"])
-    time = {"after_s": float(match["seconds"])} if match["step"] is None else {"at_step": int(match["step"])}
-    return Eviction(node=int(match["node"]), notice_s=notice, **time)
+    notice = _NOTICE if match["notice"] is None else float(match["notice"])
+    time = {"after": float(match["seconds"])} if match["step"] is None else {"at_step": int(match["step"])}
+    return Eviction(node=int(match["node"]), notice=notice, **time)
 
 
 def read_trace(path: Path) -> tuple[Eviction, ...]:
@@ -139,5 +140,5 @@ def _read(text: str) -> Eviction:
     words = text.split(",")
     if not _FEWEST_COLUMNS <= len(words) <= _MOST_COLUMNS:
         raise ValueError(f"{len(words)} columns")
-    notice = float(words[2]) if len(words) == _MOST_COLUMNS else _NOTICE_S
-    return Eviction(node=int(words[1]), after_s=float(words[0]), notice_s=notice)
+    notice = float(words[2]) if len(words) == _MOST_COLUMNS else _NOTICE
+    return Eviction(node=int(words[1]), after=float(words[0]), notice=notice)

@@ -74,7 +74,7 @@ class Execution(threading.Thread):
         taken = machines.take(body.compute, body.nodes, run.cancel.is_set)
         if taken is None:
             return "failed"
-        available = time.monotonic() + machines.pools[body.compute].provisioning_s
+        available = time.monotonic() + machines.pools[body.compute].provisioning.total_seconds()
         self._provisioning = {number: (machine, available) for number, machine in enumerate(taken)}
         master = (taken[0].address, _free_port(taken[0].address))
         run.status = "Preparing"
@@ -151,7 +151,10 @@ class Execution(threading.Thread):
             machine = machines.try_take(body.compute)
             if machine is None:
                 return
-            self._provisioning[number] = (machine, time.monotonic() + machines.pools[body.compute].provisioning_s)
+            self._provisioning[number] = (
+                machine,
+                time.monotonic() + machines.pools[body.compute].provisioning.total_seconds(),
+            )
 
     def _release(self, number: int) -> None:
         """Kill a node, upload the outputs on its disk unless the machine is lost, and return the machine."""

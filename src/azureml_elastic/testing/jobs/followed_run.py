@@ -55,7 +55,7 @@ class FollowedRun:
     def update(self, evicted: Sequence[Evicted]) -> None:
         """Read what is new, and show it."""
         for eviction in evicted[self._evictions :]:
-            notice = eviction.eviction.notice_s
+            notice = eviction.eviction.notice.total_seconds()
             when = f"with a notice of {notice:g} s" if notice else "without notice"
             self._view.note(f"{self._label_of(eviction.job)} is evicted {when} at step {eviction.step}")
         self._evictions = len(evicted)
@@ -117,17 +117,17 @@ class FollowedRun:
         )
         gone = {self._label_of(each.job): each.eviction for each in evicted}
         nodes = tuple(
-            node.model_copy(update={"ending": "preempted" if gone[node.name].notice_s else "killed"})
+            node.model_copy(update={"ending": "preempted" if gone[node.name].notice else "killed"})
             if node.name in gone
             else node
             for node in report.nodes
         )
-        changes: dict[str, object] = {"run_id": self._first, "faults": faults, "nodes": nodes}
+        changes: dict[str, object] = {"name": self._first, "faults": faults, "nodes": nodes}
         if report.outcome == "unfinished":
             changes |= {"outcome": "interrupted" if interrupted else "failed", "message": self._failure(interrupted)}
         elif not interrupted:
             changes |= self._end_of_commands(report)
-        losses = [(self._label_of(each.job), each.time) for each in evicted if not each.eviction.notice_s]
+        losses = [(self._label_of(each.job), each.time) for each in evicted if not each.eviction.notice]
         return report.model_copy(update=changes).with_timeline(self._events, losses)
 
     def _end_of_commands(self, report: Report) -> dict[str, object]:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
+from pydantic import Field
+
+from azureml_elastic.config.base import ConfigModel, Duration
 from azureml_elastic.errors import UsageError
 
 __all__ = ["Machine", "Machines", "Pool", "parse_pool"]
@@ -22,30 +27,22 @@ _POOL = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Pool:
+class Pool(ConfigModel):
     """A compute of the workspace.
 
     Args:
         nodes: maximum number of machines at once.
         tier: tier of the machines; only ``low_priority`` ones are evicted.
-        provisioning_s: seconds from a request for a machine until it is available.
-        refill_s: seconds after an eviction until another machine is available; ``math.inf`` for never.
+        provisioning: time from a request for a machine until it is available.
+        refill: time after an eviction until another machine is available; ``None`` for never.
         size: VM size that the compute states, for prices.
-
-    Raises:
-        UsageError: a value is out of range.
     """
 
-    nodes: int = 8
+    nodes: int = Field(default=8, ge=1)
     tier: Literal["low_priority", "dedicated"] = "low_priority"
-    provisioning_s: float = 0.0
-    refill_s: float = 0.0
+    provisioning: Duration = timedelta(0)
+    refill: Duration | None = timedelta(0)
     size: str = "STANDARD_DS3_V2"
-
-    def __post_init__(self) -> None:
-        if self.nodes < 1 or self.provisioning_s < 0 or self.refill_s < 0:
-            raise UsageError(f"{self} is invalid: give at least one node, and no negative seconds.")
 
 
 def parse_pool(text: str) -> tuple[str, Pool]:
@@ -61,7 +58,7 @@ def parse_pool(text: str) -> tuple[str, Pool]:
             "tier (low_priority or dedicated) and the seconds to provision a machine, as in sure=2:dedicated:5s."
         )
     tier: Literal["low_priority", "dedicated"] = "dedicated" if match["tier"] == "dedicated" else "low_priority"
-    return match["name"], Pool(int(match["nodes"]), tier, float(match["seconds"] or 0))
+    return match["name"], Pool(nodes=int(match["nodes"]), tier=tier, provisioning=float(match["seconds"] or 0))
 
 
 @dataclass(frozen=True)
@@ -109,12 +106,14 @@ class Machines:
         with self._change:
             self._used[machine.pool] -= 1
             if evicted:
-                self._away[machine.pool].append(time.monotonic() + self.pools[machine.pool].refill_s)
+                refill = self.pools[machine.pool].refill
+                back = math.inf if refill is None else time.monotonic() + refill.total_seconds()
+                self._away[machine.pool].append(back)
             self._addresses.append(machine.address)
             self._change.notify_all()
 
     def refill(self, pool: str) -> None:
-        """Replace all evicted machines of a pool, whatever its ``refill_s``."""
+        """Replace all evicted machines of a pool, whatever its ``refill``."""
         with self._change:
             self._away[pool].clear()
             self._change.notify_all()

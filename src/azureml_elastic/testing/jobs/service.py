@@ -288,9 +288,9 @@ class Service(threading.Thread):
         for eviction, name in due(pending, targets):
             job, node = nodes[name][eviction.node]
             node.evicted = True
-            if eviction.notice_s:
-                event = self.setting.metadata.announce("Preempt", node.machine.name, notice=eviction.notice_s)
-                self._announced.append((time.monotonic() + eviction.notice_s, event, node))
+            if notice := eviction.notice.total_seconds():
+                event = self.setting.metadata.announce("Preempt", node.machine.name, notice=notice)
+                self._announced.append((time.monotonic() + notice, event, node))
             else:
                 node.lost = True
                 node.kill()

@@ -83,7 +83,7 @@ class Profiling:
             return
         self._window = recorded_after(self._wanted, steps, self._entered)
         if self._window is not None:
-            self._next = self._window[0] - 1 - self._wanted.warmup
+            self._next = self._window[0] - 1 - self._wanted.warmup_steps
             if steps >= self._next:
                 self._advance(steps)
 

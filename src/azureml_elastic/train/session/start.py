@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakSet
 
@@ -21,36 +20,25 @@ from azureml_elastic.train.session.profiling import Profiling
 from azureml_elastic.train.session.run import Run
 from azureml_elastic.train.session.session import Session
 
-__all__ = ["Recording", "earlier_checkpoint", "has_run", "open_run", "start"]
+__all__ = ["earlier_checkpoint", "has_run", "open_run", "start"]
 
 _runs: WeakSet[Run] = WeakSet()
-
-
-@dataclass(frozen=True)
-class Recording:
-    """What a run records for inspection afterwards, in place of the job's settings.
-
-    Args:
-        audit: whether the samples of each step are recorded; ``None`` for the job's setting
-        profile: steps and ranks that PyTorch's profiler records; ``None`` for the job's setting
-    """
-
-    audit: bool | None = None
-    profile: Profile | None = None
 
 
 def start(
     checkpoint: CheckpointPolicy | None = None,
     *,
     batch: BatchPolicy | None = None,
-    recording: Recording | None = None,
+    profile: Profile | None = None,
+    audit: bool | None = None,
 ) -> Session:
     """Join the run that this process was started for, or start one of a single process.
 
     Args:
         checkpoint: changes to the job's checkpoint policy: the fields that it was given
         batch: batch and learning rate at changing world sizes, in place of the job's batch policy
-        recording: audit and profile, in place of the job's
+        profile: steps and ranks that PyTorch's profiler records, in place of the job's
+        audit: whether the samples of each step are recorded, in place of the job's setting
 
     Returns:
         The session. It ends with a ``with`` block, :meth:`Session.finish`, or the interpreter.
@@ -61,14 +49,15 @@ def start(
         CheckpointError: the checkpoint folder cannot be used for another reason.
         OSError: the node's agent does not answer.
     """
-    return Session(open_run(checkpoint, batch=batch, recording=recording))
+    return Session(open_run(checkpoint, batch=batch, profile=profile, audit=audit))
 
 
 def open_run(
     checkpoint: CheckpointPolicy | None = None,
     *,
     batch: BatchPolicy | None = None,
-    recording: Recording | None = None,
+    profile: Profile | None = None,
+    audit: bool | None = None,
 ) -> Run:
     """Return the parts of a session; see :func:`start`."""
     environment = WorkerEnvironment.read()
@@ -83,9 +72,8 @@ def open_run(
     else:
         register_stack_dump(Path(environment.channel).parent, identity)
         agent = ChannelAgent(environment.channel, identity, stays=environment.stays)
-    recording = recording or Recording()
-    audited = recording.audit if recording.audit is not None else plan is not None and plan.audit
-    profile = recording.profile or (plan and plan.profile)
+    audited = audit if audit is not None else plan is not None and plan.audit
+    profile = profile or (plan.profile if plan is not None else None)
     profiling = None
     if profile:
         folder = trace_folder(profile.folder, run_dir)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, TableRendezvous
+from azureml_elastic.config import ElasticResources, Plan, TableRendezvous
 from azureml_elastic.config import environment as variables
 from azureml_elastic.node.diagnostics import doctor as command
 from azureml_elastic.node.diagnostics.checks.identity import claims_of, why_refused
@@ -247,7 +247,7 @@ def test_outside_of_a_job_the_workspace_is_missing(azure):
         finding.name: finding for finding in examine(TableRendezvous(), {}, no_workspace="No workspace is named.")
     }
     assert findings["workspace"].value == "No workspace is named."
-    assert "--workspace" in findings["workspace"].advice
+    assert "--workspace-name" in findings["workspace"].advice
 
 
 @pytest.fixture(scope="module")
@@ -411,8 +411,8 @@ def test_an_interface_that_is_not_there_and_ports_that_are_taken(local):
 def test_the_command_examines_the_plan_of_its_environment(local, monkeypatch, capsys):
     plan = Plan(
         resources=ElasticResources(max_instance_count=1),
-        distribution=ElasticDistribution(rendezvous=local.model_copy(update={"table": "fromtheplan"})),
-        run_id="run",
+        rendezvous=local.model_copy(update={"table": "fromtheplan"}),
+        name="run",
     )
     monkeypatch.setenv(variables.PLAN, plan.to_json())
     assert command.main([]) == 0
@@ -443,8 +443,8 @@ def test_as_the_program_of_a_job_it_runs_in_the_nodes_place(local, monkeypatch, 
 
     plan = Plan(
         resources=ElasticResources(max_instance_count=1),
-        distribution=ElasticDistribution(rendezvous=local),
-        run_id="run",
+        rendezvous=local,
+        name="run",
     )
     monkeypatch.setenv(variables.PLAN, plan.to_json())
     monkeypatch.setenv(variables.RUN_DIR, str(tmp_path / "run"))

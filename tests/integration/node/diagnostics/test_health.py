@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from azureml_elastic.config import ElasticDistribution, ElasticResources, HealthPolicy, Plan, TableRendezvous
+from azureml_elastic.config import ElasticResources, HealthPolicy, Plan, TableRendezvous
 from azureml_elastic.config import environment as variables
 from azureml_elastic.config.exit_codes import UNHEALTHY
 from azureml_elastic.errors import NodeLeaving
@@ -48,7 +48,10 @@ from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.server_time import ServerClock
 
 MIB = 1 << 20
-QUICK = HealthPolicy(timeout=1, mount_timeout=1)
+OF_THIS_MACHINE = {"shared memory", "open files"}
+"""Findings that are warnings where a test runs in a small container."""
+
+QUICK = HealthPolicy(timeout=1)
 
 
 @pytest.fixture(params=["sqlite", "azurite"])
@@ -286,7 +289,9 @@ def test_a_mount_that_hangs_does_not_hang_the_check(tmp_path):
     folder = tmp_path / "mount"
     with hanging(folder, "n"):
         started = time.monotonic()
-        check = CheckRunner(node_checks(QUICK, node="n", folders={"run": folder, "other": tmp_path}))
+        check = CheckRunner(
+            node_checks(HealthPolicy(timeout=0.2), node="n", folders={"run": folder, "other": tmp_path})
+        )
         wait_for_answer("disk: other")
         report = check.wait()
         assert time.monotonic() - started < 30
@@ -344,7 +349,7 @@ def test_a_container_of_the_first_generation_whose_path_is_the_hosts(tmp_path):
     [(0, "ok", "0."), (-120, "warn", "behind"), (120, "warn", "ahead"), (1200, "fail", "ahead")],
 )
 def test_the_clock_is_compared_with_the_servers(table, off, status, said):
-    finding = check_clock(ServerClock(table, "n", wall=lambda: time.time() + off), HealthPolicy())
+    finding = check_clock(ServerClock(table, "n", wall=lambda: time.time() + off))
     assert finding.status == status
     assert said in finding.value
 
@@ -417,7 +422,7 @@ def test_the_whole_check_of_a_healthy_node_waits_for_no_limit(table, tmp_path, m
     with listening() as port:
         seal_round(table, port)
         probes = node_checks(
-            HealthPolicy(shm_mib=0, disk_mib=0, memory_mib=0, open_files=0, timeout=60, mount_timeout=60),
+            HealthPolicy(disk_mib=0, memory_mib=0, timeout=60),
             node="me",
             folders=check_folders(tmp_path, str(tmp_path / "checkpoints")),
             table=table,
@@ -426,7 +431,7 @@ def test_the_whole_check_of_a_healthy_node_waits_for_no_limit(table, tmp_path, m
         )
         report = CheckRunner(probes).wait()
     assert report.seconds < 30
-    assert report.status == "ok", report.text()
+    assert {finding.name for finding in report.findings if finding.status != "ok"} <= OF_THIS_MACHINE, report.text()
     assert len(report.findings) == 9
 
 
@@ -446,10 +451,8 @@ def test_an_unavailable_table_does_not_prevent_joining(local_table, tmp_path):
     assert not report.failed
 
 
-def test_every_check_can_be_switched_off(tmp_path, local_table):
-    off = HealthPolicy(
-        disk_mib=None, memory_mib=None, shm_mib=None, open_files=None, clock_skew=None, peers=False, gpu_timeout=None
-    )
+def test_what_takes_long_can_be_switched_off(tmp_path, local_table):
+    off = HealthPolicy(disk_mib=None, memory_mib=None, gpu_timeout=None, strike_decay=0)
     probes = node_checks(
         off,
         node="me",
@@ -459,26 +462,17 @@ def test_every_check_can_be_switched_off(tmp_path, local_table):
         clock=ServerClock(local_table, "me"),
         hub=("127.0.0.1", 1),
     )
-    assert probes == []
+    assert {probe.name for probe in probes} == {*OF_THIS_MACHINE, "own port", "clock", "peers"}
 
 
 def test_the_strikes_are_read_with_the_check(local_table):
-    policy = HealthPolicy(
-        disk_mib=None,
-        memory_mib=None,
-        shm_mib=None,
-        open_files=None,
-        clock_skew=None,
-        peers=False,
-        quarantine_strikes=1,
-        timeout=60,
-    )
+    policy = HealthPolicy(memory_mib=None, quarantine_strikes=1, timeout=60)
     strikes = HostStrikes(local_table, "host-1", "n", policy, ServerClock(local_table, "n"))
     check = CheckRunner(node_checks(policy, node="n", folders={}, strikes=strikes))
-    assert check.wait().findings == (Finding("strikes", "ok", "0 against host-1", "fewer than 1"),)
+    assert find(check.wait(), "strikes") == Finding("strikes", "ok", "0 against host-1", "fewer than 1")
     strikes.strike("host-1", "went silent", "round.000001")
     strikes.close()
-    (finding,) = CheckRunner(node_checks(policy, node="n", folders={}, strikes=strikes)).wait().findings
+    finding = find(CheckRunner(node_checks(policy, node="n", folders={}, strikes=strikes)).wait(), "strikes")
     assert (finding.status, finding.value) == ("warn", "1 against host-1")
 
 
@@ -600,9 +594,7 @@ class Node:
 
     def __init__(self, table, folder, **policy):
         self.folder = folder
-        self.policy = HealthPolicy(
-            **{"shm_mib": None, "open_files": None, "memory_mib": None, "retry_interval": 0.01, "disk_mib": 0} | policy
-        )
+        self.policy = HealthPolicy(**{"memory_mib": None, "disk_mib": 0} | policy)
         self.table = table
         self.strikes = HostStrikes(table, "host-1", "n", self.policy, ServerClock(table, "n"))
         self.reports, self.away, self.pauses, self.paused = [], [], 0, 0.0
@@ -662,7 +654,7 @@ def test_a_check_that_is_switched_off_lets_everybody_in(node):
 
 
 def test_a_node_that_stays_ill_strikes_its_host_once_and_is_turned_away(node, monkeypatch):
-    ill = node(retry_interval=0.25, retry_for=1)
+    ill = node(retry_for=35)
     monkeypatch.setattr("azureml_elastic.node.diagnostics.admission.time", ill)
     ill.folder.write_text("no folder")
     assert ill.admission().wait() is False
@@ -680,7 +672,7 @@ def test_a_node_that_recovers_is_let_in_without_a_strike(node):
     node_.folder.write_text("no folder")
     node_.when_paused = node_.folder.unlink
     assert node_.admission().wait() is True
-    assert [report.status for report in node_.reports] == ["fail", "ok"]
+    assert [report.failed for report in node_.reports] == [True, False]
     assert node_.rows() == []
 
 
@@ -723,11 +715,9 @@ def test_a_notice_ends_the_wait(node):
 def test_the_command_prints_the_findings_and_its_exit_code_is_the_result(tmp_path):
     plan = Plan(
         resources=ElasticResources(max_instance_count=2),
-        distribution=ElasticDistribution(
-            health=HealthPolicy(disk_mib=0, memory_mib=0, shm_mib=0, open_files=0, timeout=30, mount_timeout=30),
-            rendezvous=TableRendezvous(endpoint=str(tmp_path / "table.sqlite")),
-        ),
-        run_id="run",
+        health=HealthPolicy(disk_mib=0, memory_mib=0, timeout=30),
+        rendezvous=TableRendezvous(endpoint=str(tmp_path / "table.sqlite")),
+        name="run",
     )
     environ = {variables.PLAN: plan.to_json(), variables.RUN_DIR: str(tmp_path / "run")}
     done = run_check(**environ)
@@ -735,7 +725,7 @@ def test_the_command_prints_the_findings_and_its_exit_code_is_the_result(tmp_pat
     assert re.search(r"^clock +ok +0\.\d s", done.stdout, re.MULTILINE)
     assert re.search(r"^peers +ok", done.stdout, re.MULTILINE)
     assert re.search(r"^(ok|warn) after \d+\.\d\d s$", done.stdout.strip().splitlines()[-1])
-    opened = open_table(plan.distribution.rendezvous, "run", {})
+    opened = open_table(plan.rendezvous, "run", {})
     assert list(opened.query("")) == [], "a look leaves nothing behind"
     opened.close()
 
@@ -749,9 +739,8 @@ def test_the_command_refuses_a_plan_that_it_cannot_read():
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"clock_skew": 30}, "clock_skew_warning=60 s is above clock_skew=30 s"),
         ({"quarantine_strikes": 0}, "quarantine_strikes"),
-        ({"gpu_free": 1.5}, "gpu_free"),
+        ({"gpu_timeout": 0}, "not positive"),
         ({"timeout": 0}, "not positive"),
     ],
 )

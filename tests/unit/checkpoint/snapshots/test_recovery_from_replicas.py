@@ -29,7 +29,7 @@ from tests.support.shards import describe, memory_of
 from tests.support.train import damages
 
 IDENTITY = WorkerIdentity(0, 0, 1, 9)
-POLICY = CheckpointPolicy(keep=2, keep_every=1000)
+POLICY = CheckpointPolicy(keep=2, keep_every_steps=1000)
 
 
 class HoldingAgent(StandaloneAgent):

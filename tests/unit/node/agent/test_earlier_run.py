@@ -7,7 +7,7 @@ import pytest
 
 from azureml_elastic.checkpoint.format.manifest import COMMITTED, MANIFEST, FolderName, Manifest
 from azureml_elastic.checkpoint.storage.local import LocalStorage
-from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, TableRendezvous
+from azureml_elastic.config import ElasticResources, Plan, TableRendezvous
 from azureml_elastic.config import environment as variables
 from azureml_elastic.config.plan import EarlierRun
 from azureml_elastic.errors import UsageError
@@ -43,8 +43,8 @@ class Runs:
     def resume(self, earlier, run="new", *, checkpoint_dir=True, **given):
         plan = Plan(
             resources=ElasticResources(max_instance_count=1),
-            distribution=ElasticDistribution(rendezvous=self.rendezvous),
-            resume_from=EarlierRun(run_id=earlier, **given),
+            rendezvous=self.rendezvous,
+            resume_from=EarlierRun(name=earlier, **given),
         )
         folder = str(self.checkpoints) if checkpoint_dir else None
         identity = read_identity({variables.PLAN: plan.to_json(), variables.RUN_ID: run}, checkpoint_dir=folder)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_elastic.config import ElasticDistribution, RendezvousTimings, TableRendezvous
+from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, RendezvousTimings, TableRendezvous
 from azureml_elastic.config.exit_codes import AGENT_LOST, PREEMPTED, UNHEALTHY, of_failed_run
 from azureml_elastic.node.core.closing_message import SUMMARIES, closing_message
 from azureml_elastic.node.core.failures import (
@@ -30,10 +30,12 @@ KINDS = sorted(SUMMARIES.keys() - {"nonfinite"})
 CHARGED = [kind for kind in KINDS if kind != "peer"]
 
 
-def terms(max_restarts: int = 3, window: float | None = HOUR, max_failed_rounds: int = 5) -> ElasticDistribution:
-    return ElasticDistribution(
-        max_restarts=max_restarts,
-        restart_window=None if window is None else timedelta(seconds=window),
+def terms(max_restarts: int = 3, window: float | None = HOUR, max_failed_rounds: int = 5) -> Plan:
+    return Plan(
+        resources=ElasticResources(max_instance_count=1),
+        distribution=ElasticDistribution(
+            max_restarts=max_restarts, restart_window=None if window is None else timedelta(seconds=window)
+        ),
         rendezvous=TableRendezvous(timings=RendezvousTimings(max_failed_rounds=max_failed_rounds)),
     )
 
@@ -45,7 +47,7 @@ def record(signature: str = "a", kind="user", step: int | None = 0, node: str = 
 class Run:
     """A run that fails again and again: the rows of its rounds, as the agents would write them."""
 
-    def __init__(self, conditions: ElasticDistribution):
+    def __init__(self, conditions: Plan):
         self.terms = conditions
         self.round = Round(state="sealed", members=(Member("node-0", "i"),))
         self.rounds = 1
@@ -54,10 +56,11 @@ class Run:
         verdict = decide_restart(
             aged(self.round.failures, seconds),
             failure,
-            self.terms,
+            self.terms.distribution,
             conclusive=conclusive,
             seconds=seconds,
             failed_rounds=self.round.failed_rounds,
+            max_failed_rounds=self.terms.rendezvous.timings.max_failed_rounds,
         )
         if verdict.restart:
             after = reopened(
@@ -250,7 +253,10 @@ def test_ages_add_up(known, first, second):
 
 @given(st.lists(records, max_size=3 * MAX_RECORDS), records)
 def test_the_row_stays_small_and_no_charge_is_lost(known, failure):
-    verdict = decide_restart(known, failure, terms(10_000, None), conclusive=False, seconds=1.0, failed_rounds=0)
+    limits = terms(10_000, None).distribution
+    verdict = decide_restart(
+        known, failure, limits, conclusive=False, seconds=1.0, failed_rounds=0, max_failed_rounds=5
+    )
     assert len(verdict.failures) <= MAX_RECORDS
     charge = 0 if failure.kind == "peer" else 1
     assert sum(one.charge for one in verdict.failures) == sum(one.charge for one in known) + charge

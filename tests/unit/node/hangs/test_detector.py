@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.config import ElasticResources, HealthPolicy, Plan
 from azureml_elastic.ipc.agent_messages import HangLesson
 from azureml_elastic.node.core.hangs import Hang, HangPolicy, pause_limit, step_limit
 from azureml_elastic.node.hangs.detector import HangDetector
@@ -106,15 +106,17 @@ def test_a_fixed_limit_learns_nothing(gaps, fixed):
 
 
 def test_the_policy_is_the_plans():
-    assert HangPolicy.of(ElasticDistribution()) == HangPolicy(enabled=True, fixed=None, floor=300)
-    fixed = ElasticDistribution(hang_timeout=timedelta(seconds=7), hang_timeout_floor=timedelta(seconds=2))
-    assert HangPolicy.of(fixed) == HangPolicy(fixed=7, floor=2)
-    assert not HangPolicy.of(ElasticDistribution(hang_timeout=None)).enabled
-    assert ElasticDistribution.model_validate_json(fixed.model_dump_json()) == fixed
-    automatic = ElasticDistribution.model_validate_json(ElasticDistribution().model_dump_json())
-    assert automatic.hang_timeout == "auto"
+    def policy(**health):
+        return HangPolicy.of(Plan(resources=ElasticResources(max_instance_count=1), health=HealthPolicy(**health)))
+
+    assert policy() == HangPolicy(enabled=True, fixed=None, floor=300)
+    assert policy(hang_timeout="7s", hang_timeout_floor=2) == HangPolicy(fixed=7, floor=2)
+    assert not policy(hang_timeout=None).enabled
+    fixed = HealthPolicy(hang_timeout="7s")
+    assert HealthPolicy.model_validate_json(fixed.model_dump_json()) == fixed
+    assert HealthPolicy.model_validate_json(HealthPolicy().model_dump_json()).hang_timeout == "auto"
     with pytest.raises(ValueError, match="not positive"):
-        ElasticDistribution(hang_timeout=timedelta(0))
+        HealthPolicy(hang_timeout=timedelta(0))
 
 
 # --- the watch -------------------------------------------------------------------------------------------------------

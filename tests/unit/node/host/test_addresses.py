@@ -9,7 +9,7 @@ import socket
 import psutil
 import pytest
 
-from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, TableRendezvous
+from azureml_elastic.config import ElasticResources, Plan, TableRendezvous
 from azureml_elastic.config import environment as variables
 from azureml_elastic.errors import UsageError
 from azureml_elastic.node.host.addresses import (
@@ -92,8 +92,8 @@ def test_the_environment_comes_before_the_job():
 def test_a_nodes_identity_has_the_address_and_its_interface():
     plan = Plan(
         resources=ElasticResources(max_instance_count=2),
-        distribution=ElasticDistribution(rendezvous=TableRendezvous(endpoint="/tmp/t.sqlite", advertise="lo")),
-        run_id="run",
+        rendezvous=TableRendezvous(endpoint="/tmp/t.sqlite", advertise="lo"),
+        name="run",
     )
     identity = read_identity({variables.PLAN: plan.to_json()})
     assert (identity.host, identity.interface) == ("127.0.0.1", "lo")

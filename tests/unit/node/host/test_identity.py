@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, TableRendezvous
+from azureml_elastic.config import ElasticResources, Plan, TableRendezvous
 from azureml_elastic.config import environment as variables
 from azureml_elastic.errors import PlanError, UsageError
 from azureml_elastic.node.host.addresses import local_address
@@ -14,7 +14,7 @@ from azureml_elastic.node.host.identity import read_identity
 
 PLAN = Plan(
     resources=ElasticResources(max_instance_count=2),
-    distribution=ElasticDistribution(rendezvous=TableRendezvous(endpoint="/tmp/t.sqlite")),
+    rendezvous=TableRendezvous(endpoint="/tmp/t.sqlite"),
 )
 
 
@@ -48,7 +48,7 @@ def test_two_submissions_of_one_plan_have_two_runs():
 
 def test_a_local_node():
     environ = {
-        variables.PLAN: PLAN.model_copy(update={"run_id": "mine"}).to_json(),
+        variables.PLAN: PLAN.model_copy(update={"name": "mine"}).to_json(),
         variables.NODE_ID: "node-3",
         variables.RUN_DIR: "/tmp/run",
         "AZUREML_RUN_ID": "other",
@@ -62,7 +62,7 @@ def test_a_node_may_have_a_metadata_service_of_its_own():
     environ = {variables.PLAN: PLAN.to_json(), variables.RUN_ID: "run"}
 
     def address(**own):
-        return read_identity({**environ, **own}).plan.distribution.preemption.scheduled_events
+        return read_identity({**environ, **own}).plan.preemption.scheduled_events
 
     assert address() == "http://169.254.169.254/metadata"
     assert (

@@ -23,7 +23,7 @@ TIMEOUT_S = 20.0
 
 
 def policy(**fields):
-    return PreemptionPolicy(**{"scheduled_events": None, "poll_interval": 0.02, **fields})
+    return PreemptionPolicy(**{"scheduled_events": None, **fields})
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def woken():
 
 @pytest.fixture
 def preemption(woken):
-    with opened(PreemptionWatcher(policy(grace=0), woken)) as made:
+    with opened(PreemptionWatcher(policy(grace=0), woken, interval=0.02)) as made:
         yield made
 
 
@@ -70,7 +70,7 @@ def test_a_signal_is_a_notice(preemption, woken, signum, code):
 
 
 def test_workers_have_what_is_left_of_the_first_notice(woken):
-    with opened(PreemptionWatcher(policy(grace=20), woken)) as preemption:
+    with opened(PreemptionWatcher(policy(grace=20), woken, interval=0.02)) as preemption:
         assert preemption.seconds_left == float("inf")
         preemption.announce("event", {"late": Announcement("late", seconds_left=15.0)})
         assert 10 < preemption.seconds_left <= 15
@@ -98,7 +98,9 @@ def test_a_storm_of_signals_while_the_wake_is_used_does_not_deadlock(preemption,
 
 
 def test_an_event_is_a_notice_until_it_is_withdrawn(service, woken):
-    with opened(PreemptionWatcher(policy(scheduled_events=service.address("vm_1")), woken)) as preemption:
+    with opened(
+        PreemptionWatcher(policy(scheduled_events=service.address("vm_1")), woken, interval=0.02)
+    ) as preemption:
         event = service.announce("Preempt", "vm_1")
         assert woken.wait(TIMEOUT_S)
         assert preemption.noticed
@@ -114,7 +116,9 @@ def test_an_event_is_a_notice_until_it_is_withdrawn(service, woken):
 
 def test_a_committed_node_leaves_although_the_event_is_withdrawn(service, woken, caplog):
     caplog.set_level(logging.INFO)
-    with opened(PreemptionWatcher(policy(scheduled_events=service.address("vm_1")), woken)) as preemption:
+    with opened(
+        PreemptionWatcher(policy(scheduled_events=service.address("vm_1")), woken, interval=0.02)
+    ) as preemption:
         event = service.announce("Preempt", "vm_1")
         until(lambda: preemption.noticed)
         assert preemption.commit_to_leave()
@@ -126,7 +130,9 @@ def test_a_committed_node_leaves_although_the_event_is_withdrawn(service, woken,
 
 
 def test_a_withdrawn_event_leaves_a_signal_standing(service, woken):
-    with opened(PreemptionWatcher(policy(scheduled_events=service.address("vm_1")), woken)) as preemption:
+    with opened(
+        PreemptionWatcher(policy(scheduled_events=service.address("vm_1")), woken, interval=0.02)
+    ) as preemption:
         event = service.announce("Preempt", "vm_1")
         until(lambda: preemption.noticed)
         os.kill(os.getpid(), signal.SIGINT)
@@ -138,7 +144,9 @@ def test_a_withdrawn_event_leaves_a_signal_standing(service, woken):
 
 
 def test_the_last_document_stays_valid_while_the_service_fails(service, woken):
-    with opened(PreemptionWatcher(policy(scheduled_events=service.address("vm_1")), woken)) as preemption:
+    with opened(
+        PreemptionWatcher(policy(scheduled_events=service.address("vm_1")), woken, interval=0.02)
+    ) as preemption:
         event = service.announce("Preempt", "vm_1")
         until(lambda: preemption.noticed)
         service.fault = MetadataFault(status=500)
@@ -151,7 +159,9 @@ def test_the_last_document_stays_valid_while_the_service_fails(service, woken):
 
 
 def test_the_time_that_is_left_is_the_end_of_the_grace(service, woken, monkeypatch):
-    with opened(PreemptionWatcher(policy(grace=60, scheduled_events=service.address("vm_1")), woken)) as preemption:
+    with opened(
+        PreemptionWatcher(policy(grace=60, scheduled_events=service.address("vm_1")), woken, interval=0.02)
+    ) as preemption:
         service.announce("Preempt", "vm_1", notice=30)
         until(lambda: preemption.noticed)
         assert preemption.seconds_left > 0
@@ -165,7 +175,7 @@ def test_the_time_that_is_left_is_the_end_of_the_grace(service, woken, monkeypat
 @pytest.mark.parametrize(("acknowledge", "machines"), [(True, ("vm_1",)), (False, ("vm_1",)), (True, ("vm_1", "vm_2"))])
 def test_an_event_of_this_machine_alone_is_acknowledged_on_request(service, woken, acknowledge, machines):
     asked = policy(scheduled_events=service.address("vm_1"), acknowledge=acknowledge)
-    with opened(PreemptionWatcher(asked, woken)) as preemption:
+    with opened(PreemptionWatcher(asked, woken, interval=0.02)) as preemption:
         preemption.acknowledge()
         event = service.announce("Preempt", *machines)
         until(lambda: preemption.noticed)
@@ -177,7 +187,7 @@ def test_an_event_of_this_machine_alone_is_acknowledged_on_request(service, woke
 
 def test_a_failing_service_does_not_prevent_leaving(service, woken):
     asked = policy(scheduled_events=service.address("vm_1"), acknowledge=True)
-    with opened(PreemptionWatcher(asked, woken)) as preemption:
+    with opened(PreemptionWatcher(asked, woken, interval=0.02)) as preemption:
         service.announce("Preempt", "vm_1")
         until(lambda: preemption.noticed)
         service.fault = MetadataFault(status=503)
@@ -186,7 +196,9 @@ def test_a_failing_service_does_not_prevent_leaving(service, woken):
 
 
 def test_a_marker_is_a_notice_while_it_is_there(tmp_path, woken):
-    with opened(PreemptionWatcher(policy(marker=str(tmp_path / "leave-{node}")), woken, "node-7")) as preemption:
+    with opened(
+        PreemptionWatcher(policy(marker=str(tmp_path / "leave-{node}")), woken, "node-7", interval=0.02)
+    ) as preemption:
         (tmp_path / "leave-node-8").touch()
         marker = tmp_path / "leave-node-7"
         time.sleep(0.1)

@@ -33,9 +33,12 @@ class Server:
         self.closed = True
 
 
-def plan(**distribution) -> str:
+def plan(rendezvous: TableRendezvous | None = None, **distribution) -> str:
     return Plan(
-        resources=ElasticResources(max_instance_count=2), distribution=ElasticDistribution(**distribution), run_id="run"
+        resources=ElasticResources(max_instance_count=2),
+        distribution=ElasticDistribution(**distribution),
+        rendezvous=rendezvous or TableRendezvous(),
+        name="run",
     ).to_json()
 
 
@@ -61,7 +64,7 @@ def test_without_a_plan_that_wants_it_nothing_is_started(text):
 
 def test_a_plan_of_a_later_release_is_left_to_its_validation():
     document = json.loads(plan())
-    document["distribution"]["rendezvous"] = {"name": "another"}
+    document["rendezvous"] = {"name": "another"}
     assert start_early(PROGRAM, {variables.PLAN: json.dumps(document)}, Server) is None
 
 

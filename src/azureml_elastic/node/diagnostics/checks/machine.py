@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
-from azureml_elastic.config import HealthPolicy, TableRendezvous
+from azureml_elastic.config import TableRendezvous
 from azureml_elastic.config.rendezvous import PORTS_OF_A_NODE
 from azureml_elastic.errors import UsageError
 from azureml_elastic.memory import available_memory
@@ -26,6 +26,12 @@ __all__ = ["check_folder", "check_machine", "check_memory", "check_open_files", 
 _MIB = 1 << 20
 _SAMPLE_BYTES = 4096
 _WARN_BELOW = 2  # times the limit
+
+
+_SHM_MIB = 1024
+"""Size of ``/dev/shm`` below which DataLoader workers may run out of it."""
+
+_OPEN_FILES = 1024
 
 
 def check_folder(what: str, folder: Path, owner: str, limit_mib: int) -> Finding:
@@ -65,7 +71,7 @@ def check_memory(limit_mib: int) -> Finding:
     return Finding("memory", status, f"{free_mib:,} MiB available{whose}", f"{limit_mib:,} MiB available", advice)
 
 
-def check_shared_memory(limit_mib: int, folder: Path = Path("/dev/shm")) -> Finding:  # noqa: S108 - the kernel's name
+def check_shared_memory(limit_mib: int = _SHM_MIB, folder: Path = Path("/dev/shm")) -> Finding:  # noqa: S108 - the kernel's name
     """Check the size of the memory file system through which DataLoader workers pass their batches."""
     name, limit = "shared memory", f"{limit_mib:,} MiB"
     advice = "Give the container more: ElasticResources(shm_size='16g'), or `docker run --shm-size`."
@@ -79,7 +85,7 @@ def check_shared_memory(limit_mib: int, folder: Path = Path("/dev/shm")) -> Find
     return Finding(name, "ok", f"{size:,} MiB", limit)
 
 
-def check_open_files(limit: int) -> Finding:
+def check_open_files(limit: int = _OPEN_FILES) -> Finding:
     """Check the limit of open files and sockets of a process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = f"{limit:,}"
@@ -147,9 +153,7 @@ def check_machine(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> It
     yield Finding("address", "ok", f"{address.host}{interface}{only}")
     yield _check_ports(rendezvous, address.host)
     if sys.platform == "linux":
-        wanted = HealthPolicy().shm_mib
-        assert wanted is not None, "the check is on by default"
-        yield check_shared_memory(wanted)
+        yield check_shared_memory()
 
 
 def _check_ports(rendezvous: TableRendezvous, host: str) -> Finding:

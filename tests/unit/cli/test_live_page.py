@@ -1,8 +1,8 @@
-"""The page of a dashboard: when it is made anew."""
+"""The page of ``report --serve``: when it is made anew."""
 
 import threading
 
-from azureml_elastic.cli.dashboard import LivePage
+from azureml_elastic.cli.live_page import LivePage
 from azureml_elastic.cli.run_reports import LocalRunReports, RunReport
 from azureml_elastic.errors import TableUnavailable
 from azureml_elastic.ledger.summary import Paths, Report
@@ -29,7 +29,7 @@ class Reports:
         self.clock, self.seconds = clock, seconds
         events = loss_and_newcomer()
         self.events = events
-        self.report = Report(paths=Paths.of(path), outcome="unfinished", exit_code=0, run_id="run-9").with_timeline(
+        self.report = Report(paths=Paths.of(path), outcome="unfinished", exit_code=0, name="run-9").with_timeline(
             events
         )
 

@@ -1,25 +1,21 @@
-"""``azureml-elastic dashboard``: the page of a run in a browser, which updates itself while the run goes on."""
+"""The page of ``azureml-elastic report --serve``: a run in a browser, updated while the run goes on."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from azureml_elastic.cli.failures import explained
-from azureml_elastic.cli.run_argument import RunArgument
-from azureml_elastic.cli.run_reports import LocalRunReports, RunReports, open_reports
-from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption
+from azureml_elastic.cli.run_reports import LocalRunReports, RunReports
 from azureml_elastic.errors import ElasticError
 
 if TYPE_CHECKING:
     from azureml_elastic.report.page_content import PageContent
 
-__all__ = ["LivePage", "dashboard"]
+__all__ = ["LivePage", "serve"]
 
 _POLL_SECONDS = 2.0
 _LOCAL_SECONDS = 1.0
@@ -30,28 +26,20 @@ _SHARE = 4.0
 """Time between the end of one read and the next, as a multiple of the time of the first one."""
 
 
-@explained("Interrupted; the dashboard has ended, the run has not.")
-def dashboard(
-    run: RunArgument,
-    port: Annotated[int, typer.Option(help="Port; 0 is a free one.", min=0, max=65535)] = 0,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. Any but the loopback requires a token, which the URL has.")
-    ] = "127.0.0.1",
-    prices: Annotated[
-        Path | None, typer.Option(help="JSON file of prices per VM size and tier, for the cost of the nodes.")
-    ] = None,
-    subscription: SubscriptionOption = None,
-    group: GroupOption = None,
-    workspace: WorkspaceOption = None,
-) -> None:
-    """Serve the report's page of a run, which updates itself until the run ends. Ctrl-C ends the server."""
+def serve(reports: RunReports, *, host: str, port: int) -> None:
+    """Serve the page of a run until Ctrl-C.
+
+    Args:
+        reports: source of the run's reports.
+        host: address to listen on.
+        port: port; 0 for a free one.
+    """
     from azureml_elastic.local.page_server import PageServer
 
-    reports = open_reports(run, None, prices, subscription, group, workspace)
     local = isinstance(reports, LocalRunReports)
     page = LivePage(reports, _LOCAL_SECONDS if local else _SERVICE_SECONDS)
     with PageServer(page, host=host, port=port) as server:
-        typer.echo(f"Dashboard of {reports.name}: {server.url}")
+        typer.echo(f"Report of {reports.name}: {server.url}")
         if server.token is not None:
             typer.echo("The URL is all that is needed to read the page, and the connection is not encrypted.", err=True)
         threading.Event().wait()
