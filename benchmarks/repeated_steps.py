@@ -47,7 +47,7 @@ def under_a_loss(steps: int) -> float:
             start="command",
             chaos=parse_schedule(f"kill=rank0@step:{steps * 9 // 10}"),
             run_dir=folder / "run",
-            timeout_s=400,
+            timeout=400,
         )
         report = cluster.run([sys.executable, str(SCRIPT), "--folder", name, "--steps", str(steps)])
         if report.exit_code != 0:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from azureml_elastic.config import FixedGlobalBatch
+from azureml_elastic.config import CheckpointPolicy, FixedGlobalBatch
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train.integrations.accelerate import parallelism
 from tests.support.stacks import assert_same_rates, run_stock
@@ -33,8 +33,8 @@ PAUSE = 0.3
 
 EXACT = ("--epochs", str(EPOCHS), "--samples", str(SAMPLES), "--dropout", "0")
 REPLICATED = {
-    "processes_per_node": 2,
-    "snapshot_steps": None,
+    "processes": 2,
+    "checkpoint": CheckpointPolicy(snapshot_every=None),
     "most_repeated": 0,
     "batch": FixedGlobalBatch(logical_workers=3),
 }
@@ -57,7 +57,7 @@ def undisturbed(script, folder, *arguments):
 def disturbed(script, folder, *arguments, accumulation=1, most_repeated=MOST_REPEATED, **options):
     """Run it on nodes of which one is lost, and another one arrives."""
     faults = f"kill=rank0@step:{LOSS // accumulation},add@step:{ARRIVAL // accumulation}"
-    options = {"chaos": faults, "snapshot_steps": 1, **options}
+    options = {"chaos": faults, "checkpoint": CheckpointPolicy(snapshot_every_steps=1), **options}
     found = run(script, folder, *arguments, "--pause", str(PAUSE), "--accumulate", str(accumulation), **options)
     report = found.report
     assert report.audit.complete, report.audit

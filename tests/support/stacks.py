@@ -65,6 +65,7 @@ def run_stock(
     start: StartMethod = "fork",
     imports: Path | None = None,
     results: str = "record.json",
+    processes: int = 1,
     **options: Any,
 ) -> StockRun:
     """Run a script to its end, with a folder for its output as the first argument.
@@ -79,10 +80,12 @@ def run_stock(
         start: ``fork`` forks the nodes from a server that has imported the stack for all tests of the process.
         imports: script or module whose imports that server has, in place of the script.
         results: name of the file in which the script records its training.
+        processes: number of workers of a node.
         options: further arguments of the cluster.
     """
     output = folder / "script"
     output.mkdir(parents=True)
+    distribution = ElasticDistribution(preload_workers=preload, recovery=recovery, process_count_per_instance=processes)
     cluster = LocalCluster(
         options.pop("nodes", (1, 3)),
         start=forked_with(imports or script) if start == "fork" else start,
@@ -90,7 +93,7 @@ def run_stock(
         run_dir=folder / "run",
         timeout=200,
         audit=True,
-        distribution=ElasticDistribution(preload_workers=preload, recovery=recovery),
+        distribution=distribution,
         rendezvous=GATHERING,
         **options,
     )
