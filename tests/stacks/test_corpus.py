@@ -68,9 +68,6 @@ WEIGHTS = {
 }
 """How close the norm of the weights is to that of the same step without faults, where it is not the same to 1e-6."""
 
-SECOND = {"gan": 0}
-"""An optimizer that steps after another one: where a node is lost between the two, its step is left out."""
-
 
 def run(case, folder, *more, **options):
     name, *arguments = case.split()
@@ -122,24 +119,20 @@ def share(lines):
     return sum(1 / line["ranks"] for line in lines)
 
 
-def assert_same_steps(found, expected, weights, second=None):
+def assert_same_steps(found, expected, weights, rolled_back=0):
     """Compare each optimizer step: its samples, learning rate and weights.
 
     A step is complete once one rank has completed it, so rank 0 may be killed before its line of that step is written:
     in one step at most.
     """
-    if second is not None:
-        counts = [len([step for optimizer, step in lines if optimizer == second]) for lines in (found, expected)]
-        assert counts[0] in (counts[1], counts[1] - 1)
-        found, expected = (
-            {key: each for key, each in lines.items() if key[0] != second} for lines in (found, expected)
-        )
     assert found.keys() == expected.keys()
-    short = set()
+    short, twice = set(), set()
     for key, lines in found.items():
         wanted = expected[key]
-        assert share(lines) <= share(wanted), f"{key} was trained more than once"
-        if share(lines) < share(wanted):
+        assert share(lines) <= share(wanted) * (2 if rolled_back else 1), f"{key} was trained more than once"
+        if share(lines) > share(wanted):
+            twice.add(key[1])
+        elif share(lines) < share(wanted):
             short.add(key[1])
             assert samples(lines) < samples(wanted), key
         else:
@@ -148,6 +141,8 @@ def assert_same_steps(found, expected, weights, second=None):
             assert line["rate"] == pytest.approx(wanted[0]["rate"], abs=1e-12), key
             assert line["weights"] == pytest.approx(wanted[0]["weights"], rel=weights), key
     assert len(short) <= 1, f"lines are missing of the steps {short}"
+    # With the one whose first model alone was updated.
+    assert len(twice) <= rolled_back + bool(rolled_back), f"the steps {twice} were trained again"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -155,14 +150,24 @@ def test_a_script_trains_under_faults_as_without(tmp_path, case):
     expected = run(case, tmp_path / "expected", nodes=(2, 2))
     found = run(case, tmp_path / "run", "--full", "2", nodes=(1, 2), chaos="kill=rank0@step:9,add@step:15")
     assert not found.report.missed_faults
-    assert found.report.audit.rolled_back_steps == 0
+    rolled_back = found.report.audit.rolled_back_steps
+    assert rolled_back == 0 or case == "gan"  # in which the node may be lost between the updates of two models
     steps = expected.report.last_step
     assert found.report.last_step == steps == expected.record.get("completed_steps", steps)
     assert_same(found.record, expected.record, CLOSE.get(case, {}))
-    assert_same_steps(observed(found), observed(expected), WEIGHTS.get(case, 1e-6), SECOND.get(case))
+    assert_same_steps(observed(found), observed(expected), WEIGHTS.get(case, 1e-6), rolled_back)
     assert files(found) == files(expected)
     for folder in found.folder.glob("step_*"):
         assert json.loads((folder / "azureml-elastic.json").read_text())["steps"] == int(folder.name[5:])
+
+
+def test_a_step_in_which_one_of_two_models_is_updated_does_not_count(tmp_path):
+    expected = run("gan", tmp_path / "expected", nodes=(2, 2))
+    found = run("gan --die_between_updates", tmp_path / "run", nodes=(2, 2))
+    rolled_back = found.report.audit.rolled_back_steps
+    assert rolled_back == 9  # there is no snapshot
+    assert_same(found.record, expected.record, CLOSE["gan"])
+    assert_same_steps(observed(found), observed(expected), WEIGHTS["gan"], rolled_back)
 
 
 @pytest.mark.parametrize("options", ["", " --resume"])

@@ -83,11 +83,13 @@ def attach_to_logging(module: ModuleType) -> None:
 
 def attach_to_optimizer(module: ModuleType) -> None:
     """Attach to ``accelerate.optimizer``."""
-    stepping, step = _in_loop("optimizer_step"), module.AcceleratedOptimizer.step
+    step = module.AcceleratedOptimizer.step
 
     @functools.wraps(step)
     def stepped(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        return stepping(functools.partial(step, optimizer), optimizer, args, kwargs)
+        if _data.loop is None:
+            return step(optimizer, *args, **kwargs)
+        return _data.loop.optimizer_step(optimizer, functools.partial(step, optimizer), *args, **kwargs)
 
     # A plain function: a scheduler that is made with a prepared optimizer calls what is bound, past wrapt's proxies.
     module.AcceleratedOptimizer.step = stepped

@@ -136,16 +136,18 @@ class TrainingLoop(ScriptLoop):
             self._stepped, self._accumulated = True, False
         return result
 
-    def optimizer_step(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
-        """Note that the optimizer has stepped."""
+    def optimizer_step(self, optimizer: object, step: Wrapped, *args: Any, **kwargs: Any) -> Any:
+        """Note that an optimizer has stepped."""
         if self.repeating:
+            self._updates.expect(optimizer)
             return None
-        result = wrapped(*args, **kwargs)
+        result = step(*args, **kwargs)
         if self._micro is not None and self._micro.last:
             if not self._accumulated and not self._stepped:
                 self._warn("The optimizer steps without accelerator.backward(loss): the mean loss is not weighed by "
                            "samples. Call it in place of loss.backward().")  # fmt: skip
             self._stepped, self._accumulated = True, False
+            self._updates.note(optimizer, len(self._accelerator._optimizers))  # noqa: SLF001
         return result
 
     def zero_grad(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:

@@ -37,6 +37,7 @@ from azureml_elastic.train.integrations.script_loop.repeated_steps import (
     own_loss,
 )
 from azureml_elastic.train.integrations.script_loop.state_folders import Place
+from azureml_elastic.train.integrations.script_loop.step_updates import StepUpdates
 from azureml_elastic.train.session.stack_session import StackSession
 
 __all__ = ["ScriptLoop"]
@@ -123,6 +124,7 @@ class ScriptLoop(ABC):
         self._used = False  # whether it has trained the current one
         self._micro: MicroBatch | None = None
         self._stepped = False
+        self._updates = StepUpdates()
         self._completed = False
         self._warned: set[str] = set()
 
@@ -187,7 +189,10 @@ class ScriptLoop(ABC):
                        "older one has the rest of its batches, but training them is not counted.")  # fmt: skip
             yield from (batch for _, batch in self._windows.batches_from(superseded.cursor))
         finally:
-            if self._pass is current:
+            # An error of the script closes this generator before anybody knows of the error. A step in which only some
+            # of the models are updated must not be counted then, and so not be handed over. A script that has left
+            # the pass by itself has the step counted at its next pass, or at its end.
+            if self._pass is current and not self._updates.missing:
                 self._leave_pass()
 
     def _may_train(self) -> bool:
@@ -453,6 +458,7 @@ class ScriptLoop(ABC):
         if not self._stepped:
             self._warn(self.unstepped)
         self._completed, self._stepped = True, False
+        self._updates.end_step()
         self._history.complete_step(self._micro.window.before.epoch)
         self._session.complete_step(changes_state=self._micro.window.ends_epoch)
 
