@@ -61,8 +61,6 @@ WEIGHTS = {
     "ner": 1e-4,
     "translation": 1e-3,
     "trainer_subclass": 3e-3,
-    # A sum times ``num_processes``, the number of all nodes: with fewer ranks the gradients are larger.
-    "tokens_accumulated": 3e-3,
     # A line search ends where the last digits say.
     "closures": 1e-4,
 }

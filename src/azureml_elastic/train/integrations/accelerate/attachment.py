@@ -166,11 +166,14 @@ def _unless_silent(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> A
 def _num_processes(wrapped: Callable[[Any], int], accelerator: Any) -> int:
     """Return the number of ranks of a run with all nodes to a script, whose schedules must not depend on the present.
 
-    accelerate itself and stacks above it receive the number of ranks that there are.
+    accelerate itself and stacks above it receive the number of ranks that there are, and so does a script within a
+    step: it weighs a loss by that number.
     """
     caller = str(sys._getframe(1).f_globals.get("__name__", ""))  # noqa: SLF001
     session = None if caller.partition(".")[0] in _STACKS or getattr(accelerator, _APART, False) else stack_session()
-    return wrapped(accelerator) if session is None else session.reference_world_size
+    if session is None or (_data.loop is not None and _data.loop.weighs_by_ranks()):
+        return wrapped(accelerator)
+    return session.reference_world_size
 
 
 def _do_sync(wrapped: Wrapped, accelerator: Any, args: Any, kwargs: Any) -> Any:

@@ -71,6 +71,7 @@ class TrainingLoop(ScriptLoop):
         self.loader = self._loader_of(loader, windows)
         self._scheduler_steps = 1 if accelerator.split_batches else session.reference_world_size
         self._accumulated = False  # gradients of the current step
+        self._weighed = False  # the loss to come, by the script
         self._steps_in_backward = accelerator.distributed_type.value == "DEEPSPEED"
 
     def _objects(self) -> Mapping[str, Any]:
@@ -121,6 +122,15 @@ class TrainingLoop(ScriptLoop):
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
+    def weighs_by_ranks(self) -> bool:
+        """Note that the script asks for the number of ranks, and return whether it does so for the loss to come.
+
+        Its loss is then a sum over the samples, times that number, by a total over all ranks: data parallelism divides
+        by the number. It is no mean over a rank's samples, and is weighed already.
+        """
+        self._weighed = self._micro is not None and not (self._stepped or self._completed or self.repeating)
+        return self._weighed
+
     def backward(self, wrapped: Wrapped, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Weigh a micro-batch's loss so that the mean over the ranks is the mean over the samples."""
         self._train_batch()
@@ -129,8 +139,9 @@ class TrainingLoop(ScriptLoop):
         if self._micro is not None:
             self._note_loss(loss)
             self._accumulated = True
-            # accelerate divides by the number of batches that the script accumulates
-            loss = loss * (self._micro.weight * self._accelerator.gradient_accumulation_steps)
+            if not self._weighed:  # accelerate divides by the number of batches that the script accumulates
+                loss = loss * (self._micro.weight * self._accelerator.gradient_accumulation_steps)
+            self._weighed = False
         result = wrapped(loss, *args, **kwargs)
         if self._micro is not None and self._micro.last and self._steps_in_backward:
             self._stepped, self._accumulated = True, False
