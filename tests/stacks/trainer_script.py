@@ -115,7 +115,7 @@ arguments = TrainingArguments(
 trainer = Trainer(model=model, args=arguments, train_dataset=Sentences(options.samples), eval_dataset=Sentences(100))
 output = Path(arguments.output_dir)
 result = trainer.train(resume_from_checkpoint=get_last_checkpoint(output) if output.is_dir() else None)
-weights = trainer.accelerator.get_state_dict(trainer.model)
+weights = model.state_dict() if options.fsdp is None else trainer.accelerator.get_state_dict(trainer.model)
 if trainer.is_world_process_zero():
     torch.save(weights, options.folder / "model.pt")
     record = {"log": trainer.state.log_history, "max_steps": trainer.state.max_steps, "loss": result.training_loss}
