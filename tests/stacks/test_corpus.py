@@ -48,8 +48,9 @@ CLOSE = {
     # Means of what rank 0 has computed alone, whose samples are others at another world size.
     "gan": {"loss": 0.05},
     "glue": {"loss": 0.01},
-    # Gathered from all ranks, and computed with weights that differ as WEIGHTS says.
-    "ner": {"loss": 1e-3},
+    # A mean of the ranks' means over their tokens: another one where there are fewer ranks, for steps as many as come
+    # before the arrival.
+    "ner": {"loss": 0.01},
     "trainer_subclass": {"loss": 5e-3},
 }
 """How close the script's own numbers are to those of a run without faults, where they are not the same to 1e-6."""
