@@ -79,7 +79,8 @@ def on_a_deferred_device(folder, kind):
     """Train on a device that runs behind the host; the victim's device dies in step 3.
 
     It dies before it reduces gradients, or, if weights are averaged behind the update (``"averaged"``), before that.
-    With ``"unseen"`` the update is no step of a tracked optimizer, as in a CUDA graph.
+    With ``"unseen"`` the update is no step of a tracked optimizer, as in a CUDA graph. A file ``queued-RANK`` beside
+    the checkpoints says that the host has queued the whole of that step, and only commits it yet.
     """
     gpu = DeferredDevice()
     device.register("cpu", gpu)
@@ -111,6 +112,8 @@ def on_a_deferred_device(folder, kind):
             if kind == "averaged":
                 gpu.reduce(next(model.parameters()).data, divisor=run.world_size)
             optimizer.zero_grad()
+            if run.steps + 1 == 3:
+                (folder.parent / f"queued-{run.rank}").touch()
             run.commit()
 
 
