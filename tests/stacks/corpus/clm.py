@@ -3,8 +3,6 @@
 import argparse
 import json
 import math
-import os
-import signal
 from pathlib import Path
 
 import torch
@@ -67,15 +65,8 @@ updates = math.ceil(len(train_dataloader) / accelerator.gradient_accumulation_st
 num_train_epochs = math.ceil(args.max_train_steps / updates)
 
 
-def die_once(*_):
-    """Die as rank 0, with an empty folder."""
-    if accelerator.is_main_process and not (args.output_dir / "died").exists():
-        (args.output_dir / "died").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 if args.die_in_save:
-    accelerator.register_save_state_pre_hook(die_once)
+    accelerator.register_save_state_pre_hook(lambda *_: toy.die_once(accelerator, args.output_dir / "died"))
 accelerator.init_trackers("clm", {"lr": 5e-4})
 
 completed_steps, starting_epoch, resume_step = 0, 0, None

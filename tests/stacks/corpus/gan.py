@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import os
-import signal
 from pathlib import Path
 
 import torch
@@ -16,13 +14,6 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--output_dir", type=Path)
 parser.add_argument("--die_between_updates", action="store_true", help="rank 0 is killed once, in step 10")
 args = parser.parse_args()
-
-
-def die_once():
-    marker = args.output_dir / "died"
-    if not marker.exists():
-        marker.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 accelerator = Accelerator()
@@ -45,8 +36,8 @@ for _ in range(2):
         d_loss = criterion(scores, wanted)
         accelerator.backward(d_loss)
         d_optimizer.step()
-        if args.die_between_updates and steps == 9 and accelerator.is_main_process:
-            die_once()
+        if args.die_between_updates and steps == 9:
+            toy.die_once(accelerator, args.output_dir / "died")
         g_optimizer.zero_grad()
         g_loss = criterion(critic(fake), torch.ones(len(real), 1, device=scores.device))
         accelerator.backward(g_loss)

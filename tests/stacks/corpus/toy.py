@@ -1,5 +1,8 @@
 """Small data and models in the form of those that the public examples load."""
 
+import os
+import signal
+
 import torch
 from torch import nn
 from torch.utils.data import Dataset
@@ -76,6 +79,13 @@ class Points(Dataset):
 
     def __getitem__(self, index):
         return self.points[index], self.targets[index]
+
+
+def die_once(accelerator, marker):
+    """Kill rank 0, unless the marker says that this was done."""
+    if accelerator.is_main_process and not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def perceptron(outputs=1):

@@ -53,7 +53,10 @@ class History:
             if run is None:
                 return _no_run(match[1])
             if request.method == "PATCH" and not match[2]:
-                run.relabel(request.json())
+                changes = request.json()
+                if not isinstance(changes.get("tags") or {}, dict):
+                    return refusal(400, "BadRequest", f"tags must be an object, not {changes['tags']!r}.")
+                run.relabel(changes)
                 return document(self._record(run))
             if match[2] == "/children":
                 return document({"value": [self._record(child) for child in self.runs.children(run.name)]})

@@ -24,6 +24,8 @@ __all__ = ["TrainingLoop", "batches_of_epoch"]
 
 Wrapped = Callable[..., Any]
 
+_NESTED = (torch.Tensor, Mapping, list, tuple)
+
 
 class TrainingLoop(ScriptLoop):
     """The integration's part in a loop. The methods that take ``wrapped`` are called in place of accelerate's.
@@ -72,6 +74,7 @@ class TrainingLoop(ScriptLoop):
         self._scheduler_steps = 1 if accelerator.split_batches else session.reference_world_size
         self._accumulated = False  # gradients of the current step
         self._weighed = False  # the loss to come, by the script
+        self._in_call = False
         self._steps_in_backward = accelerator.distributed_type.value == "DEEPSPEED"
 
     def _objects(self) -> Mapping[str, Any]:
@@ -203,36 +206,94 @@ class TrainingLoop(ScriptLoop):
     @property
     def _answers_alone(self) -> bool:
         """Whether no rank waits for another: in repeated steps, but not in an evaluation between two of them."""
-        return self.repeating and self._accelerator.gradient_state.active_dataloader is None
+        return (self.repeating or self._finishing) and not self._evaluates
+
+    @property
+    def _evaluates(self) -> bool:
+        return self._accelerator.gradient_state.active_dataloader is not None
+
+    def _call(self, call: Callable[[], Any], alone: Callable[[], Any]) -> Any:
+        """Make a call that waits for other ranks, or answer it alone.
+
+        The step counts before, if its updates are complete: the call fails where a peer is lost. What the script does
+        after it is then left to the next process, which repeats the step silently up to this call.
+        """
+        if self._in_call:  # accelerate gathers metrics by its own gather(), and saves folders with barriers
+            return call()
+        self._come_to_call(counts=not self._evaluates)
+        if self._answers_alone:
+            return alone()
+        self.complete_step()
+        self._in_call = True
+        try:
+            result = call()
+        finally:
+            self._in_call = False
+        self._results.stands_at = None
+        return result
 
     def gather(self, wrapped: Wrapped, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """Gather values from all ranks; in repeated steps, which they take alone, they answer for each other."""
-        if not self._answers_alone:
-            self.complete_step()
-            return wrapped(value, *args, **kwargs)
-        return _repeated(value, self._session.world_size)
+        """Gather values from all ranks; repeated steps, which each takes alone, have the values of that time."""
+        return self._collective(partial(wrapped, value, *args, **kwargs), value, self._repeated_gather)
 
     def reduce(self, wrapped: Wrapped, value: Any, *args: Any, **kwargs: Any) -> Any:
         """Reduce values of all ranks, likewise."""
-        if not self._answers_alone:
-            self.complete_step()
-            return wrapped(value, *args, **kwargs)
-        reduction = args[0] if args else kwargs.get("reduction", "sum")
-        return _scaled(value, self._session.world_size) if reduction == "sum" else value
+        sums = (args[0] if args else kwargs.get("reduction", "sum")) == "sum"
+        ranks = self._session.reference_world_size if sums else 1
+        return self._collective(partial(wrapped, value, *args, **kwargs), value, lambda each: each * ranks)
+
+    def _collective(self, call: Callable[[], Any], value: Any, unknown: Callable[[Any], Any]) -> Any:
+        """Call a collective, or return what it has returned when the step was trained.
+
+        Args:
+            call: call of it
+            value: value of this rank
+            unknown: makes the result of equal values on all ranks, where it is not known
+        """
+        noted = not (self._in_call or self._evaluates)
+
+        def call_and_note() -> Any:
+            result = call()
+            if noted:
+                self._note_results(result)
+            return result
+
+        return self._call(call_and_note, lambda: self._answer(value, unknown))
+
+    def _answer(self, value: Any, unknown: Callable[[Any], Any]) -> Any:
+        if isinstance(value, Mapping):
+            found = {key: self._answer(each, unknown) for key, each in value.items()}
+            return type(value)(found)  # type: ignore[call-arg]
+        if isinstance(value, (list, tuple)) and any(isinstance(each, _NESTED) for each in value):
+            items = [self._answer(each, unknown) for each in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        known = self._results.next() if isinstance(value, torch.Tensor) else None
+        return unknown(value) if known is None else known.to(value.device)
+
+    def _note_results(self, result: Any) -> None:
+        """Keep the tensors of a collective's result, in the order in which they are asked for."""
+        if isinstance(result, Mapping):
+            result = list(result.values())
+        if isinstance(result, (list, tuple)):
+            for each in result:
+                self._note_results(each)
+        elif isinstance(result, torch.Tensor):
+            self._note_result(result)
+
+    def _repeated_gather(self, value: Any) -> Any:
+        """Return what a gathering of equal values from all ranks returns: a repeated batch is one of all nodes."""
+        times = self._session.reference_world_size
+        if isinstance(value, torch.Tensor):
+            return torch.cat([value if value.dim() else value.reshape(1)] * times)
+        return value * times if isinstance(value, (list, tuple)) else value
 
     def pad_across_processes(self, wrapped: Wrapped, value: Any, *args: Any, **kwargs: Any) -> Any:
         """Pad values to the longest of all ranks, likewise."""
-        if self._answers_alone:
-            return value
-        self.complete_step()
-        return wrapped(value, *args, **kwargs)
+        return self._call(partial(wrapped, value, *args, **kwargs), lambda: value)
 
     def wait_for_everyone(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
         """Wait for all ranks."""
-        if self._answers_alone:
-            return None
-        self.complete_step()
-        return wrapped(*args, **kwargs)
+        return self._call(partial(wrapped, *args, **kwargs), lambda: None)
 
     def end_training(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
         """Finish the session before accelerate closes the process group."""
@@ -243,9 +304,11 @@ class TrainingLoop(ScriptLoop):
 
     def save_state(self, wrapped: Wrapped, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Save a folder with the position in the data."""
-        self.complete_step()
+        save = partial(self._save_state, partial(wrapped, output_dir, *args, **kwargs), output_dir)
+        return self._call(save, save)
+
+    def _save_state(self, write: Callable[[], Any], output_dir: str | None) -> Any:
         accelerator = self._accelerator
-        write = partial(wrapped, output_dir, *args, **kwargs)
         if accelerator.project_configuration.automatic_checkpoint_naming:
             if self.silent:
                 accelerator.project_configuration.iteration += 1  # as the folder's own call would
@@ -288,23 +351,3 @@ def _global_batch_size(session: StackSession, accelerator: Any, loader: DataLoad
     assert loader.batch_size is not None
     size: int = loader.batch_size * accelerator.gradient_accumulation_steps
     return size if accelerator.split_batches else size * session.reference_world_size
-
-
-def _repeated(value: Any, times: int) -> Any:
-    """Return what a gathering of equal values from a number of ranks returns."""
-    if isinstance(value, torch.Tensor):
-        return torch.cat([value if value.dim() else value.reshape(1)] * times)
-    if isinstance(value, Mapping):
-        return type(value)({key: _repeated(each, times) for key, each in value.items()})  # type: ignore[call-arg]
-    if isinstance(value, (list, tuple)):
-        tensors = all(isinstance(each, (torch.Tensor, Mapping, list, tuple)) for each in value)
-        return type(value)(_repeated(each, times) for each in value) if tensors else value * times
-    return value
-
-
-def _scaled(value: Any, factor: int) -> Any:
-    if isinstance(value, Mapping):
-        return type(value)({key: _scaled(each, factor) for key, each in value.items()})  # type: ignore[call-arg]
-    if isinstance(value, (list, tuple)):
-        return type(value)(_scaled(each, factor) for each in value)
-    return value * factor

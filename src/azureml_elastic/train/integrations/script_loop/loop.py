@@ -27,6 +27,7 @@ from azureml_elastic.train.data.position import MicroBatch
 from azureml_elastic.train.data.sampling import Cursor
 from azureml_elastic.train.data.window_loader import WindowLoader
 from azureml_elastic.train.integrations.script_loop import state_folders
+from azureml_elastic.train.integrations.script_loop.collective_results import CollectiveResults
 from azureml_elastic.train.integrations.script_loop.divided_forward import divide_forward
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
 from azureml_elastic.train.integrations.script_loop.progress import Progress, RepetitionLog
@@ -46,6 +47,7 @@ _LOG = logging.getLogger(__name__)
 
 _PROGRESS = "progress"
 _HISTORY = "history"
+_RESULTS = "results"
 
 
 @dataclass
@@ -118,6 +120,9 @@ class ScriptLoop(ABC):
         self._repeated_models: RepeatedModels | None = None
         self._repetition = RepetitionLog() if session.is_main else None
         self._history = StepHistory(accumulation)
+        self._results = CollectiveResults()
+        self._calls = 0  # of the script in the current batch that wait for other ranks
+        self._finishing = False  # whether the script does for a repeated step what the former process has not done
         self._own_loss: torch.Tensor | None = None  # that the model has returned for the current batch
         self._noted = False  # whether the loss of the current batch is in the history
         self._skippable = 0  # batches that the script may pass over
@@ -214,6 +219,7 @@ class ScriptLoop(ABC):
             self._end_repeating()
         self.complete_step()
         self._micro = self._opened = None
+        self._finishing = False
         self._windows.end_pass(trained=current.trains)
         self._mark(last=True)
 
@@ -317,13 +323,32 @@ class ScriptLoop(ABC):
             self._repetition.go_on(lambda: self._uncounted(current))
         batch = current.window * self._accumulation + current.yielded - 1
         self._repeated_models.set_loss(self._history.loss(current.epoch, batch))
+        self._results.repeat(current.epoch, batch)
+        self._calls = 0
         self.synchronize()
 
     def _uncounted(self, current: _Pass) -> int:
         """Return the number of trained steps that the script has not counted yet."""
         return self._history.steps_from(current.epoch) - current.window - current.yielded // self._accumulation
 
+    def _come_to_call(self, *, counts: bool) -> None:
+        """Note a call of the script that waits for other ranks.
+
+        Where such a call of the last step has failed, the step is repeated up to it, and the script goes on from there.
+
+        Args:
+            counts: whether it is one of a fixed number in each step, other than those of evaluations
+        """
+        if self._repeats_last_step and self._results.stands_at == self._calls:
+            self._end_repeating()
+            self._finishing = True
+        if self._finishing or (self._micro is not None and self._micro.last and (self._stepped or self._completed)):
+            self._results.stands_at = self._calls
+        self._calls += counts
+
     def _end_repeating(self) -> None:
+        if self._repeated is None:
+            return
         assert self._repeated_models is not None
         self._repeated = None
         self._repeated_models.end()
@@ -347,6 +372,9 @@ class ScriptLoop(ABC):
         assert self._windows is not None
         self._micro = micro = self._windows.untrained.popleft()
         self._completed, self._own_loss, self._noted = False, None, False
+        epoch = micro.window.before.epoch
+        self._results.train(epoch, self._history.steps(epoch) * self._accumulation + micro.index)
+        self._calls, self._finishing = 0, False
         self.synchronize()
         return micro
 
@@ -408,11 +436,18 @@ class ScriptLoop(ABC):
             self._history.begin_at(place.epoch, place.windows)
 
     def _tracked(self) -> dict[str, Any]:
-        return {**self._objects(), _PROGRESS: Progress(self._session), _HISTORY: self._history}
+        return {**self._objects(), _PROGRESS: Progress(self._session), _HISTORY: self._history, _RESULTS: self._results}
 
     def _note_output(self, model: nn.Module, inputs: Any, output: Any) -> None:
         if self._micro is not None and model.training and torch.is_grad_enabled():
             self._own_loss = own_loss(output)
+
+    def _note_result(self, result: torch.Tensor) -> None:
+        """Keep what a collective has returned in the current batch, for the time when its step is repeated."""
+        if self._micro is not None:
+            self._results.note(result)
+        elif self._repeated is not None:
+            self._results.next()  # a pass that may train what is trained already: the call is counted
 
     def _note_loss(self, loss: torch.Tensor) -> None:
         """Take the loss of the current batch into account."""
@@ -448,8 +483,8 @@ class ScriptLoop(ABC):
         return True
 
     def complete_step(self) -> None:
-        """Count the step if the optimizer has stepped: what follows may fail because a peer is lost."""
-        if self._stepped:
+        """Count the step if its optimizers have stepped: what follows may fail because a peer is lost."""
+        if self._stepped and not self._updates.missing:
             self._complete()
 
     def _complete(self) -> None:

@@ -39,6 +39,7 @@ class StepHistory:
     def __init__(self, batches: int) -> None:
         self._batches = batches
         self._epochs: list[array[float]] = []
+        self._counts: list[int] = []  # of the losses of each epoch, with those that are not read yet
         self._new: list[tuple[int, torch.Tensor]] = []  # on the device: to read them would wait for its kernels
         self._open: list[torch.Tensor] = []
 
@@ -50,21 +51,23 @@ class StepHistory:
         """Count the current step."""
         missing = torch.tensor(float("nan"))
         self._new += [(epoch, loss) for loss in (self._open + [missing] * self._batches)[: self._batches]]
+        self._counts += [0] * (epoch + 1 - len(self._counts))
+        self._counts[epoch] += self._batches
         self._open.clear()
 
     def begin_at(self, epoch: int, steps: int) -> None:
         """Begin after a number of steps of an epoch, of which and of those before it nothing is known."""
         self._epochs = [array("f") for _ in range(epoch)] + [array("f", [float("nan")] * (steps * self._batches))]
+        self._counts = list(map(len, self._epochs))
         self._new.clear()
 
     def steps(self, epoch: int) -> int:
         """Return the number of trained steps of an epoch."""
-        self._read()
-        return len(self._epochs[epoch]) // self._batches if epoch < len(self._epochs) else 0
+        return self._counts[epoch] // self._batches if epoch < len(self._counts) else 0
 
     def steps_from(self, epoch: int) -> int:
         """Return the number of trained steps of an epoch and all later ones."""
-        return sum(map(self.steps, range(epoch, len(self._epochs))))
+        return sum(map(self.steps, range(epoch, len(self._counts))))
 
     def loss(self, epoch: int, batch: int) -> float | None:
         """Return the loss of a micro-batch of an epoch, ``None`` if it is not known."""
@@ -82,7 +85,8 @@ class StepHistory:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over the losses of a state."""
         losses = iter(state_dict["losses"].float().cpu().tolist())
-        self._epochs = [array("f", itertools.islice(losses, count)) for count in state_dict["batches"]]
+        self._counts = list(state_dict["batches"])
+        self._epochs = [array("f", itertools.islice(losses, count)) for count in self._counts]
         self._new.clear()
         self._open.clear()
 
