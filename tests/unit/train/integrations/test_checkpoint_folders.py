@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from azureml_elastic.train.integrations.transformers import checkpoint_folders
 from azureml_elastic.train.integrations.transformers.checkpoint_folders import INCOMPLETE, newest, save
 
 
@@ -54,6 +55,13 @@ def test_a_folder_is_incomplete_until_it_is_written(tmp_path):
     assert save(trainer(tmp_path), write) == "result"
     assert found == [None]
     assert newest(str(tmp_path)) == str(tmp_path / "checkpoint-45")
+
+
+def test_no_rank_goes_on_before_the_folder_is_complete(tmp_path, monkeypatch):
+    found = []
+    monkeypatch.setattr(checkpoint_folders, "all_arrive", lambda: found.append(newest(str(tmp_path))))
+    save(trainer(tmp_path), lambda: None)
+    assert found[-1] == str(tmp_path / "checkpoint-45")
 
 
 def test_a_writer_that_fails_leaves_an_incomplete_folder(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from azureml_elastic.train.integrations.script_loop import state_folders
 from azureml_elastic.train.integrations.script_loop.state_folders import Place, read, save, set_aside
 
 PLACE = Place(steps=50, epoch=1, windows=8)
@@ -29,6 +30,13 @@ def test_a_folder_that_is_written_again_is_incomplete_meanwhile(tmp_path):
     meanwhile = []
     save(tmp_path, PLACE, lambda: meanwhile.append(read(tmp_path)), is_main=True)
     assert meanwhile == [PLACE]
+
+
+def test_no_rank_goes_on_before_the_folder_is_complete(tmp_path, monkeypatch):
+    found = []
+    monkeypatch.setattr(state_folders, "all_arrive", lambda: found.append(read(tmp_path)))
+    save(tmp_path, PLACE, lambda: None, is_main=True)
+    assert found[-1].complete
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", "{", '{"steps": 1}'])

@@ -64,6 +64,7 @@ def save(folder: Path, place: Place, write: Callable[[], Any], *, is_main: bool,
         for path in folder.rglob("*"):
             flush(path)
         _write(folder, replace(place, complete=True))
+    all_arrive()  # were the others to go on and rank 0 lost before this, nobody would write the folder again
     return result
 
 

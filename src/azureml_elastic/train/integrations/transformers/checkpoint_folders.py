@@ -54,4 +54,5 @@ def save(trainer: Any, write: Callable[[], Any]) -> Any:
                 flush(path)
             (folder / INCOMPLETE).unlink()
             flush(folder)
+    all_arrive()  # were the others to go on and rank 0 lost before this, nobody would write the folder again
     return result
