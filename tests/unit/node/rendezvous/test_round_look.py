@@ -31,6 +31,13 @@ class Stuck:
         return row
 
 
+def is_asked(node, table):
+    """Have the node look at the round's row; a request passes by a connection whose handshake is not complete yet."""
+    node.hub.request_read()
+    node.status()
+    return table.asked.is_set()
+
+
 @pytest.fixture
 def nodes(tmp_path):
     made = Nodes(tmp_path / "t.sqlite")
@@ -45,8 +52,7 @@ def test_a_look_at_the_round_does_not_hold_up_the_agent(nodes):
     row = nodes.table.get(ROUND_KEY)
     nodes.table.replace(ROUND_KEY, {**row.value, "number": assignment.round.number + 1, "state": "open"}, row.etag)
     table.is_held = True
-    node.hub.request_read()
-    until(lambda: (node.status(), table.asked.is_set())[1])
+    until(lambda: is_asked(node, table))
     assert not node.status().over, "it has answered while the table does not"
     table.is_held = False
     table.answers.set()
@@ -58,8 +64,7 @@ def test_a_look_at_the_round_before_says_nothing_of_this_one(nodes):
     node = nodes.make("a", maximum=1, table=table)
     nodes.join(node)
     table.is_held = True
-    node.hub.request_read()
-    until(lambda: (node.status(), table.asked.is_set())[1])
+    until(lambda: is_asked(node, table))
     table.is_held = False
     node.round_end.reopen("another round")
     (assignment,) = nodes.join(node)
