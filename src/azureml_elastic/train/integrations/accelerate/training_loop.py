@@ -223,7 +223,8 @@ class TrainingLoop(ScriptLoop):
         self._come_to_call(counts=not self._evaluates)
         if self._answers_alone:
             return alone()
-        self.complete_step()
+        if not self._updates.missing:  # else the call stands between two updates of the step
+            self.complete_step()
         self._in_call = True
         try:
             result = call()

@@ -483,8 +483,8 @@ class ScriptLoop(ABC):
         return True
 
     def complete_step(self) -> None:
-        """Count the step if its optimizers have stepped: what follows may fail because a peer is lost."""
-        if self._stepped and not self._updates.missing:
+        """Count the step if the optimizer has stepped: what follows may fail because a peer is lost."""
+        if self._stepped:
             self._complete()
 
     def _complete(self) -> None:
