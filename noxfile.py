@@ -17,7 +17,7 @@ import nox
 # uv installs an environment in 3 s instead of 140, from links into its cache; pip does where there is no uv.
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "types", "docs", "tests", "oldest_sdk", "deepspeed", "stacks", "engines"]
+nox.options.sessions = ["lint", "types", "docs", "package", "tests", "oldest_sdk", "deepspeed", "stacks", "engines"]
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 OLDEST_SDK = "1.28.1"
@@ -409,6 +409,18 @@ def docs(session: nox.Session) -> None:
     install(session, *nox.project.dependency_groups(PYPROJECT, "docs"))
     site = Path(session.create_tmp()) / "site"
     session.run("mkdocs", "build", "--strict", "--site-dir", str(site), env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """Build the wheel and the source distribution, and check their files and metadata."""
+    install(session, *nox.project.dependency_groups(PYPROJECT, "package"))
+    folder = Path(session.create_tmp()) / "distributions"
+    shutil.rmtree(folder, ignore_errors=True)
+    # The wheel is built from the source distribution, as by those who package it again.
+    session.run("python", "-m", "build", "--no-isolation", "--outdir", str(folder), silent=True)
+    session.run("python", "tools/check_package.py", str(folder))
+    session.run("twine", "check", "--strict", *map(str, sorted(folder.glob("*"))))
 
 
 @nox.session
