@@ -239,28 +239,28 @@ def mutations(session: nox.Session) -> None:
 
 @nox.session
 def bench_checkpoints(session: nox.Session) -> None:
-    """Measure what checkpoints cost beside torch's own; writes docs/reference/benchmarks-checkpoints.md."""
+    """Measure what checkpoints cost beside torch's own; writes benchmarks/results/checkpoints.md."""
     install_wheel(session, "node", groups=("test",))
     session.run("python", "benchmarks/saving.py", *session.posargs)
 
 
 @nox.session
 def bench_gpu(session: nox.Session) -> None:
-    """Measure what GPUs cost, where there is one; writes docs/reference/benchmarks-gpu.md."""
+    """Measure what GPUs cost, where there is one; writes benchmarks/results/gpu.md."""
     install_wheel(session, "node", groups=("test",))
     session.run("python", "benchmarks/gpu.py", *session.posargs)
 
 
 @nox.session
 def bench_simulation(session: nox.Session) -> None:
-    """Measure the simulator beside runs of real processes; writes docs/reference/benchmarks-simulation.md."""
+    """Measure the simulator beside runs of real processes; writes benchmarks/results/simulation.md."""
     install_wheel(session, "node", groups=("test",))
     session.run("python", "benchmarks/simulation.py", *session.posargs)
 
 
 @nox.session
 def bench_stacks(session: nox.Session) -> None:
-    """Measure recovery under training stacks beside a session's; writes docs/reference/benchmarks-stacks.md."""
+    """Measure recovery under training stacks beside a session's; writes benchmarks/results/stacks.md."""
     extras = ("node", "transformers", "accelerate", "lightning")
     install_wheel(session, *extras, groups=("test",), others=(f"deepspeed=={DEEPSPEED}",))
     session.run("python", "benchmarks/stacks.py", *session.posargs)
@@ -425,14 +425,14 @@ def package(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure this library beside its peers in one run; writes docs/reference/benchmarks.md."""
+    """Measure this library beside its peers in one run; writes benchmarks/results/recovery.md."""
     install_wheel(session, "node", groups=("test",))
     session.run("python", "benchmarks/run.py", *session.posargs)
 
 
 @nox.session
 def bench_startup(session: nox.Session) -> None:
-    """Measure starting nodes and their memory beside peers; writes docs/reference/benchmarks-startup.md."""
+    """Measure starting nodes and their memory beside peers; writes benchmarks/results/startup.md."""
     install_wheel(session, "node", groups=("test", "integrations"))  # torchft needs OpenTelemetry
     # In folders of their own, as some change what `import torch` imports; without torch, which is installed above.
     peers = Path(session.create_tmp()) / "peers"

@@ -2,7 +2,7 @@
 
 Runs the same loop with torch's own ``DistributedSampler`` and with this library's loader and batch policies, in
 one process, in turn, many times. The model is small, so that what remains is overhead. Prints a table and writes
-``docs/reference/benchmarks-data.md``.
+``benchmarks/results/data.md``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from azureml_elastic.train.data.sampling import DataSpec
 from azureml_elastic.train.optim.exact_sum import ExactSum
 
 HERE = Path(__file__).resolve()
-PAGE = HERE.parent.parent / "docs" / "reference" / "benchmarks-data.md"
+PAGE = HERE.parent / "results" / "data.md"
 STEP_SECONDS = 0.010
 SAMPLES, BATCH, STEPS = 200_000, 32, 400
 BILLION, MANY = 1_000_000_000, 20_000_000

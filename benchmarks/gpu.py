@@ -1,6 +1,6 @@
 """What GPUs cost here: stall of a checkpoint, the guard before an update, a killed worker, and a warm start.
 
-Runs unattended in less than 8 minutes on a machine with an NVIDIA GPU, and writes ``docs/reference/benchmarks-gpu.md``.
+Runs unattended in less than 8 minutes on a machine with an NVIDIA GPU, and writes ``benchmarks/results/gpu.md``.
 Without one it says so, and measures nothing. ``--dry`` measures little, also on a CPU, to see that all parts run.
 """
 
@@ -43,7 +43,7 @@ from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from azureml_elastic.train.session.update_guard import UpdateGuard
 
 HERE = Path(__file__).resolve()
-PAGE = HERE.parent.parent / "docs" / "reference" / "benchmarks-gpu.md"
+PAGE = HERE.parent / "results" / "gpu.md"
 LIMIT_S = 460.0
 """Time after which no further part is begun."""
 

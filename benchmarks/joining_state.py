@@ -4,7 +4,7 @@ The state is the digits network with frozen weights of so many MiB, as in fine-t
 taken to be unchanged. The *standstill* is the longest time between two steps of a node that was there before, from the
 start of the new node's process until a step after the first one of all three. torchft's nodes go on while the new one
 receives the state, but wait at the end of a step where that takes longer. Prints a table and writes
-``docs/reference/benchmarks-joining.md``.
+``benchmarks/results/joining.md``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from azureml_elastic.local.azurite import Azurite
 IN_PROCESS = f"{OURS}, in process"
 BEFORE = "before"
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "reference" / "benchmarks-joining.md"
+PAGE = HERE / "results" / "joining.md"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Measure this library beside its peers in one run; prints a table and writes ``docs/reference/benchmarks.md``.
+"""Measure this library beside its peers in one run; prints a table and writes ``benchmarks/results/recovery.md``.
 
 Exit code 1 means that this library was not ahead of the peers in everything.
 """
@@ -44,7 +44,7 @@ from throughput import measure_step
 
 HERE = Path(__file__).parent
 LINES = HERE / "results" / "latest.jsonl"
-PAGE = HERE.parent / "docs" / "reference" / "benchmarks.md"
+PAGE = HERE / "results" / "recovery.md"
 PARTS = ["membership", "steps", "storms", "simulations", "steady"]
 
 STORM_LIMIT = 30.0

@@ -1,7 +1,7 @@
 """Cost of checkpoints: training pause, time until durable, and time of a restore, compared with torch.
 
 Starts ranks that hold the same state of about 1 GB, as in data parallelism, and save it alternately in each way. The
-pause is the duration of the save call. Prints tables and writes ``docs/reference/benchmarks-checkpoints.md``.
+pause is the duration of the save call. Prints tables and writes ``benchmarks/results/checkpoints.md``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 Way = Callable[[], Callable[[], Any]]
 HERE = Path(__file__).resolve()
 LINES = HERE.parent / "results" / "checkpoints.jsonl"
-PAGE = HERE.parent.parent / "docs" / "reference" / "benchmarks-checkpoints.md"
+PAGE = HERE.parent / "results" / "checkpoints.md"
 CADENCE_SECONDS = 30.0
 
 COPY = "copy of a rank's share"

@@ -1,6 +1,6 @@
 """Compare the simulator with runs of real processes, the checkpoint interval with a sweep, and measure its speed.
 
-Prints tables and writes ``docs/reference/benchmarks-simulation.md``. Exit code 1 means that a limit was exceeded: a
+Prints tables and writes ``benchmarks/results/simulation.md``. Exit code 1 means that a limit was exceeded: a
 median error of 10 %, an interval that is 5 % more expensive than the best one, or 10 s of processor time for a week of
 64 nodes.
 """
@@ -30,7 +30,7 @@ from azureml_elastic.simulate.parameters import Parameters
 from azureml_elastic.simulate.scenario import Outcome, Scenario, SimulatedPool, Strategy
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "reference" / "benchmarks-simulation.md"
+PAGE = HERE / "results" / "simulation.md"
 LONGEST_ERROR, LARGEST_EXCESS, LONGEST_SECONDS = 0.10, 0.05, 10.0
 
 FACTORS = (0.25, 0.4, 0.55, 0.75, 1.0, 1.35, 1.8, 2.5, 4.0)

@@ -1,7 +1,7 @@
 """Measure how long training stands still after the loss of rank 0's node, for a session and for each training stack.
 
 All scripts train the same small model on the same machine, in turns, so that a change of its load meets all of them.
-Prints a table and writes ``docs/reference/benchmarks-stacks.md``. Exit code 1 means that a stack's median is more than
+Prints a table and writes ``benchmarks/results/stacks.md``. Exit code 1 means that a stack's median is more than
 twice the session's.
 """
 
@@ -24,7 +24,7 @@ from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "reference" / "benchmarks-stacks.md"
+PAGE = HERE / "results" / "stacks.md"
 SCRIPTS = HERE.parent / "tests" / "stacks"
 SESSION = "session"
 SYSTEMS = {

@@ -1,4 +1,4 @@
-"""Measure what a node costs until its first step, beside peers; writes docs/reference/benchmarks-startup.md.
+"""Measure what a node costs until its first step, beside peers; writes benchmarks/results/startup.md.
 
 The systems take turns, so that a change of the machine's load meets all of them. Exit code 1 means that this library
 was not ahead of the best peer in everything that both can do.
@@ -30,7 +30,7 @@ from azureml_elastic.local.azurite import Azurite
 
 HERE = Path(__file__).parent
 LINES = HERE / "results" / "startup.jsonl"
-PAGE = HERE.parent / "docs" / "reference" / "benchmarks-startup.md"
+PAGE = HERE / "results" / "startup.md"
 PARTS = ["two", "three", "local", "growth"]
 KINDS = {OURS: "azurite", OURS_SQLITE: "sqlite", C10D: "torchrun", TORCHFT: "torchft", NVRX: "nvrx"}
 FOLDERS = {TORCHFT: "torchft", NVRX: "nvrx"}

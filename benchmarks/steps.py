@@ -1,7 +1,7 @@
 """What this library costs a step of training, beside torchrun and the same script or the same loop with torch alone.
 
 Both jobs are there at once and train in turn, each a few steps, so that a change of the machine's load meets both.
-Prints tables and writes ``docs/reference/benchmarks-steps.md``.
+Prints tables and writes ``benchmarks/results/steps.md``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.table_choice import TableChoice
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parent / "docs" / "reference" / "benchmarks-steps.md"
+PAGE = HERE / "results" / "steps.md"
 SCRIPTS = HERE / "training_steps"
 RANKS = 2
 TORCHRUN, OURS = 0, 1
