@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +29,26 @@ class Meter(Protocol):
     def totals(self) -> tuple[float, ...]:
         """Return the CPU seconds so far."""
 
+    def kill_others(self) -> None:
+        """Kill what this process has started.
+
+        A fork that is left keeps the pipe of a worker of xdist open, and the process that it reports to waits for the
+        pipe's end.
+        """
+
+    def kill_left(self) -> None:
+        """Kill what workers of xdist have left that have ended."""
+
     def close(self) -> None:
         """Undo what the meter has set up."""
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process is no more, or only its exit code is left."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
 
 
 def spent(before: tuple[float, ...], after: tuple[float, ...]) -> float:
@@ -89,6 +108,26 @@ class Group:
             return (int(text.split()[1]) / 1e6,)
         return (int(text) / 1e9,)
 
+    def kill_others(self) -> None:
+        """Kill all processes of the group but this one."""
+        self._kill(self.folder)
+
+    def kill_left(self) -> None:
+        """Kill what is left in the groups of workers of xdist that have ended without doing so themselves."""
+        with contextlib.suppress(OSError):
+            for group in self.folder.iterdir():
+                pid = group.name.rpartition("-")[2]
+                if pid.isdigit() and has_ended(int(pid)):
+                    self._kill(group)
+
+    @staticmethod
+    def _kill(group: Path) -> None:
+        with contextlib.suppress(OSError):
+            for pid in map(int, (group / "cgroup.procs").read_text().split()):
+                if pid != os.getpid():
+                    with contextlib.suppress(OSError):
+                        os.kill(pid, signal.SIGKILL)
+
     def close(self) -> None:
         """Go back to the group above with all processes that are left, and remove this one."""
         os.close(self._file)
@@ -126,6 +165,17 @@ class Sampler:
                 self._seen[key] = process.seconds
         own, children = (resource.getrusage(which) for which in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
         return sum(self._seen.values()), own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+
+    def kill_others(self) -> None:
+        """Kill all processes that have been seen and still run."""
+        self.totals()
+        for process in running_processes():
+            if process.pid != os.getpid() and (process.pid, process.began) in self._seen:
+                with contextlib.suppress(OSError):
+                    os.kill(process.pid, signal.SIGKILL)
+
+    def kill_left(self) -> None:
+        """Nothing tells whose the processes of a worker were that has ended."""
 
     def close(self) -> None:
         """Nothing is set up."""

@@ -1,8 +1,13 @@
 """The end of tests that hang, fair on a busy machine.
 
 A test may use a number of CPU seconds with all that it starts, which ends a loop that never does. And it may wait for a
-number of seconds in which a core was free for it: one in which two cores had eight runnable processes counts a quarter.
-So other work on the machine, which slows a test down, gives it more time, and one that waits for what never comes ends.
+number of seconds in which a core was free for it: one in which two cores had four runnable processes counts a half, and
+however many there are, a second counts a quarter. So other work on the machine, which slows a test down, gives it more
+time, and one that waits for what never comes ends.
+
+An exception of Python does not end everything. A main thread in a call that never returns is ended by the thread of the
+watch, with its process. One that keeps the interpreter's lock in such a call, and one that waits for threads at the end
+of the process, are ended by a thread of :mod:`faulthandler`, which needs no lock.
 """
 
 from __future__ import annotations
@@ -25,6 +30,10 @@ __all__ = ["FreeTime", "Limits", "Watch", "share_of_a_core"]
 INTERVAL_S = 0.5
 GRACE_S = 60.0
 """Of a test that has been ended, for its fixtures; then its process ends."""
+LEAST_SHARE = 0.25
+"""Of a second, however busy the machine is: else 300 s were an hour beside a load of 24 on two cores."""
+LOCKED_S = 240.0
+"""For which no thread of Python may run, and which the end of the process may take."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,7 @@ def share_of_a_core(runnable: int, cores: int) -> float:
         runnable: number of processes that run or could, with the one that asks.
         cores: number of cores.
     """
-    return min(1.0, cores / max(1, runnable))
+    return min(1.0, max(LEAST_SHARE, cores / max(1, runnable)))
 
 
 class FreeTime:
@@ -96,7 +105,9 @@ class Watch:
         self._meter, self._fail, self._give_up = meter, fail, give_up
         self._free = FreeTime()
         self._before_test = meter.totals()
-        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - open all the time, for when there is no descriptor
+        # Both are open all the time, for when there is no descriptor.
+        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115
+        self._stderr = os.dup(2)
         self._lock = threading.Lock()
         self._test: str | None = None
         self._limits = Limits(0, 0)
@@ -140,22 +151,43 @@ class Watch:
         self._thread.join()
         signal.signal(signal.SIGALRM, self._handler)
         self._stacks.close()
+        self._postpone()  # the interpreter still waits for threads, and cancels it after that
 
     def _watch(self) -> None:
-        while not self._over.wait(INTERVAL_S):
-            with self._lock:
-                # Each time, since both know only what they have seen.
-                cpu_s, free_s = self._used(), self._free.seconds()
-                if self._test is None or not (reason := self._limits.exceeded(cpu_s, free_s)):
-                    continue
-                text = f"{self._test} was ended: {reason}.\n{self._dump()}"
-                if self._reason is not None:
-                    self._give_up(f"{text}It has not ended, so this process does.\n")
-                    os._exit(1)
-                self._reason = text
-                # If the signal does not end it, the main thread is in a call that never returns.
-                self._limits = Limits(cpu_s + GRACE_S, free_s + GRACE_S)
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
+        try:
+            while not self._over.wait(INTERVAL_S):
+                self._postpone()
+                self._look()
+                self._meter.kill_left()
+        except BaseException as error:  # without this thread a test that hangs would hang for ever
+            self._end_process(f"The watch of the tests' limits has failed: {error!r}\n")
+
+    def _look(self) -> None:
+        """End the test if it has reached a limit."""
+        with self._lock:
+            # Each time, since both know only what they have seen.
+            cpu_s, free_s = self._used(), self._free.seconds()
+            if self._test is None or not (reason := self._limits.exceeded(cpu_s, free_s)):
+                return
+            text = f"{self._test} was ended: {reason}.\n{self._dump()}"
+            if self._reason is not None:
+                self._end_process(f"{text}It has not ended, so this process does.\n")
+            self._reason = text
+            # If the signal does not end it, the main thread is in a call that never returns.
+            self._limits = Limits(cpu_s + GRACE_S, free_s + GRACE_S)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
+
+    def _postpone(self) -> None:
+        """Let :mod:`faulthandler` end this process after a while, unless this is called again before."""
+        faulthandler.dump_traceback_later(LOCKED_S, file=self._stderr, exit=True)
+
+    def _end_process(self, text: str) -> None:
+        """Write what has happened, and end this process with all that it has started."""
+        try:
+            self._give_up(text)
+        finally:
+            self._meter.kill_others()
+            os._exit(1)
 
     def _used(self) -> float:
         return spent(self._before_test, self._meter.totals())

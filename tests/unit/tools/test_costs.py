@@ -46,6 +46,28 @@ def test_is_stubborn():
         except BaseException:
             pass
 """
+FORKED = """
+import os, time
+
+def fork():
+    if os.fork() == 0:  # it has the pipe to the process that xdist's workers report to
+        time.sleep(1000)
+        os._exit(0)
+"""
+LOCKED = f"""
+import re
+from tests.support.costs import watch
+watch.LOCKED_S = 2.0
+{FORKED}
+
+def test_keeps_the_lock():
+    fork()
+    time.sleep(3 * watch.INTERVAL_S)  # the time set above counts from the next look on
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+def test_does_nothing():
+    pass
+"""
 
 
 @pytest.fixture
@@ -114,6 +136,24 @@ def test_a_process_that_cannot_be_interrupted_ends_and_shows_why(tests):
     assert "in test_is_stubborn" in result.stderr.str()
 
 
+def test_a_call_that_keeps_the_interpreters_lock_ends_with_the_process_and_shows_where(tests):
+    result = tests(LOCKED, "-n", "1")
+    result.assert_outcomes(passed=1, failed=1)
+    assert "in test_keeps_the_lock" in result.stderr.str()
+
+
+def test_a_thread_that_never_ends_does_not_keep_the_process(tests):
+    source = """
+        import threading
+        from tests.support.costs import watch
+        watch.LOCKED_S = 2.0
+
+        def test_leaves_a_thread():
+            threading.Thread(target=threading.Event().wait).start()
+    """
+    assert "1 passed" in tests(source).stdout.str()
+
+
 def test_the_dearest_tests_are_shown_with_killed_children(tests):
     result = tests(KILLED)
     result.assert_outcomes(passed=2)
@@ -123,7 +163,7 @@ def test_the_dearest_tests_are_shown_with_killed_children(tests):
 
 
 def test_workers_tell_what_their_tests_cost_and_one_that_hangs_is_replaced(tests):
-    result = tests(KILLED + STUBBORN, "-n", "1")
+    result = tests(KILLED + FORKED + STUBBORN.replace("    while True", "    fork()\n    while True"), "-n", "1")
     result.assert_outcomes(passed=2, failed=1)
     assert 1.0 <= number(result, r"^ *(\d+\.\d) .*::test_kills_a_busy_child$") < 10.0
     assert number(result, r"^CPU seconds of all: (\d+) ") >= 2
@@ -158,7 +198,7 @@ def test_where_no_group_can_be_made_a_child_that_was_never_seen_counts_once_it_w
     assert AT_LEAST <= spent(before, meter.totals()) < 10.0
 
 
-@pytest.mark.parametrize(("runnable", "share"), [(0, 1.0), (1, 1.0), (2, 1.0), (4, 0.5), (8, 0.25)])
+@pytest.mark.parametrize(("runnable", "share"), [(0, 1.0), (1, 1.0), (2, 1.0), (4, 0.5), (8, 0.25), (80, 0.25)])
 def test_a_second_counts_as_far_as_a_core_was_free(runnable, share):
     assert share_of_a_core(runnable, cores=2) == share
 
