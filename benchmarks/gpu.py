@@ -29,7 +29,7 @@ import torch.distributed.checkpoint as dcp
 from measurements import machine
 from torch import nn
 
-from azureml_elastic.checkpoint.save.checkpoints import Checkpoints
+from azureml_elastic.checkpoint.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.config import CheckpointPolicy, ElasticDistribution

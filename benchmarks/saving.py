@@ -30,7 +30,7 @@ import torch.distributed.checkpoint as dcp
 from measurements import machine, write_lines
 from torch import nn
 
-from azureml_elastic.checkpoint.save.checkpoints import Checkpoints
+from azureml_elastic.checkpoint.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot
 from azureml_elastic.checkpoint.snapshots.transfer import send_to_others
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from azureml_elastic.checkpoint.format.manifest import FolderName
-from azureml_elastic.checkpoint.storage.opening import is_remote, join_path
+from azureml_elastic.checkpoint.storage.locations import is_remote, join_path
 from azureml_elastic.errors import UsageError
 
 if TYPE_CHECKING:

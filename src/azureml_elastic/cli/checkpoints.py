@@ -126,7 +126,7 @@ def _folder(run: str, *, ended: bool = False) -> str:
         ended: whether a submitted run must have ended.
     """
     require(("xxhash", "xxhash", "node"))
-    from azureml_elastic.checkpoint.storage.opening import is_remote
+    from azureml_elastic.checkpoint.storage.locations import is_remote
     from azureml_elastic.cli.checkpoint_folders import folder_of_files, folder_of_submitted
 
     if is_remote(run):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from azureml_elastic.checkpoint.format.manifest import Reference
+from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.config.exit_codes import AGENT_LOST, PREEMPTED
 from azureml_elastic.ipc.shards import HeldShard, ShardDescription
 

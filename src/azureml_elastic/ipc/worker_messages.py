@@ -12,7 +12,7 @@ from typing import Annotated, get_args
 
 from pydantic import Field, PlainSerializer
 
-from azureml_elastic.checkpoint.format.manifest import Reference
+from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.ipc.agent_interface import Action, HandedOverState
 from azureml_elastic.ipc.message import Count, FileName, MessageCodec, Seconds, Text
 from azureml_elastic.ipc.shards import HeldShard, ShardDescription

@@ -6,8 +6,8 @@ import contextlib
 from pathlib import Path
 
 from azureml_elastic.checkpoint.format.catalogue import furthest, newest_committed
-from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.checkpoint.storage.opening import open_storage
+from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.config import TableRendezvous
 from azureml_elastic.config.plan import EarlierRun
 from azureml_elastic.errors import TableError, TableForbidden, TableNotFound, UsageError

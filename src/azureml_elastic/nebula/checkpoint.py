@@ -16,7 +16,7 @@ import xxhash
 from typing_extensions import Self
 
 from azureml_elastic.checkpoint.format.manifest import COMMITTED, MANIFEST, FolderName, Manifest
-from azureml_elastic.checkpoint.storage.opening import join_path
+from azureml_elastic.checkpoint.storage.locations import join_path
 from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
 from azureml_elastic.errors import CheckpointDamaged, CheckpointError, UsageError
 from azureml_elastic.nebula.service import STATE, Service, retire

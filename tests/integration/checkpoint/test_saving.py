@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from azureml_elastic.checkpoint.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.format.manifest import COMMITTED, Manifest
 from azureml_elastic.checkpoint.load.selection import EarlierCheckpoint
-from azureml_elastic.checkpoint.save.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.save.staging_buffer import StagingBuffer
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.local import LocalStorage

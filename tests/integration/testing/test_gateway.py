@@ -10,7 +10,7 @@ import urllib.request
 import pytest
 
 from azureml_elastic.testing.api.gateway import Gateway
-from azureml_elastic.testing.api.messages import Answer, document
+from azureml_elastic.testing.messages import Answer, document
 
 HOST = "workspace.example"
 

@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 
-from azureml_elastic.checkpoint.format.manifest import Reference
+from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.errors import ElasticError, Fenced, TableUnavailable
 from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, WorkerIdentity
 from azureml_elastic.ipc.worker_messages import Finished

@@ -16,8 +16,8 @@ import pytest
 from torch import nn
 
 from azureml_elastic import train
-from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.checkpoint.storage.local import LocalStorage
+from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.errors import CheckpointError, UsageError
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent

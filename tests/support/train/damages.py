@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from azureml_elastic.checkpoint.format.manifest import COMMITTED, DAMAGED, MANIFEST, FolderName, Manifest, Reference
+from azureml_elastic.checkpoint.format.manifest import COMMITTED, DAMAGED, MANIFEST, FolderName, Manifest
 from azureml_elastic.checkpoint.format.shard_file import Layout
 from azureml_elastic.checkpoint.format.write_plan import assign
 from azureml_elastic.checkpoint.save.background_save import SaveTask
@@ -16,6 +16,7 @@ from azureml_elastic.checkpoint.save.local_shard import ShardCopy
 from azureml_elastic.checkpoint.save.staging_buffer import StagingBuffer
 from azureml_elastic.checkpoint.state.layout import held
 from azureml_elastic.checkpoint.storage.local import LocalStorage
+from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.errors import CheckpointError
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from azureml_elastic import train
+from azureml_elastic.checkpoint.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.load.reading import targets_for
-from azureml_elastic.checkpoint.save.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.snapshots.parts import find_complete, open_parts
 from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState

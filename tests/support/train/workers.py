@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from azureml_elastic import train
-from azureml_elastic.checkpoint.save.checkpoints import Checkpoints
+from azureml_elastic.checkpoint.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.config import CheckpointPolicy

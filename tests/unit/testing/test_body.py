@@ -3,7 +3,7 @@
 import pytest
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.testing.api.body import CommandBody, InputBody, OutputBody, PipelineBody, Reference, read_job
+from azureml_elastic.testing.jobs.body import CommandBody, InputBody, OutputBody, PipelineBody, Reference, read_job
 
 DATA = "azureml://datastores/workspaceblobstore/paths/data/"
 COMMAND = {

@@ -3,7 +3,7 @@
 import pytest
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.testing.api.body import CommandBody, InputBody, OutputBody, PipelineBody, Reference
+from azureml_elastic.testing.jobs.body import CommandBody, InputBody, OutputBody, PipelineBody, Reference
 from azureml_elastic.testing.jobs.machines import Pool
 from azureml_elastic.testing.jobs.planning import Planner
 from azureml_elastic.testing.jobs.runs import Run

@@ -11,10 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_elastic.checkpoint.format.manifest import FolderName, Manifest, Reference
+from azureml_elastic.checkpoint.format.manifest import FolderName, Manifest
 from azureml_elastic.checkpoint.state import tree
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.checkpoint.storage.storage import FileSum
+from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.errors import CheckpointDamaged, UsageError
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=20)

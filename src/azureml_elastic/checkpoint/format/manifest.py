@@ -10,15 +10,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import xxhash
 
 from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
+from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.errors import CheckpointDamaged
 
-__all__ = ["COMMITTED", "DAMAGED", "FLAT", "HANDED_OVER", "MANIFEST", "FolderName", "Manifest", "Reference"]
+__all__ = ["COMMITTED", "DAMAGED", "FLAT", "HANDED_OVER", "MANIFEST", "FolderName", "Manifest"]
 
 MANIFEST = "manifest.json"
 
@@ -36,24 +37,6 @@ FLAT = "$flat"
 
 _SCHEMA = 2
 _NAME = re.compile(r"step-(\d{12})\.round-(\d{6})\.([0-9a-f]{8})(\.kept)?")
-
-
-@dataclass(frozen=True)
-class Reference:
-    """Reference to one checkpoint: its folder, its step and the digest of its manifest."""
-
-    directory: str
-    step: int
-    digest: str
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Reference:
-        """Return the reference in a JSON object, whose other fields are ignored."""
-        return cls(str(document["directory"]), int(document["step"]), str(document["digest"]))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON object with the fields."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

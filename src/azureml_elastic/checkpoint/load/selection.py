@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from azureml_elastic.checkpoint.format.manifest import COMMITTED, DAMAGED, Manifest, Reference
+from azureml_elastic.checkpoint.format.manifest import COMMITTED, DAMAGED, Manifest
 from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
+from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import CheckpointDamaged
 from azureml_elastic.ipc.agent_interface import Agent

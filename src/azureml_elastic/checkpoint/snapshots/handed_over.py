@@ -17,17 +17,11 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 
-from azureml_elastic.checkpoint.format.manifest import (
-    COMMITTED,
-    HANDED_OVER,
-    MANIFEST,
-    FolderName,
-    Manifest,
-    Reference,
-)
+from azureml_elastic.checkpoint.format.manifest import COMMITTED, HANDED_OVER, MANIFEST, FolderName, Manifest
 from azureml_elastic.checkpoint.format.shard_file import read_header
 from azureml_elastic.checkpoint.storage.opening import open_storage
 from azureml_elastic.checkpoint.storage.storage import BLOCK_BYTES, Storage
+from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.errors import CheckpointError
 from azureml_elastic.ipc.agent_interface import HandedOverState
 

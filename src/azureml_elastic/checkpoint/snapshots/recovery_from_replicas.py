@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from azureml_elastic.checkpoint.format.manifest import FolderName, Manifest, Reference
+from azureml_elastic.checkpoint.format.manifest import FolderName, Manifest
 from azureml_elastic.checkpoint.format.retention import for_good
 from azureml_elastic.checkpoint.save.background_task import TaskOutcome
 from azureml_elastic.checkpoint.save.commit import LONG_RETRY_SECONDS, commit, discard, remove_older
 from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
+from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import CheckpointDamaged, CheckpointError, Fenced

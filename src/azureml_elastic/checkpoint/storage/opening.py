@@ -1,34 +1,14 @@
-"""Paths and URLs of folders of checkpoints, and the storage that serves them."""
+"""The storage that serves the path or URL of a folder of checkpoints."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from azureml_elastic.checkpoint.storage.locations import is_remote
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.errors import UsageError
 
-__all__ = ["AZURE_CONNECTION_STRING", "is_azure", "is_remote", "join_path", "open_storage"]
-
-
-AZURE_CONNECTION_STRING = "AZURE_STORAGE_CONNECTION_STRING"
-"""The environment variable from which adlfs reads a connection string."""
-
-_AZURE = ("abfs", "abfss", "az")
-
-
-def is_azure(where: str) -> bool:
-    """Return whether a location is a URL that adlfs serves."""
-    return where.partition("://")[0] in _AZURE and is_remote(where)
-
-
-def is_remote(where: str) -> bool:
-    """Return whether a location is a URL of an object store, such as ``abfs://…``, not a folder of this machine."""
-    return "://" in where and not where.startswith("file://")
-
-
-def join_path(where: str, name: str) -> str:
-    """Return the path or URL of ``name`` below ``where``."""
-    return f"{where.rstrip('/')}/{name}" if is_remote(where) else str(Path(where) / name)
+__all__ = ["open_storage"]
 
 
 def open_storage(where: str | Path) -> Storage:

@@ -14,7 +14,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from azureml_elastic.checkpoint.storage.opening import AZURE_CONNECTION_STRING, is_azure
+from azureml_elastic.checkpoint.storage.locations import AZURE_CONNECTION_STRING, is_azure
 from azureml_elastic.checkpoint.storage.storage import BLOCK_BYTES, Storage
 from azureml_elastic.errors import MissingExtra, UsageError
 

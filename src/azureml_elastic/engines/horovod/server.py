@@ -16,7 +16,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol
 
-from azureml_elastic.checkpoint.format.manifest import Reference
+from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.errors import ElasticError
 from azureml_elastic.ipc.worker_messages import Report, Restored, Step
 from azureml_elastic.train.horovod.relay import COMMIT, FAILURES, LOSS, POINTER, RESTORED, SCOPE, STEP

@@ -10,9 +10,10 @@ import posixpath
 from collections.abc import Mapping
 
 from azureml_elastic.checkpoint.format.catalogue import furthest, newest_committed
-from azureml_elastic.checkpoint.format.manifest import Manifest, Reference
+from azureml_elastic.checkpoint.format.manifest import Manifest
 from azureml_elastic.checkpoint.storage.opening import open_storage
 from azureml_elastic.checkpoint.storage.storage import Storage
+from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.config.plan import EarlierRun
 from azureml_elastic.errors import CheckpointDamaged, UsageError
 from azureml_elastic.node.host.identity import NodeIdentity

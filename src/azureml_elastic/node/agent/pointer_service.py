@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from azureml_elastic.checkpoint.format.manifest import Reference
+from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.errors import ElasticError, Fenced
 from azureml_elastic.ipc.worker_messages import Accepted, Commit, Pointer, PointerReply, Refused, Reply
 from azureml_elastic.ledger.events import CheckpointCommitted

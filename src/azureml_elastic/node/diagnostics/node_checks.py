@@ -8,7 +8,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-from azureml_elastic.checkpoint.storage.opening import is_remote
+from azureml_elastic.checkpoint.storage.locations import is_remote
 from azureml_elastic.config import HealthPolicy
 from azureml_elastic.node.diagnostics.checks.accelerator import check_ecc, check_gpus
 from azureml_elastic.node.diagnostics.checks.machine import (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from azureml_elastic.checkpoint.storage.opening import join_path
+from azureml_elastic.checkpoint.storage.locations import join_path
 from azureml_elastic.config import Plan, PreemptionPolicy
 from azureml_elastic.config import environment as variables
 from azureml_elastic.errors import PlanError, UsageError

@@ -8,7 +8,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from azureml_elastic.testing.api.messages import Answer, Request, document, properties_of, refusal, unsupported
+from azureml_elastic.testing.messages import Answer, Request, document, properties_of, refusal, unsupported
 from azureml_elastic.testing.storage.account import StorageAccount
 
 __all__ = ["Assets", "is_listed"]

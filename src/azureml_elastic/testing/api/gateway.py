@@ -20,7 +20,7 @@ from typing_extensions import Self
 
 from azureml_elastic.errors import needs_extra
 from azureml_elastic.local.http_server import Handler, Server
-from azureml_elastic.testing.api.messages import Answer, MalformedRequest, Request, refusal
+from azureml_elastic.testing.messages import Answer, MalformedRequest, Request, refusal
 
 with needs_extra("trustme", "testing"):
     import trustme

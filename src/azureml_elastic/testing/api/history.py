@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from azureml_elastic.testing.api.messages import Answer, MalformedRequest, Request, document, refusal
 from azureml_elastic.testing.api.tracking import TRACKING_PATH, Tracking
 from azureml_elastic.testing.jobs.runs import Run, Runs
 from azureml_elastic.testing.jobs.verdicts import TERMINAL
+from azureml_elastic.testing.messages import Answer, MalformedRequest, Request, document, refusal
 
 __all__ = ["API_HOST", "History"]
 

@@ -12,7 +12,10 @@ from azureml_elastic.testing.api.assets import Assets, is_listed
 from azureml_elastic.testing.api.history import API_HOST
 from azureml_elastic.testing.api.job_document import job_properties
 from azureml_elastic.testing.api.limits import check_limits
-from azureml_elastic.testing.api.messages import (
+from azureml_elastic.testing.api.schedules import Schedules
+from azureml_elastic.testing.jobs.machines import Pool
+from azureml_elastic.testing.jobs.runs import Run, Runs
+from azureml_elastic.testing.messages import (
     Answer,
     MalformedRequest,
     Request,
@@ -21,9 +24,6 @@ from azureml_elastic.testing.api.messages import (
     refusal,
     unsupported,
 )
-from azureml_elastic.testing.api.schedules import Schedules
-from azureml_elastic.testing.jobs.machines import Pool
-from azureml_elastic.testing.jobs.runs import Run, Runs
 from azureml_elastic.testing.storage.account import StorageAccount
 from azureml_elastic.testing.storage.locations import DATASTORES
 

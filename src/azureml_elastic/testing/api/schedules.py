@@ -10,7 +10,7 @@ from typing import Any
 
 from azureml_elastic.errors import UsageError
 from azureml_elastic.testing.api.limits import check_limits
-from azureml_elastic.testing.api.messages import Answer, Request, document, properties_of, refusal, unsupported
+from azureml_elastic.testing.messages import Answer, Request, document, properties_of, refusal, unsupported
 
 __all__ = ["Schedules"]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 from urllib.parse import parse_qs
 
-from azureml_elastic.testing.api.messages import Answer, Request, document, refusal
+from azureml_elastic.testing.messages import Answer, Request, document, refusal
 
 __all__ = ["StaticCredential", "answer_node", "signed_in"]
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from azureml_elastic.testing.api.messages import Answer, MalformedRequest, Request, document
 from azureml_elastic.testing.jobs.runs import Run, Runs
 from azureml_elastic.testing.jobs.verdicts import TERMINAL
+from azureml_elastic.testing.messages import Answer, MalformedRequest, Request, document
 
 __all__ = ["TRACKING_PATH", "Logged", "Tracking"]
 

@@ -15,7 +15,7 @@ from azureml_elastic.ledger.events import Progress
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.local.faults.metadata_service import MetadataService
 from azureml_elastic.local.processes import NodeProcess, NodeProcesses
-from azureml_elastic.testing.api.body import CommandBody
+from azureml_elastic.testing.jobs.body import CommandBody
 from azureml_elastic.testing.jobs.expressions import expand
 from azureml_elastic.testing.jobs.machines import Machine, Machines
 from azureml_elastic.testing.jobs.node_environment import distribution_variables, node_variables

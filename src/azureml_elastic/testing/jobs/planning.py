@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.testing.api.body import (
+from azureml_elastic.testing.jobs.body import (
     CommandBody,
     InputBody,
     JobBody,

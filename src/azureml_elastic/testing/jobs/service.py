@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.testing.api.body import JobBody, PipelineBody, SweepBody, read_job
+from azureml_elastic.testing.jobs.body import JobBody, PipelineBody, SweepBody, read_job
 from azureml_elastic.testing.jobs.evictions import Evicted, Eviction, Target, due
 from azureml_elastic.testing.jobs.execution import Execution
 from azureml_elastic.testing.jobs.nodes import CommandJob, Node, Setting

@@ -18,7 +18,7 @@ from typing_extensions import Self
 from azureml_elastic.errors import needs_extra
 from azureml_elastic.local.azurite import Azurite
 from azureml_elastic.node.table.opening import EMULATOR_ACCOUNT, emulator_connection_string
-from azureml_elastic.testing.api.messages import Answer, MalformedRequest, Request, refusal
+from azureml_elastic.testing.messages import Answer, MalformedRequest, Request, refusal
 
 with needs_extra("azure-data-tables", "node"):
     from azure.core.credentials import AzureNamedKeyCredential

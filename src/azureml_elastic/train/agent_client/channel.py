@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from azureml_elastic.checkpoint.format.manifest import Reference
+from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.errors import ElasticError, Fenced, RoundBroken, TableUnavailable
 from azureml_elastic.ipc import Connection, MessageClient
 from azureml_elastic.ipc import worker_messages as messages

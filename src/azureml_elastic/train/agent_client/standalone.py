@@ -23,8 +23,8 @@ from types import FrameType
 from typing import Any
 
 from azureml_elastic.checkpoint.format.catalogue import find_newest
-from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.checkpoint.storage.storage import Storage
+from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.errors import CheckpointDamaged, ElasticError, Fenced
 from azureml_elastic.ipc.agent_interface import EXIT_TERMINATED, Action, HandedOverState, WorkerIdentity
 from azureml_elastic.ipc.shards import HeldShard, ShardDescription

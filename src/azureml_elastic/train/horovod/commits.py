@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from azureml_elastic.checkpoint.save.checkpoints import Checkpoints
+from azureml_elastic.checkpoint.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.save.schedule import CheckpointSchedule
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.opening import open_storage

@@ -12,8 +12,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.checkpoint.storage.storage import Storage
+from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.config import environment as variables
 from azureml_elastic.errors import ElasticError, Fenced, TableUnavailable
 from azureml_elastic.ipc.agent_interface import Action, WorkerIdentity

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from weakref import WeakSet
 
-from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.checkpoint.load.selection import EarlierCheckpoint
 from azureml_elastic.checkpoint.storage.opening import open_storage
+from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.config import BatchPolicy, CheckpointPolicy, FixedGlobalBatch, Plan, Profile
 from azureml_elastic.distributed.process import WorkerEnvironment, pick_device, trace_folder
 from azureml_elastic.ipc.agent_interface import Agent

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from azureml_elastic.checkpoint.format.manifest import Reference
+from azureml_elastic.checkpoint.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.load.reading import targets_for
-from azureml_elastic.checkpoint.save.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.save.schedule import CheckpointSchedule
 from azureml_elastic.checkpoint.save.snapshot_schedule import SnapshotSchedule
 from azureml_elastic.checkpoint.snapshots.parts import CompleteParts, find_complete, open_parts
@@ -21,6 +20,7 @@ from azureml_elastic.checkpoint.snapshots.transfer import send_to_others
 from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.storage import Storage
+from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.distributed.process import read_history

@@ -20,8 +20,8 @@ from azureml_elastic.node.diagnostics.checks.network import check_host, check_pe
 from azureml_elastic.node.diagnostics.doctor import examine
 from azureml_elastic.node.diagnostics.findings import DiagnosticReport, Finding
 from azureml_elastic.testing.api.gateway import Gateway
-from azureml_elastic.testing.api.messages import Answer, document, refusal
 from azureml_elastic.testing.api.tokens import answer_node
+from azureml_elastic.testing.messages import Answer, document, refusal
 from azureml_elastic.testing.storage.account import StorageAccount
 
 HERE = "127.0.0.1"

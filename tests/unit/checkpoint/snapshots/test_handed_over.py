@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from azureml_elastic.checkpoint.format.catalogue import furthest, handed_over, survey, verify
-from azureml_elastic.checkpoint.format.manifest import COMMITTED, HANDED_OVER, MANIFEST, FolderName, Manifest, Reference
+from azureml_elastic.checkpoint.format.manifest import COMMITTED, HANDED_OVER, MANIFEST, FolderName, Manifest
 from azureml_elastic.checkpoint.load.adoption import adopt_handed_over
 from azureml_elastic.checkpoint.snapshots.handed_over import write_handed_over
 from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot
 from azureml_elastic.checkpoint.storage.local import LocalStorage
+from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.errors import CheckpointError, Fenced
 from azureml_elastic.ipc.agent_interface import HandedOverState, WorkerIdentity
 from azureml_elastic.node.agent.last_state import keep_last_state

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from azureml_elastic.checkpoint.format.catalogue import find_newest
-from azureml_elastic.checkpoint.format.manifest import FolderName, Manifest, Reference
+from azureml_elastic.checkpoint.format.manifest import FolderName, Manifest
 from azureml_elastic.checkpoint.format.retention import for_good
 from azureml_elastic.checkpoint.load.adoption import adopt_handed_over
 from azureml_elastic.checkpoint.load.reading import load
@@ -36,8 +36,9 @@ from azureml_elastic.checkpoint.snapshots.recovery_from_replicas import (
 from azureml_elastic.checkpoint.snapshots.replication import ReplicationTask
 from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
-from azureml_elastic.checkpoint.storage.opening import is_remote
+from azureml_elastic.checkpoint.storage.locations import is_remote
 from azureml_elastic.checkpoint.storage.storage import Storage
+from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.distributed.process_groups import ProcessGroups
