@@ -38,7 +38,7 @@ def replace_nodes(
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Check once, submit what is missing, and exit.")] = False,
 ) -> None:
-    """Replace the lost nodes of a run until it ends, with your own login; see docs/how-to/pools.md."""
+    """Replace the lost nodes of a run until it ends, with your own login; see docs/how-to/nodes.md."""
     pause = None if interval is None else _pause(interval)
     variables = current_workspace().variables
     require(("azure.data.tables", "azure-data-tables", "node"), ("azure.identity", "azure-identity", "node"))

@@ -80,7 +80,7 @@ class TableRendezvous(ConfigModel):
         connection_string_variable: name of the environment variable that holds a connection string, which itself is
             never part of the plan. Workers do not inherit it, unless it opens their checkpoints, too.
         port_range: first and last port on which nodes listen for each other, for firewalls; ``None`` for any free
-            ports. ``docs/how-to/network.md`` lists what else needs to be open.
+            ports. ``docs/how-to/nodes.md`` lists what else needs to be open.
         advertise: address under which the other nodes reach a node: the name of a network interface (``"eth0"``), a
             range of addresses (``"10.0.0.0/16"``) or one address; ``None`` for the address on the route to the table.
         timings: heartbeat interval and timeouts.

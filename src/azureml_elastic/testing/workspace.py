@@ -79,7 +79,7 @@ class LocalWorkspace:
         folder: folder for all files, which is kept; ``None`` for a temporary one.
         start: how the nodes of elastic jobs are started: ``command`` by the command of the job, as on a machine of its
             own; ``fork`` by forks of one process that has imported torch once, where that is possible (see
-            docs/how-to/local-workspace.md). Or what else forks them.
+            docs/how-to/local.md). Or what else forks them.
 
     Raises:
         MissingExtra: azure-ai-ml is not installed.

@@ -252,7 +252,7 @@ def test_an_unreachable_pair_is_reported_once_with_both_names_and_advice(caplog)
     assert reported == (
         "node-x (10.0.0.4) cannot reach node-y (10.0.0.5:29401), rank 0 of round 3: connection timed out after 5 s. "
         "Nodes in different clusters need one virtual network; open TCP ports 29400-29500 between them, or set "
-        "advertise= or port_range= of TableRendezvous (docs/how-to/network.md)."
+        "advertise= or port_range= of TableRendezvous (docs/how-to/nodes.md)."
     )
     assert reports == [pair]
     for seconds, count in ((10, 1), (300, 2)):

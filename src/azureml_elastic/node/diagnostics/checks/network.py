@@ -40,7 +40,7 @@ _ALIVE_INTERVALS = 3
 
 _ADVICE = (
     "Allow TCP between the nodes (port_range= of TableRendezvous limits the ports), or set its advertise=, or on this "
-    f"node {LOCAL_ADDRESS}, to an address that the others can reach (docs/how-to/network.md)."
+    f"node {LOCAL_ADDRESS}, to an address that the others can reach (docs/how-to/nodes.md)."
 )
 
 
@@ -92,7 +92,7 @@ def check_peer(host: str, port: int) -> Finding:
     except OSError as error:
         advice = (
             "Nodes in different clusters need one virtual network; open the ports of port_range= between them, or set "
-            "advertise= to the interface by which they reach each other (docs/how-to/network.md)."
+            "advertise= to the interface by which they reach each other (docs/how-to/nodes.md)."
         )
         return Finding(name, "fail", describe_error(error, _PEER_SECONDS), "", advice)
     return Finding(name, "ok", f"accepts a connection after {(time.monotonic() - began) * 1000:.0f} ms")

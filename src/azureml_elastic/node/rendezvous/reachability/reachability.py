@@ -137,11 +137,11 @@ class Reachability:
         wanted = f"TCP ports {ports[0]}-{ports[1]}" if ports else "all TCP ports"
         self.advice = (
             f"Nodes in different clusters need one virtual network; open {wanted} between them, or set advertise= or "
-            "port_range= of TableRendezvous (docs/how-to/network.md)."
+            "port_range= of TableRendezvous (docs/how-to/nodes.md)."
         )
         self._advice_on_workers = (
             "NCCL and gloo take any port of net.ipv4.ip_local_port_range, whatever port_range= says: open these ports "
-            "between the nodes, too, or narrow them on the nodes (docs/how-to/network.md)."
+            "between the nodes, too, or narrow them on the nodes (docs/how-to/nodes.md)."
         )
 
     def failed(
