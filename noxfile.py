@@ -378,11 +378,12 @@ def check_style(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
     session.run("lint-imports", env={"PYTHONPATH": "src"})
     session.run("python", "tools/vocabulary.py")
+    session.run("python", "tools/environment.py")
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, formatting, the import contracts and the vocabulary."""
+    """Check style, formatting, the import contracts, the vocabulary and where the environment is read."""
     install(session, *nox.project.dependency_groups(PYPROJECT, "lint"))
     check_style(session)
 

@@ -20,7 +20,7 @@ from typing import Literal
 from process_trees import Trees
 from systems import TORCHRUN_SETTINGS
 
-from azureml_elastic.config import environment
+from azureml_elastic.environment import names as environment
 from azureml_elastic.local.azurite import Azurite
 
 __all__ = ["C10D", "NVRX", "OURS", "OURS_SQLITE", "TORCHFT", "NodeCommand", "System", "checkout", "node_command"]

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, ElasticResources, Plan, TableRendezvous
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule

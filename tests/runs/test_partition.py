@@ -21,7 +21,7 @@ from typing import Literal
 import pytest
 
 from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, RendezvousTimings, TableRendezvous
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
 from azureml_elastic.ledger.events import HealthChecked, RoundEntered, RoundReopened, Unreachable
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.local.azurite import Azurite

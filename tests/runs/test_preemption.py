@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from azureml_elastic.config import CheckpointPolicy
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
 from azureml_elastic.ledger.events import NodeLeft, RoundEntered, RoundReopened
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.local.cluster import LocalCluster

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from azureml_elastic.config import CheckpointPolicy, ElasticDistribution
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
 from azureml_elastic.ledger.events import NodeStarted, Progress, Restored, RoundReopened, WorkerFailed, WorkersStarted
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.local.cluster import LocalCluster

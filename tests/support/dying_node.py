@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 import azureml_elastic.node
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
 from azureml_elastic.local.fork_server.node import become_node
 from azureml_elastic.local.fork_server.server import Server
 

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from azureml_elastic.config import environment as variables
 from azureml_elastic.config.command.program import parse_program
+from azureml_elastic.environment import names as variables
 from azureml_elastic.local.fork_server.client import ForkedProcess, ForkServer, Imports, read_early
 from azureml_elastic.local.fork_server.start import ForkStart
 from azureml_elastic.local.node_start import AgentProcess, NodeStart

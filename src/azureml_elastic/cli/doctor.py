@@ -44,7 +44,7 @@ def doctor(
     from rich.table import Column, Table
 
     from azureml_elastic.config import Plan, TableRendezvous
-    from azureml_elastic.config import environment as variables
+    from azureml_elastic.environment import names as variables
     from azureml_elastic.node.diagnostics.doctor import NODE_COMMAND, examine, make_rendezvous, read_peer
     from azureml_elastic.node.diagnostics.findings import DiagnosticReport
 

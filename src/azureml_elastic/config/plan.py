@@ -9,7 +9,6 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 from typing_extensions import Self
 
-from azureml_elastic.config import environment
 from azureml_elastic.config.base import ConfigModel
 from azureml_elastic.config.batch import BatchPolicy, FixedGlobalBatch
 from azureml_elastic.config.checkpoint import CheckpointPolicy
@@ -21,6 +20,7 @@ from azureml_elastic.config.profile import Profile
 from azureml_elastic.config.rendezvous import TableRendezvous
 from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.config.resources import ElasticResources, NodePool
+from azureml_elastic.environment import names as environment
 from azureml_elastic.errors import PlanError
 
 __all__ = ["PLAN_VERSION", "EarlierRun", "Plan", "SubmittedNames"]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +25,8 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 from typing_extensions import override
 
-from azureml_elastic.config import environment as names
+from azureml_elastic.environment.process import set_defaults
+from azureml_elastic.environment.worker import WorkerEnvironment
 
 __all__ = ["CudaDevice", "Device", "Fetched", "Mark", "device_of", "ends_within", "register"]
 
@@ -192,7 +192,7 @@ class CudaDevice(Device):
     @property
     def may_stay(self) -> bool:  # type: ignore[override]
         """Whether this was asked for: a second communicator after an abort has not been seen on hardware yet."""
-        return os.environ.get(names.IN_PROCESS_ON_GPU) == "1"
+        return WorkerEnvironment.read().in_process_on_gpu
 
     @property
     @override
@@ -201,8 +201,7 @@ class CudaDevice(Device):
 
     @override
     def keep_watchdog_out(self) -> None:
-        for name, value in _WATCHDOG.items():
-            os.environ.setdefault(name, value)  # a user's own setting wins
+        set_defaults(_WATCHDOG)
 
     @override
     def mark(self) -> Mark:

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
+from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.errors import UsageError
 
 __all__ = ["attach_to_rendezvous", "attach_to_spawn", "check_rendezvous"]
@@ -52,7 +52,7 @@ def attach_to_spawn(spawn: ModuleType) -> None:
 
 
 def _checked(handler: Callable[..., Iterator[Any]], url: str, *arguments: Any, **options: Any) -> Iterator[Any]:
-    check_rendezvous(url, os.environ)
+    check_rendezvous(url, WorkerEnvironment.read())
     return handler(url, *arguments, **options)
 
 
@@ -66,29 +66,29 @@ def _run_checked(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
-def check_rendezvous(url: str, environ: Mapping[str, str], *, seconds: float = _ANSWER_SECONDS) -> None:
+def check_rendezvous(url: str, environment: WorkerEnvironment, *, seconds: float = _ANSWER_SECONDS) -> None:
     """Check that the other ranks can be found.
 
     Args:
         url: URL of torch's rendezvous, with the rank and the number of ranks where the script gives them.
-        environ: environment of the process.
+        environment: environment of the process, when torch looks for the ranks.
         seconds: how long to wait for a listener at an address other than that of the agent's store.
 
     Raises:
         UsageError: nobody listens at the address, or the rank is another one than the worker's.
     """
-    own = environ.get(variables.WORKER, "").split()
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not own:
+    own, environ = environment.assigned, environment.variables
+    if own is None:
         return  # the script serves a store, as one process for each rank
-    rank, size, host, port = int(own[0]), int(own[1]), own[2], int(own[3])
+    rank, size, host, port = own.rank, own.world_size, own.host, own.port
     try:
         parts = urlsplit(url)
         given = parse_qs(parts.query)
         from_environment = parts.scheme == "env"
-        to = (environ["MASTER_ADDR"] if from_environment else parts.hostname or "") or host
-        at = int(environ["MASTER_PORT"]) if from_environment else parts.port or port
-        asked_rank = int(given["rank"][0] if "rank" in given else environ["RANK"])
-        asked_size = int(given["world_size"][0] if "world_size" in given else environ["WORLD_SIZE"])
+        to = (environ[variables.MASTER_ADDR] if from_environment else parts.hostname or "") or host
+        at = int(environ[variables.MASTER_PORT]) if from_environment else parts.port or port
+        asked_rank = int(given["rank"][0] if "rank" in given else environ[variables.RANK])
+        asked_size = int(given["world_size"][0] if "world_size" in given else environ[variables.WORLD_SIZE])
     except (KeyError, ValueError):
         return  # torch says what is missing
     if (to, at) != (host, port):

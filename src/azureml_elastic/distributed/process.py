@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from string import Template
 
 import torch
 import torch.distributed as dist
 
 from azureml_elastic.config import CheckpointPolicy, Plan
-from azureml_elastic.config import environment as names
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.distributed.forks import freeze_inherited_garbage
-from azureml_elastic.errors import PlanError, UsageError
+from azureml_elastic.environment import names
+from azureml_elastic.environment.worker import WorkerEnvironment
+from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 
-__all__ = ["WorkerEnvironment", "close_group", "open_group", "pick_device", "read_history", "trace_folder"]
+__all__ = ["WorkerSettings", "close_group", "open_group", "pick_device", "trace_folder"]
 
-_TRANSPORT = "GLOO_DEVICE_TRANSPORT"
 _UNSUPPORTED = "unsupported gloo device"
 
 
 @dataclass(frozen=True)
-class WorkerEnvironment:
-    """Settings of a worker in its environment.
+class WorkerSettings:
+    """Settings of a worker, from its environment.
 
     Args:
         identity: rank and round of this process.
@@ -49,31 +47,23 @@ class WorkerEnvironment:
         return self.channel is not None and self.identity.round == 0
 
     @classmethod
-    def read(cls, variables: Mapping[str, str] = os.environ) -> WorkerEnvironment:
-        """Return the settings in environment variables.
+    def of(cls, environment: WorkerEnvironment) -> WorkerSettings:
+        """Return the settings in an environment.
 
         Raises:
             PlanError: the plan cannot be read.
             UsageError: a value is not a number, or ``MASTER_ADDR`` or ``MASTER_PORT`` is missing beside ``WORLD_SIZE``.
         """
+        environment.check()
         identity = WorkerIdentity(
-            rank=_number(variables, "RANK", 0),
-            local_rank=_number(variables, "LOCAL_RANK", 0),
-            world_size=_number(variables, "WORLD_SIZE", 1),
-            round=_number(variables, names.ROUND, 0),
+            rank=environment.rank,
+            local_rank=environment.local_rank,
+            world_size=environment.world_size,
+            round=environment.round,
         )
-        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in variables]
-        if identity.world_size > 1 and missing:
-            raise UsageError(
-                f"WORLD_SIZE={identity.world_size}, but {', '.join(missing)} is not set. Start the script with the "
-                "node agent or torchrun, which set all of them, or unset WORLD_SIZE to run alone."
-            )
-        channel, text = variables.get(names.CHANNEL), variables.get(names.PLAN)
-        if channel is not None and names.ROUND not in variables:
-            raise PlanError(f"{names.CHANNEL} is set without {names.ROUND}; the node's agent sets both.")
-        plan = None if text is None else Plan.from_json(text)
-        node = variables.get(names.NODE_ID) or socket.gethostname()
-        return cls(identity, channel, variables.get(names.RUN_DIR), plan, node)
+        plan = None if environment.plan is None else Plan.from_json(environment.plan)
+        node = environment.node or socket.gethostname()
+        return cls(identity, environment.channel, environment.run_dir, plan, node)
 
     @property
     def max_world_size(self) -> int:
@@ -97,23 +87,9 @@ class WorkerEnvironment:
         return chosen.model_copy(update={"path": os.path.join(self.run_dir or ".", "checkpoints")})  # noqa: PTH118
 
 
-def read_history(variables: Mapping[str, str] = os.environ) -> tuple[int, float]:
-    """Return the number of losses and the seconds of training of the run before this round."""
-    losses, _, seconds = variables.get(names.HISTORY, "0 0").partition(" ")
-    return int(losses), float(seconds)
-
-
-def trace_folder(wanted: str | None, run_dir: str | None, variables: Mapping[str, str] = os.environ) -> Path:
+def trace_folder(wanted: str | None, run_dir: str | None, environment: WorkerEnvironment) -> Path:
     """Return the folder for the profiler's traces: a path with ``$`` variables, or ``profiles`` in the run's folder."""
-    return Path(run_dir or ".") / "profiles" if wanted is None else Path(Template(wanted).safe_substitute(variables))
-
-
-def _number(variables: Mapping[str, str], name: str, default: int) -> int:
-    text = variables.get(name, default)
-    try:
-        return int(text)
-    except ValueError as error:
-        raise UsageError(f"{name}={text!r} is not a whole number; the node agent or torchrun sets it.") from error
+    return Path(run_dir or ".") / "profiles" if wanted is None else Path(environment.expand(wanted))
 
 
 def pick_device(identity: WorkerIdentity) -> torch.device:
@@ -140,19 +116,19 @@ def open_group(identity: WorkerIdentity, device: torch.device) -> bool:
     freeze_inherited_garbage()
     if dist.is_initialized():
         return False
-    kind = device_of(device)
-    if names.CHANNEL in os.environ:  # else nobody interrupts this process, and torch's watchdog is what ends a hang
+    kind, environment = device_of(device), WorkerEnvironment.read()
+    if environment.channel is not None:  # else nobody interrupts this process: torch's watchdog is what ends a hang
         kind.keep_watchdog_out()
     try:
         _open(kind.backend, identity)
     except RuntimeError as error:
-        transport = os.environ.get(_TRANSPORT)
+        transport = environment.gloo_transport
         if transport is None or _UNSUPPORTED not in str(error):
             raise
         raise UsageError(
-            f"{_TRANSPORT}={transport} is not supported by the gloo of this torch ({torch.__version__}), which was "
-            "built without it. Use another build of torch, or remove the variable: gloo then sends in clear; see "
-            "docs/explanation/security.md."
+            f"{names.GLOO_DEVICE_TRANSPORT}={transport} is not supported by the gloo of this torch "
+            f"({torch.__version__}), which was built without it. Use another build of torch, or remove the variable: "
+            "gloo then sends in clear; see docs/explanation/security.md."
         ) from error
     return True
 
@@ -161,7 +137,7 @@ def _open(backend: str, identity: WorkerIdentity) -> None:
     # The number of groups is part of the keys under which ranks find each other. One that could not be opened, because
     # a rank was lost meanwhile, has been counted on the ranks that tried.
     dist.distributed_c10d._world.group_count = 0  # noqa: SLF001 - destroy_process_group() needs a group
-    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ and "RANK" in os.environ:
+    if WorkerEnvironment.read().finds_others:
         dist.init_process_group(backend, rank=identity.rank, world_size=identity.world_size)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

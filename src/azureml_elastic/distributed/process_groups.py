@@ -27,6 +27,7 @@ from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.distributed.data_parallel import ElasticDataParallel
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.distributed.process import close_group, open_group
+from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 
 __all__ = ["ProcessGroups", "abort_gloo", "is_peer_error"]
@@ -127,10 +128,10 @@ def is_peer_error(error: BaseException) -> bool:
 
 def _store_addresses() -> frozenset[Address]:
     """Return the addresses under which torch connects to the store."""
-    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    master = WorkerEnvironment.read().master  # of this round, or the script's own
     with contextlib.suppress(OSError):
-        if host and port:
-            return frozenset((str(found[4][0]), int(port)) for found in socket.getaddrinfo(host, port))
+        if master is not None:
+            return frozenset((str(found[4][0]), master[1]) for found in socket.getaddrinfo(*master))
     return frozenset()
 
 

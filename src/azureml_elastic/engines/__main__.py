@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from azureml_elastic.config import Plan
-from azureml_elastic.config import environment as variables
 from azureml_elastic.config.exit_codes import FAILED, USAGE
 from azureml_elastic.engines.engine import Engine
 from azureml_elastic.engines.node_engine import NodeEngine
+from azureml_elastic.environment.engine import EngineEnvironment
 from azureml_elastic.errors import ElasticError, EngineError, MissingExtra
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.agent_client.channel import ChannelAgent
@@ -36,10 +36,11 @@ def main() -> int:
     if find_spec(package := _PACKAGES[arguments.framework]) is None:
         print(f"error: {MissingExtra(package, arguments.framework)}", file=sys.stderr)
         return USAGE
-    agent = ChannelAgent(os.environ[variables.CHANNEL], WorkerIdentity(0, 0, 0, 0), stays=True)
+    environment = EngineEnvironment.read()
+    agent = ChannelAgent(environment.channel, WorkerIdentity(0, 0, 0, 0), stays=True)
     workers = None if arguments.workers == "auto" else int(arguments.workers)
     try:
-        engine = _engine(arguments.framework, workers, arguments.program, agent)
+        engine = _engine(arguments.framework, workers, arguments.program, agent, environment)
         return NodeEngine(engine, agent).run()
     except ElasticError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -48,7 +49,9 @@ def main() -> int:
         agent.close()
 
 
-def _engine(framework: str, workers: int | None, program: Sequence[str], agent: ChannelAgent) -> Engine:
+def _engine(
+    framework: str, workers: int | None, program: Sequence[str], agent: ChannelAgent, environment: EngineEnvironment
+) -> Engine:
     """Return the engine of a framework.
 
     Args:
@@ -56,15 +59,15 @@ def _engine(framework: str, workers: int | None, program: Sequence[str], agent: 
         workers: number of worker processes of this node, ``None`` for the framework's own default.
         program: command of the program.
         agent: connection to the node's agent.
+        environment: environment of this process.
     """
-    host = os.environ[variables.LOCAL_ADDRESS]
-    folder = os.path.dirname(os.environ[variables.CHANNEL])  # noqa: PTH120 - the agent's temporary folder
+    host, folder = environment.host, environment.folder
     cpus = len(os.sched_getaffinity(0))
     if framework == "dask":
         from azureml_elastic.engines.cluster import ClusterEngine
         from azureml_elastic.engines.dask import Dask
 
-        ports = Plan.from_json(os.environ[variables.PLAN]).rendezvous.port_range
+        ports = Plan.from_json(environment.plan).rendezvous.port_range
         return ClusterEngine(Dask(host, workers or 1, max(1, cpus // (workers or 1)), folder, ports), program)
     if framework == "horovod":
         from azureml_elastic.engines.horovod.engine import HorovodEngine

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import signal
 import subprocess
 import time
@@ -13,17 +12,13 @@ from typing import TypeVar
 
 import psutil
 
-from azureml_elastic.config.environment import CHANNEL
+from azureml_elastic.environment.engine import EngineEnvironment
 
 __all__ = ["Child"]
 
 _T = TypeVar("_T")
 _POLL_SECONDS = 0.02
 _PR_SET_PDEATHSIG = 1
-_WORKERS_VARIABLES = frozenset(
-    {CHANNEL, "GROUP_RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"}
-)
-"""Variables of this process, which is a worker of the agent; its children are not."""
 
 _libc = ctypes.CDLL(None)
 
@@ -47,7 +42,7 @@ class Child:
         self._stop_signal = stop_signal
         self._process = subprocess.Popen(
             self.command,
-            env={**_inherited(), **(variables or {})},
+            env=EngineEnvironment.read().for_child(variables),
             preexec_fn=_end_with_parent,  # noqa: PLW1509 - two system calls, which take no lock of another thread
         )
 
@@ -91,14 +86,6 @@ class Child:
             return [process, *process.children(recursive=True)]
         except psutil.NoSuchProcess:
             return []
-
-
-def _inherited() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _WORKERS_VARIABLES and not name.startswith("TORCHELASTIC_")
-    }
 
 
 def _end_with_parent() -> None:

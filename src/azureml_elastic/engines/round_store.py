@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from typing_extensions import Self
 
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment.engine import EngineEnvironment, take_engine_key
 
 __all__ = ["RoundStore"]
 
@@ -62,8 +61,8 @@ class RoundStore:
         Raises:
             RuntimeError: it cannot be reached, or the round is over.
         """
-        key = bytes.fromhex(os.environ.pop(variables.ENGINE_KEY, ""))
-        return cls(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), key, is_over)
+        key = take_engine_key()
+        return cls(*EngineEnvironment.read().store, key, is_over)
 
     def set(self, name: str, value: bytes) -> None:
         """Store a value."""

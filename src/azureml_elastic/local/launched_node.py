@@ -6,7 +6,8 @@ import os
 import time
 from dataclasses import dataclass, field
 
-from azureml_elastic.config import Plan, environment
+from azureml_elastic.config import Plan
+from azureml_elastic.environment import names as environment
 from azureml_elastic.ledger.reading import LineReader
 from azureml_elastic.ledger.summary import NodeEnding, NodeSummary, Paths
 from azureml_elastic.local.processes import NodeProcess

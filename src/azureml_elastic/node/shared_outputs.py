@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from azureml_elastic.config.command.program import Program
-from azureml_elastic.config.environment import FIRST_NODE
+from azureml_elastic.environment.names import FIRST_NODE
 from azureml_elastic.errors import UsageError
 
 __all__ = ["SharedOutputs"]

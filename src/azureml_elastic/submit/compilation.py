@@ -11,8 +11,8 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from azureml_elastic.config.environment import FIRST_NODE
 from azureml_elastic.config.resources import SERVERLESS, NodePool, first_nodes, step_names
+from azureml_elastic.environment.names import FIRST_NODE
 from azureml_elastic.errors import SubmitError, needs_extra
 from azureml_elastic.submit import node_launch
 from azureml_elastic.submit.bindings import LITERALS

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable
 
 from azureml_elastic.config.command.program import FoundProgram, parse_program
-from azureml_elastic.config.environment import PLAN
+from azureml_elastic.environment.names import PLAN
 from azureml_elastic.submit.fields import JobFields
 from azureml_elastic.submit.translation import translated_command
 

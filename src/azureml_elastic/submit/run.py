@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from azureml_elastic.config import environment as variables
 from azureml_elastic.config.plan import Plan
 from azureml_elastic.config.resources import first_nodes, replacement_name, step_names
+from azureml_elastic.environment import names as variables
 from azureml_elastic.errors import SubmitError
 
 __all__ = ["TERMINAL", "ElasticRun", "JobReader", "JobRecord", "NodeOfRun"]

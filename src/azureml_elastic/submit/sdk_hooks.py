@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from azureml_elastic.config.environment import PLAN
+from azureml_elastic.environment.names import PLAN
 from azureml_elastic.errors import CommandError, SubmitError, needs_extra
 from azureml_elastic.submit.client import first_line
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
 from azureml_elastic.errors import SubmitError, needs_extra
 from azureml_elastic.submit import node_launch
 from azureml_elastic.submit.bindings import LITERALS, Bound, bindings_of, bound

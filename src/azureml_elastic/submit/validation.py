@@ -6,12 +6,12 @@ import logging
 import re
 from pathlib import Path, PurePosixPath
 
-from azureml_elastic.config import environment as variables
 from azureml_elastic.config.command.fixed_ranks import describe_fixed_ranks, find_fixed_ranks
 from azureml_elastic.config.command.launchers import instead_of
 from azureml_elastic.config.command.launching import find_launching
 from azureml_elastic.config.command.program import FoundProgram, find_program, parse_program
 from azureml_elastic.config.command.program_files import program_files
+from azureml_elastic.environment import names as variables
 from azureml_elastic.errors import CommandError, SubmitError
 from azureml_elastic.masking import named_secrets
 from azureml_elastic.plurals import counted

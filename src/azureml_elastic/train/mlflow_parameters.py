@@ -7,14 +7,13 @@ id or a folder with a date are others, and the script would end each time it is 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 from wrapt import wrap_function_wrapper
 
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment.worker import WorkerEnvironment
 
 __all__ = ["attach_to_client"]
 
@@ -73,7 +72,7 @@ class _FirstValues:
 
     def _of(self, client: Any, run_id: str) -> Mapping[str, str]:
         """Return the first values; none in the first round, where MLflow itself refuses changes."""
-        if int(os.environ.get(variables.ROUND) or 0) <= 1:
+        if WorkerEnvironment.read().round <= 1:
             return {}
         if run_id not in self._held:
             try:

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from azureml_elastic.config import environment as variables
 from azureml_elastic.engines.round_store import RoundStore
+from azureml_elastic.environment import names as variables
 
 SERVER = """
 from torch.distributed import TCPStore

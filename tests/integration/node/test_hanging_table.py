@@ -17,9 +17,9 @@ from azureml_elastic.config import (
     RendezvousTimings,
     TableRendezvous,
 )
-from azureml_elastic.config import environment as variables
 from azureml_elastic.config.plan import Plan
 from azureml_elastic.config.resources import ElasticResources
+from azureml_elastic.environment import names as variables
 from azureml_elastic.ledger.events import NodeLeft, NodeReady
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.local.faults.disturbance import Disturbance

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from azureml_elastic.config import environment as names
+from azureml_elastic.environment import names
 from tests.support.node_server import run_script
 from tests.support.paths import SAMPLES
 

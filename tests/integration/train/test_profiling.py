@@ -19,9 +19,10 @@ from torch.utils.data import TensorDataset
 from azureml_elastic import train
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, Profile
-from azureml_elastic.config import environment as names
 from azureml_elastic.distributed.device import ends_within
 from azureml_elastic.distributed.process import trace_folder
+from azureml_elastic.environment import names
+from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.ledger.events import Progress
 from azureml_elastic.ledger.reading import EventReader
@@ -163,10 +164,10 @@ def test_the_plan_s_profile_is_the_default(tmp_path, monkeypatch):
 
 def test_the_folder_may_name_variables_of_the_node():
     variables = {"AZURE_ML_OUTPUT_traces": "/mnt/x", "A": "1"}
-    assert trace_folder("$AZURE_ML_OUTPUT_traces/y", "/run", variables) == Path("/mnt/x/y")
-    assert trace_folder("${A}b$C", "/run", variables) == Path("1b$C")
-    assert trace_folder(None, "/run", variables) == Path("/run/profiles")
-    assert trace_folder(None, None, variables) == Path("profiles")
+    assert trace_folder("$AZURE_ML_OUTPUT_traces/y", "/run", WorkerEnvironment.read(variables)) == Path("/mnt/x/y")
+    assert trace_folder("${A}b$C", "/run", WorkerEnvironment.read(variables)) == Path("1b$C")
+    assert trace_folder(None, "/run", WorkerEnvironment.read(variables)) == Path("/run/profiles")
+    assert trace_folder(None, None, WorkerEnvironment.read(variables)) == Path("profiles")
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ from torch.utils.data import Dataset
 
 from azureml_elastic import train
 from azureml_elastic.config import CheckpointPolicy, ElasticResources, Plan
-from azureml_elastic.config import environment as names
-from azureml_elastic.distributed.process import WorkerEnvironment
+from azureml_elastic.distributed.process import WorkerSettings
+from azureml_elastic.environment import names
+from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.errors import CheckpointDamaged, Fenced, PlanError, UsageError
 from azureml_elastic.train.optim.gradient_averaging import require_averaging
 from tests.support.node_server import Script, run_script
@@ -570,21 +571,21 @@ def test_wall_time_brings_checkpoints(tmp_path):
 def test_the_environment_is_read_and_checked(tmp_path):
     plan = Plan(resources=ElasticResources(max_instance_count=2), checkpoint=CheckpointPolicy(path="/p", keep=5))
     world = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
-    read = WorkerEnvironment.read({**world, names.PLAN: plan.to_json(), names.ROUND: "4"})
+    read = WorkerSettings.of(WorkerEnvironment.read({**world, names.PLAN: plan.to_json(), names.ROUND: "4"}))
     assert (read.identity.rank, read.identity.world_size, read.identity.round) == (1, 2, 4)
     assert read.policy(None) == plan.checkpoint
     assert read.policy(CheckpointPolicy(keep=3)) == CheckpointPolicy(path="/p", keep=3)
     assert read.policy(CheckpointPolicy(every_steps=7)) == CheckpointPolicy(path="/p", keep=5, every_steps=7)
-    assert WorkerEnvironment.read({}).policy(None).path == "./checkpoints"
-    assert WorkerEnvironment.read({names.RUN_DIR: "/r"}).policy(None).path == "/r/checkpoints"
+    assert WorkerSettings.of(WorkerEnvironment.read({})).policy(None).path == "./checkpoints"
+    assert WorkerSettings.of(WorkerEnvironment.read({names.RUN_DIR: "/r"})).policy(None).path == "/r/checkpoints"
     with pytest.raises(UsageError, match="RANK='x'"):
-        WorkerEnvironment.read({"RANK": "x"})
+        WorkerSettings.of(WorkerEnvironment.read({"RANK": "x"}))
     with pytest.raises(UsageError, match="MASTER_ADDR"):
-        WorkerEnvironment.read({"RANK": "0", "WORLD_SIZE": "2"})
+        WorkerSettings.of(WorkerEnvironment.read({"RANK": "0", "WORLD_SIZE": "2"}))
     with pytest.raises(PlanError, match="not JSON"):
-        WorkerEnvironment.read({names.PLAN: "{"})
+        WorkerSettings.of(WorkerEnvironment.read({names.PLAN: "{"}))
     with pytest.raises(PlanError, match=names.ROUND):
-        WorkerEnvironment.read({names.CHANNEL: "/s"})
+        WorkerSettings.of(WorkerEnvironment.read({names.CHANNEL: "/s"}))
 
 
 def test_the_sample_survives_sigterm_and_learns(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from azureml_elastic.cli.init import starter_files
 from azureml_elastic.config import CheckpointPolicy, ElasticResources, Plan
-from azureml_elastic.config import environment as names
+from azureml_elastic.environment import names
 from tests.support.node_server import run_script
 from tests.support.paths import ROOT, SUPPORT
 

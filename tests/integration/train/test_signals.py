@@ -14,7 +14,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
 from azureml_elastic.ipc import MessageServer, listen
 from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST
 from tests.support.node_server import Script, run_script

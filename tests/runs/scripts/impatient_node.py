@@ -7,7 +7,7 @@ import sys
 from datetime import timedelta
 
 from azureml_elastic.config import Plan
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
 
 plan = Plan.from_json(os.environ[variables.PLAN])
 limits = {"hang_timeout": timedelta(seconds=10), "hang_timeout_floor": timedelta(seconds=30)}

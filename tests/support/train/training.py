@@ -13,9 +13,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from azureml_elastic import train
-from azureml_elastic.config import environment as names
 from azureml_elastic.distributed.data_parallel import ElasticDataParallel
-from azureml_elastic.distributed.process import WorkerEnvironment, close_group, open_group
+from azureml_elastic.distributed.process import WorkerSettings, close_group, open_group
+from azureml_elastic.environment import names
+from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.ledger.reading import read_samples
 from azureml_elastic.ledger.samples import audit_samples
 from tests.support.train import workers
@@ -175,7 +176,7 @@ def reform_many_times(times):
 
 def open_after_a_failure():
     """Fail to open a group on rank 0, and return what both ranks add up after that."""
-    identity = WorkerEnvironment.read().identity
+    identity = WorkerSettings.of(WorkerEnvironment.read()).identity
     if identity.rank == 0:
         with contextlib.suppress(RuntimeError, ValueError):
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=timedelta(seconds=1))

@@ -21,8 +21,9 @@ from azureml_elastic.checkpoint.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.config import CheckpointPolicy
-from azureml_elastic.distributed.process import WorkerEnvironment
+from azureml_elastic.distributed.process import WorkerSettings
 from azureml_elastic.distributed.process_groups import ProcessGroups
+from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.errors import CheckpointDamaged, CheckpointError, Fenced
 from azureml_elastic.ipc import MessageClient
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
@@ -162,7 +163,7 @@ class Stack:
 def _checkpoints(folder, keep=2):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    world = ProcessGroups(WorkerEnvironment.read().identity, torch.device("cpu"))
+    world = ProcessGroups(WorkerSettings.of(WorkerEnvironment.read()).identity, torch.device("cpu"))
     world.open()
     storage = LocalStorage(folder)
     agent = StandaloneAgent(storage, world.identity)

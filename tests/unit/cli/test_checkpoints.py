@@ -15,7 +15,7 @@ from azureml_elastic import train
 from azureml_elastic.cli import app
 from azureml_elastic.cli.checkpoint_folders import folder_of_submitted
 from azureml_elastic.config import CheckpointPolicy, ElasticResources, Plan
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
 from azureml_elastic.errors import UsageError
 from azureml_elastic.submit.run import ElasticRun, JobRecord
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from azureml_elastic.cli import app
 from azureml_elastic.config import ElasticResources, TableRendezvous
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
 from azureml_elastic.testing import LocalWorkspace
 
 with warnings.catch_warnings():

@@ -8,8 +8,9 @@ from types import ModuleType
 
 import pytest
 
-from azureml_elastic.config import environment as variables
 from azureml_elastic.distributed.launch_check import attach_to_rendezvous, check_rendezvous
+from azureml_elastic.environment import names as variables
+from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.errors import UsageError
 
 AGENTS = {
@@ -44,7 +45,7 @@ def silent():
     ],
 )
 def test_the_agents_ranks_pass(url, environ):
-    check_rendezvous(url, {**AGENTS, **environ}, seconds=0.1)
+    check_rendezvous(url, WorkerEnvironment.read({**AGENTS, **environ}), seconds=0.1)
 
 
 @pytest.mark.parametrize(
@@ -58,21 +59,25 @@ def test_the_agents_ranks_pass(url, environ):
 )
 def test_another_rank_is_refused_at_once(url, environ, said):
     with pytest.raises(UsageError, match=f"opened as {said}.*as rank 2 of 4.*without init_method") as raised:
-        check_rendezvous(url, {**AGENTS, **environ})
+        check_rendezvous(url, WorkerEnvironment.read({**AGENTS, **environ}))
     assert f"{variables.INTEGRATIONS}=off" in str(raised.value)
 
 
 def test_an_address_is_refused_where_nobody_listens(silent):
     with pytest.raises(UsageError, match=f"opened at localhost:{silent}, where nobody has listened"):
-        check_rendezvous("env://", {**AGENTS, "MASTER_ADDR": "localhost", "MASTER_PORT": str(silent)}, seconds=0.1)
+        check_rendezvous(
+            "env://",
+            WorkerEnvironment.read({**AGENTS, "MASTER_ADDR": "localhost", "MASTER_PORT": str(silent)}),
+            seconds=0.1,
+        )
     with pytest.raises(UsageError, match=f"opened at 127.0.0.1:{silent}"):
-        check_rendezvous(f"tcp://127.0.0.1:{silent}?rank=0&world_size=1", AGENTS, seconds=0.1)
+        check_rendezvous(f"tcp://127.0.0.1:{silent}?rank=0&world_size=1", WorkerEnvironment.read(AGENTS), seconds=0.1)
 
 
 def test_a_store_of_the_scripts_own_passes():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        check_rendezvous(f"tcp://127.0.0.1:{port}?rank=0&world_size=9", AGENTS, seconds=5.0)
+        check_rendezvous(f"tcp://127.0.0.1:{port}?rank=0&world_size=9", WorkerEnvironment.read(AGENTS), seconds=5.0)
 
 
 def test_the_handlers_of_torch_are_checked_once(monkeypatch):

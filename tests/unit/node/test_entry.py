@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from azureml_elastic.config import ElasticResources, Plan, TableRendezvous
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
 from azureml_elastic.node.__main__ import main
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from azureml_elastic.config.command.program import parse_program
-from azureml_elastic.config.environment import FIRST_NODE
+from azureml_elastic.environment.names import FIRST_NODE
 from azureml_elastic.errors import UsageError
 from azureml_elastic.node.shared_outputs import SharedOutputs
 

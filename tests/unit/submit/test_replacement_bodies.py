@@ -7,7 +7,7 @@ from azure.ai.ml import Output
 from azure.ai.ml.entities import JupyterLabJobService
 
 from azureml_elastic.config import ElasticDistribution, ElasticResources, NodePool
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
 from azureml_elastic.node.replacement.job_document import NodeSlot, plan_of, replacement_job
 from azureml_elastic.submit import ElasticCommandJob
 from azureml_elastic.testing.api.job_document import job_properties

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from azureml_elastic.config import CheckpointPolicy, ElasticResources, Plan, TableRendezvous
-from azureml_elastic.config import environment as names
+from azureml_elastic.environment import names
 from azureml_elastic.errors import SubmitError
 from azureml_elastic.submit.runtime import start as starter
 from azureml_elastic.submit.runtime.staging import cache_folder, copy_runtime, stage_runtime

@@ -8,14 +8,14 @@ are atomic, and visible to every later read.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from typing_extensions import override
 
-from azureml_elastic.checkpoint.storage.locations import AZURE_CONNECTION_STRING, is_azure
+from azureml_elastic.checkpoint.storage.locations import is_azure
 from azureml_elastic.checkpoint.storage.storage import BLOCK_BYTES, Storage
+from azureml_elastic.environment.storage import StorageEnvironment
 from azureml_elastic.errors import MissingExtra, UsageError
 
 __all__ = ["RemoteStorage"]
@@ -142,9 +142,6 @@ class RemoteStorage(Storage):
 
 def _options(url: str) -> dict[str, Any]:
     """Return the options that select the node's identity, where neither a key nor a connection string is set."""
-    if not is_azure(url) or any(
-        os.environ.get(name)
-        for name in (AZURE_CONNECTION_STRING, "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN")
-    ):
+    if not is_azure(url) or StorageEnvironment.read().has_credential:
         return {}
     return {"anon": False}  # selects DefaultAzureCredential in adlfs

@@ -18,18 +18,18 @@ those whose workers have ended well.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from azureml_elastic.config import environment as variables
 from azureml_elastic.engines.children import Child
 from azureml_elastic.engines.horovod.notification import Notifications
 from azureml_elastic.engines.horovod.rendezvous import LocalRendezvous, Status
 from azureml_elastic.engines.horovod.server import HOST, CommitAgent, WorkerServer
 from azureml_elastic.engines.horovod.slots import Slot, slots_of
 from azureml_elastic.engines.round_store import RoundStore
+from azureml_elastic.environment import names as variables
+from azureml_elastic.environment.engine import EngineEnvironment
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 
 __all__ = ["HorovodEngine"]
@@ -258,7 +258,8 @@ class HorovodEngine:
 
     def _variables(self, slot: Slot) -> dict[str, str]:
         """Return the environment variables of a new worker."""
-        interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        environment = EngineEnvironment.read()  # of this round
+        interface = environment.gloo_interface
         return {
             **slot.variables(),
             "HOROVOD_ELASTIC": "1",
@@ -268,7 +269,7 @@ class HorovodEngine:
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": HOST,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self._server.port),
             **({} if interface is None else {"HOROVOD_GLOO_IFACE": interface}),
-            variables.ROUND: os.environ[variables.ROUND],
+            variables.ROUND: environment.round,
             "PYTHONUNBUFFERED": "1",
         }
 

@@ -36,8 +36,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from azureml_elastic.config import environment as variables
 from azureml_elastic.config.command.program import Program
+from azureml_elastic.environment import names as variables
 from azureml_elastic.local.fork_server.client import GO
 from azureml_elastic.local.processes import MARKER
 from azureml_elastic.node.agent.session_detection import opens_session

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from azureml_elastic.config import Plan
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
 
 __all__ = ["tracked_run_variables"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 
 from azureml_elastic.checkpoint.storage.locations import AZURE_CONNECTION_STRING, is_azure
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
 from azureml_elastic.node.agent.tracked_run import tracked_run_variables
 from azureml_elastic.node.host.addresses import interface_of, machine_interfaces
 from azureml_elastic.node.host.identity import NodeIdentity

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
 from azureml_elastic.errors import RunFailed
 from azureml_elastic.ipc.worker_messages import Assign
 from azureml_elastic.node.agent.channel import Channel

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from azureml_elastic.config import Credential, Plan, TableRendezvous
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
 from azureml_elastic.errors import ElasticError, UsageError
 from azureml_elastic.node.diagnostics.checks.machine import check_machine, check_packages
 from azureml_elastic.node.diagnostics.checks.network import check_host, check_peer

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from azureml_elastic.config import HealthPolicy
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
 from azureml_elastic.errors import ElasticError
 from azureml_elastic.node.diagnostics.checks.accelerator import count_devices
 from azureml_elastic.node.diagnostics.findings import CheckRunner

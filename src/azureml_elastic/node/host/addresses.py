@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from azureml_elastic.config import TableRendezvous
-from azureml_elastic.config.environment import LOCAL_ADDRESS
 from azureml_elastic.config.rendezvous import PORTS_OF_A_NODE
+from azureml_elastic.environment.names import LOCAL_ADDRESS
 from azureml_elastic.errors import MissingExtra, UsageError
 from azureml_elastic.ipc import listen
 

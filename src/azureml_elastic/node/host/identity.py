@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from azureml_elastic.checkpoint.storage.locations import join_path
 from azureml_elastic.config import Plan, PreemptionPolicy
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
 from azureml_elastic.errors import PlanError, UsageError
 from azureml_elastic.node.host.addresses import advertised_address, is_loopback
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 
-from azureml_elastic.config import environment as variables
 from azureml_elastic.config.command.program import Program
+from azureml_elastic.environment import names as variables
 from azureml_elastic.node.preload.client import PreloadServer
 
 __all__ = ["begin_preload", "start_early"]

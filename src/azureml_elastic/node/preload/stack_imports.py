@@ -15,7 +15,7 @@ from types import ModuleType
 
 from wrapt import register_post_import_hook
 
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
 
 __all__ = ["ATTACHMENTS", "for_plain_start", "is_off", "register"]
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from wrapt import register_post_import_hook
 
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
 
 __all__ = ["Lookups", "read_lookups", "record"]
 

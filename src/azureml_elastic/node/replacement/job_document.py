@@ -21,9 +21,9 @@ from urllib.parse import unquote
 
 from pydantic import TypeAdapter
 
-from azureml_elastic.config import environment as variables
 from azureml_elastic.config.plan import Plan
 from azureml_elastic.config.resources import NodePool, step_names
+from azureml_elastic.environment import names as variables
 from azureml_elastic.errors import PlanError
 
 __all__ = [

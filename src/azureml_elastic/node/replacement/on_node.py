@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
 from azureml_elastic.errors import ElasticError, UsageError, WorkspaceForbidden
 from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.table import Table

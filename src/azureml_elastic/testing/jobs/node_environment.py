@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from azureml_elastic.config.environment import LOCAL_ADDRESS
+from azureml_elastic.environment.names import LOCAL_ADDRESS
 from azureml_elastic.testing.jobs.body import CommandBody
 from azureml_elastic.testing.jobs.machines import Machine
 from azureml_elastic.testing.jobs.runs import Run

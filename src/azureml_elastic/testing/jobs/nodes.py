@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from azureml_elastic.config.environment import SCHEDULED_EVENTS
+from azureml_elastic.environment.names import SCHEDULED_EVENTS
 from azureml_elastic.ledger.events import Progress
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.local.faults.metadata_service import MetadataService

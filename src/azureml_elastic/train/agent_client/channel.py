@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from azureml_elastic.checkpoint_reference import Reference
+from azureml_elastic.environment.process import change
 from azureml_elastic.errors import ElasticError, Fenced, RoundBroken, TableUnavailable
 from azureml_elastic.ipc import Connection, MessageClient
 from azureml_elastic.ipc import worker_messages as messages
@@ -187,7 +188,7 @@ class ChannelAgent:
         assignment: messages.Assign | None = self._assignment
         if assignment is None:
             raise RoundBroken("This node takes part in no further round.")
-        os.environ.update(assignment.environment)
+        change(assignment.environment)  # torch and the script find the new round where torchrun would set it
         self._identity = WorkerIdentity(
             assignment.rank, self._identity.local_rank, assignment.world_size, assignment.round
         )

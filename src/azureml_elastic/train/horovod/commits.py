@@ -15,8 +15,9 @@ from azureml_elastic.checkpoint.save.schedule import CheckpointSchedule
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.opening import open_storage
 from azureml_elastic.config import CheckpointPolicy
-from azureml_elastic.distributed.process import WorkerEnvironment, pick_device, read_history
+from azureml_elastic.distributed.process import WorkerSettings, pick_device
 from azureml_elastic.distributed.process_groups import ProcessGroups
+from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.ipc.agent_interface import Agent, WorkerIdentity
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from azureml_elastic.train.horovod.relay import RelayedAgent, server_address
@@ -43,14 +44,14 @@ class CommitCheckpoints:
     """
 
     def __init__(self, objects: Callable[[], Mapping[str, Any]], wanted: CheckpointPolicy | None) -> None:
-        environment = WorkerEnvironment.read()
+        settings = WorkerSettings.of(WorkerEnvironment.read())
         # A step is a commit, which is in the memory of all workers.
         without_snapshots = {"snapshot_every": None, "snapshot_every_steps": None}
-        policy = environment.policy(wanted).model_copy(update=without_snapshots)
+        policy = settings.policy(wanted).model_copy(update=without_snapshots)
         assert policy.path is not None
         storage = open_storage(policy.path)
         storage.prepare()
-        identity = WorkerIdentity(0, 0, 1, environment.identity.round)
+        identity = WorkerIdentity(0, 0, 1, settings.identity.round)
         groups = ProcessGroups(identity, pick_device(identity))
         groups.open()
         address = server_address()
@@ -60,9 +61,7 @@ class CommitCheckpoints:
             else RelayedAgent(storage, identity, address)
         )
         self._objects = objects
-        self._checkpoints = Checkpoints(
-            policy, storage, groups, self._agent, earlier=earlier_checkpoint(environment.plan)
-        )
+        self._checkpoints = Checkpoints(policy, storage, groups, self._agent, earlier=earlier_checkpoint(settings.plan))
         self._schedule = CheckpointSchedule(policy, groups.control, clock=time.monotonic)
         atexit.register(self._checkpoints.settle, _LAST_SAVE_SECONDS)
 
@@ -83,7 +82,7 @@ class CommitCheckpoints:
         self._checkpoints.settle()
         self._checkpoints.enter()
         self._checkpoints.committed()
-        self._schedule.begin(commits, history=read_history())
+        self._schedule.begin(commits, history=WorkerEnvironment.read().history)
         self._agent.restored(commits, None)
 
     def committed(self, commits: int) -> None:

@@ -7,10 +7,10 @@ timeout, ``HOROVOD_GLOO_TIMEOUT_SECONDS``, which is 30 by default. A thread of t
 from __future__ import annotations
 
 import logging
-import os
 import threading
 
 from azureml_elastic.distributed.process_groups import abort_gloo
+from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.errors import ElasticError
 from azureml_elastic.train.horovod.relay import LOSS, Address, request
 
@@ -31,7 +31,7 @@ def watch_for_losses(address: Address) -> None:
 
 
 def _watch(address: Address) -> None:
-    worker, seen = os.environ["HOROVOD_LOCAL_RANK"], 0
+    worker, seen = WorkerEnvironment.read().horovod_local_rank, 0
     while True:
         try:
             # To ask again tells the engine that the connections are down.

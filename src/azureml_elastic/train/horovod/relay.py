@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 from typing import Any
 
 from typing_extensions import override
 
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.checkpoint_reference import Reference
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.errors import ElasticError, Fenced, TableUnavailable
 from azureml_elastic.ipc.agent_interface import Action, WorkerIdentity
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
@@ -51,8 +50,7 @@ Address = tuple[str, int]
 
 def server_address() -> Address | None:
     """Return host and port of the engine's server, ``None`` where no engine has started this process."""
-    host, port = (os.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{name}") for name in ("ADDR", "PORT"))
-    return (host, int(port)) if host and port and variables.PLAN in os.environ else None
+    return WorkerEnvironment.read().horovod_server
 
 
 def request(address: Address, method: str, name: str, body: Any = None, timeout: float | None = None) -> Any:

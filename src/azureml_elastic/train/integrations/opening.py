@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +11,8 @@ import torch.distributed as dist
 from wrapt import wrap_function_wrapper
 
 from azureml_elastic.config import FixedGlobalBatch
-from azureml_elastic.config import environment as variables
-from azureml_elastic.distributed.process import WorkerEnvironment
+from azureml_elastic.distributed.process import WorkerSettings
+from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.train.session.stack_session import StackSession
 from azureml_elastic.train.session.start import has_run, open_run
 
@@ -36,10 +35,11 @@ def stack_session() -> StackSession | None:
 
 
 def _open() -> StackSession | None:
-    if variables.CHANNEL not in os.environ or "RANK" not in os.environ or has_run():
-        return None
     environment = WorkerEnvironment.read()
-    batch = environment.plan.batch if environment.plan else FixedGlobalBatch()
+    if environment.channel is None or not environment.has_rank or has_run():
+        return None
+    settings = WorkerSettings.of(environment)
+    batch = settings.plan.batch if settings.plan else FixedGlobalBatch()
     if not isinstance(batch, FixedGlobalBatch) or batch.reduce == "exact":
         _LOG.warning(
             "The script has no session, and its training stack cannot follow the batch policy %s: it trains without "
@@ -47,19 +47,19 @@ def _open() -> StackSession | None:
             batch,
         )
         return None
-    if not _group_is_whole(environment):
+    if not _group_is_whole(settings):
         return None
-    session = StackSession(open_run(), batch.logical_workers or _largest_world_size(environment))
+    session = StackSession(open_run(), batch.logical_workers or _largest_world_size(settings, environment))
     wrap_function_wrapper(dist, "destroy_process_group", _finish_first)
     return session
 
 
-def _group_is_whole(environment: WorkerEnvironment) -> bool:
+def _group_is_whole(settings: WorkerSettings) -> bool:
     """Return whether the script has opened no process group, or that of all ranks, in which a session may train."""
-    identity = environment.identity
+    identity = settings.identity
     if not dist.is_initialized():
         return True
-    if not environment.stays and (dist.get_rank(), dist.get_world_size()) == (identity.rank, identity.world_size):
+    if not settings.stays and (dist.get_rank(), dist.get_world_size()) == (identity.rank, identity.world_size):
         return True
     _LOG.warning(
         "The script has opened a process group of its own, with rank %d of %d where this process has rank %d of %d: it "
@@ -81,7 +81,6 @@ def _finish_first(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs:
     return wrapped(*args, **kwargs)
 
 
-def _largest_world_size(environment: WorkerEnvironment) -> int:
+def _largest_world_size(settings: WorkerSettings, environment: WorkerEnvironment) -> int:
     """Return the number of ranks of a run with all nodes that the plan allows."""
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return (environment.plan.resources.max_instance_count if environment.plan else 1) * per_node
+    return (settings.plan.resources.max_instance_count if settings.plan else 1) * environment.local_world_size

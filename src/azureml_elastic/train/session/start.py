@@ -9,7 +9,8 @@ from azureml_elastic.checkpoint.load.selection import EarlierCheckpoint
 from azureml_elastic.checkpoint.storage.opening import open_storage
 from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.config import BatchPolicy, CheckpointPolicy, FixedGlobalBatch, Plan, Profile
-from azureml_elastic.distributed.process import WorkerEnvironment, pick_device, trace_folder
+from azureml_elastic.distributed.process import WorkerSettings, pick_device, trace_folder
+from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.ipc.agent_interface import Agent
 from azureml_elastic.train.agent_client.channel import ChannelAgent
 from azureml_elastic.train.agent_client.stack_dump import register_stack_dump
@@ -61,23 +62,24 @@ def open_run(
 ) -> Run:
     """Return the parts of a session; see :func:`start`."""
     environment = WorkerEnvironment.read()
-    plan, identity, run_dir = environment.plan, environment.identity, environment.run_dir
-    policy = environment.policy(checkpoint)
+    settings = WorkerSettings.of(environment)
+    plan, identity, run_dir = settings.plan, settings.identity, settings.run_dir
+    policy = settings.policy(checkpoint)
     assert policy.path is not None
     storage = open_storage(policy.path)
     storage.prepare()
     agent: Agent
-    if environment.channel is None:
+    if settings.channel is None:
         agent = StandaloneAgent(storage, identity)
     else:
-        register_stack_dump(Path(environment.channel).parent, identity)
-        agent = ChannelAgent(environment.channel, identity, stays=environment.stays)
+        register_stack_dump(Path(settings.channel).parent, identity)
+        agent = ChannelAgent(settings.channel, identity, stays=settings.stays)
     audited = audit if audit is not None else plan is not None and plan.audit
     profile = profile or (plan.profile if plan is not None else None)
     profiling = None
     if profile:
-        folder = trace_folder(profile.folder, run_dir)
-        profiling = Profiling(profile, folder, environment.node, pick_device(identity), agent)
+        folder = trace_folder(profile.folder, run_dir, environment)
+        profiling = Profiling(profile, folder, settings.node, pick_device(identity), agent)
     run = Run(
         SessionContext(
             identity,
@@ -87,7 +89,7 @@ def open_run(
             batch=batch or (plan.batch if plan else FixedGlobalBatch()),
             audit=Audit(Path(run_dir or ".") if audited else None),
             profiling=profiling,
-            can_grow=environment.channel is not None and environment.max_world_size > 1,
+            can_grow=settings.channel is not None and settings.max_world_size > 1,
             nodes_per_replica=1 if plan is None else plan.distribution.nodes_per_replica,
             earlier=earlier_checkpoint(plan),
         )

@@ -23,8 +23,8 @@ from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.distributed.device import device_of
-from azureml_elastic.distributed.process import read_history
 from azureml_elastic.distributed.process_groups import ProcessGroups
+from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.errors import CheckpointDamaged, ElasticError, RoundBroken, UsageError
 from azureml_elastic.ipc.worker_messages import Busy, Free
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
@@ -316,7 +316,7 @@ class TrainingState:
 
     def _begin(self, unsaved_seconds: float) -> None:
         self._entered_at = self.steps
-        history = read_history()
+        history = WorkerEnvironment.read().history
         self._schedule.begin(self.steps, unsaved_seconds, history)
         self._snapshot_schedule.begin(self.steps, 0.0, history)
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from azureml_elastic.config import ElasticResources, Plan, TableRendezvous
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
 from azureml_elastic.node.diagnostics import doctor as command
 from azureml_elastic.node.diagnostics.checks.identity import claims_of, why_refused
 from azureml_elastic.node.diagnostics.checks.network import check_host, check_peer

@@ -22,8 +22,8 @@ from pathlib import Path
 import pytest
 
 from azureml_elastic.config import ElasticResources, HealthPolicy, Plan, TableRendezvous
-from azureml_elastic.config import environment as variables
 from azureml_elastic.config.exit_codes import UNHEALTHY
+from azureml_elastic.environment import names as variables
 from azureml_elastic.errors import NodeLeaving
 from azureml_elastic.ledger.events import HealthChecked, HostQuarantined, HostStruck, read_event
 from azureml_elastic.local.board import Board

@@ -8,8 +8,8 @@ import pytest
 from azureml_elastic.checkpoint.format.manifest import COMMITTED, MANIFEST, FolderName, Manifest
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.config import ElasticResources, Plan, TableRendezvous
-from azureml_elastic.config import environment as variables
 from azureml_elastic.config.plan import EarlierRun
+from azureml_elastic.environment import names as variables
 from azureml_elastic.errors import UsageError
 from azureml_elastic.node.agent.earlier_run import with_earlier_checkpoint
 from azureml_elastic.node.host.identity import read_identity

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
 from azureml_elastic.node.agent.newcomer_watch import SaveWatch
 from azureml_elastic.node.agent.saved_files import SavedFiles, Scan, is_state_file, scan, stop_between_saves
 from azureml_elastic.node.preload.state_lookups import Lookups, record

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from azureml_elastic.config import ElasticResources, Plan, TableRendezvous
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
 from azureml_elastic.errors import UsageError
 from azureml_elastic.node.host.addresses import (
     AdvertisedAddress,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from azureml_elastic.config import ElasticResources, Plan, TableRendezvous
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
 from azureml_elastic.errors import PlanError, UsageError
 from azureml_elastic.node.host.addresses import local_address
 from azureml_elastic.node.host.identity import read_identity

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
 from azureml_elastic.node.preload.stack_imports import ATTACHMENTS, for_plain_start, is_off
 
 SHOW = """

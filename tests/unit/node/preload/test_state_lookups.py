@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
 from azureml_elastic.node.preload.stack_imports import for_plain_start
 from azureml_elastic.node.preload.state_lookups import Lookups, read_lookups
 

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from azureml_elastic.config import environment as variables
+from azureml_elastic.environment import names as variables
 from azureml_elastic.node.failures.classification import signature_of
 from azureml_elastic.node.failures.tracebacks import ExceptionInfo
 from azureml_elastic.node.preload.stack_imports import for_plain_start

@@ -7,8 +7,8 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from azureml_elastic.config import ElasticResources, NodePool, Plan, ReplacementPolicy
-from azureml_elastic.config import environment as variables
 from azureml_elastic.config.plan import SubmittedNames
+from azureml_elastic.environment import names as variables
 from azureml_elastic.errors import JobRefused, PlanError, WorkspaceUnavailable
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY

@@ -39,16 +39,12 @@ def dataset(sizes):
 
 
 class Ranks:
-    """All ranks of a world as threads, of which one runs at a time, one step at a time.
-
-    They share torch's global random numbers: two threads that read its state at once can wait for each other for ever,
-    one for the generator and the other for the interpreter.
-    """
+    """All ranks of a world as threads, one step at a time."""
 
     def __init__(self, sizes, spec, policy, cursor, world_size, options=None):
         self.total, self.world_size = torch.zeros(0), world_size
-        self.barrier = threading.Barrier(world_size, timeout=60)
-        self.turn = threading.Lock()
+        self.barrier = threading.Barrier(world_size)
+        self.lock = threading.Lock()
         self.positions = [Position(WorkerIdentity(rank, 0, world_size, 0)) for rank in range(world_size)]
         self.loaders = []
         for position in self.positions:
@@ -60,20 +56,14 @@ class Ranks:
             self.loaders.append(ShardLoader(dataset(sizes), stream, context, self.exchange))
 
     def exchange(self, numbers):
-        if self.wait() == 0:
+        if self.barrier.wait() == 0:
             self.total = torch.zeros_like(numbers)
-        self.wait()
-        self.total += numbers
-        self.wait()
+        self.barrier.wait()
+        with self.lock:
+            self.total += numbers
+        self.barrier.wait()
         numbers.copy_(self.total)
-        self.wait()
-
-    def wait(self):
-        self.turn.release()
-        try:
-            return self.barrier.wait()
-        finally:
-            self.turn.acquire()
+        self.barrier.wait()
 
     def train(self, steps):
         """Return the windows of an epoch's next steps: by rank, micro-batches as (planned, batch)."""
@@ -87,8 +77,7 @@ class Ranks:
 
     def _train(self, rank, steps, found):
         try:
-            with self.turn:
-                self._train_on(rank, steps, found)
+            self._train_on(rank, steps, found)
         except BaseException:
             self.barrier.abort()
             raise

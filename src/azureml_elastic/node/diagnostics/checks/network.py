@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from azureml_elastic.config.environment import LOCAL_ADDRESS
+from azureml_elastic.environment.names import LOCAL_ADDRESS
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.diagnostics.findings import Check, CheckRunner, Finding
 from azureml_elastic.node.host.addresses import format_address

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -13,6 +12,7 @@ from torch.utils.data import DataLoader
 from wrapt import wrap_function_wrapper
 
 from azureml_elastic.distributed.device import device_of
+from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.train.integrations.accelerate.parallelism import fit_to_round
 from azureml_elastic.train.integrations.accelerate.training_data import SequentialLoader, TrainingData
 from azureml_elastic.train.integrations.deepspeed.other_stacks import preparing
@@ -139,7 +139,7 @@ def attach_to_accelerator(module: ModuleType) -> None:
 
 def _uses_deepspeed() -> bool:
     """Return whether the accelerator that is being made has a DeepSpeed plugin, which a CPU of accelerate excludes."""
-    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    return WorkerEnvironment.read().accelerate_uses_deepspeed
 
 
 def _in_loop(name: str) -> Wrapped:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from wrapt import wrap_function_wrapper
 
+from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.train.integrations.lightning import loggers
 from azureml_elastic.train.integrations.lightning.training_loop import (
     PROGRESS,
@@ -47,8 +47,9 @@ def attach_to_fabric(module: ModuleType) -> None:
     """Attach to ``fabric.fabric``: a loop of the script's own, without a session, starts at any world size."""
 
     def initialize(wrapped: Wrapped, fabric: Any, args: Any, kwargs: Any) -> Any:
-        if (world_size := os.environ.get("WORLD_SIZE")) is not None:
-            kwargs = {**kwargs, **_sizes(int(world_size))}
+        environment = WorkerEnvironment.read()
+        if environment.has_world_size:
+            kwargs = {**kwargs, **_sizes(environment.world_size)}
         return wrapped(*args, **kwargs)
 
     wrap_function_wrapper(module, "Fabric.__init__", initialize)
@@ -144,7 +145,7 @@ def _sizes(world_size: int) -> dict[str, int]:
 
     The script's own are those of all nodes, and Lightning refuses others than there are.
     """
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    per_node = WorkerEnvironment.read().local_world_size
     return {"devices": per_node, "num_nodes": world_size // per_node}
 
 

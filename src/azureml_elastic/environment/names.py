@@ -1,24 +1,42 @@
-"""Names of the environment variables that this library reads and sets."""
+"""Names of the environment variables that this library reads and sets: its own, then those of others."""
 
 from __future__ import annotations
 
 __all__ = [
+    "ACCELERATE_USE_DEEPSPEED",
+    "AZURE_STORAGE_ACCOUNT_KEY",
+    "AZURE_STORAGE_CONNECTION_STRING",
+    "AZURE_STORAGE_SAS_TOKEN",
     "CHANNEL",
     "ENGINE_KEY",
     "FIRST_JOB",
     "FIRST_NODE",
+    "GLOO_DEVICE_TRANSPORT",
+    "GLOO_SOCKET_IFNAME",
+    "GROUP_RANK",
     "HISTORY",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT",
+    "HOROVOD_LOCAL_RANK",
     "INTEGRATIONS",
     "IN_PROCESS_ON_GPU",
     "LOCAL_ADDRESS",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NCCL_SOCKET_IFNAME",
     "NODE_ID",
     "PLAN",
+    "RANK",
     "ROUND",
     "RUN_DIR",
     "RUN_ID",
     "SCHEDULED_EVENTS",
     "STEP",
+    "TORCHELASTIC_USE_AGENT_STORE",
     "WORKER",
+    "WORLD_SIZE",
 ]
 
 PLAN = "AZUREML_ELASTIC_PLAN"
@@ -70,3 +88,33 @@ WORKER = "AZUREML_ELASTIC_WORKER"
 
 HISTORY = "AZUREML_ELASTIC_HISTORY"
 """Number of node and worker losses of the run, and seconds of training before this round."""
+
+# --- torch, which torchrun and the agent set for workers ---
+
+GROUP_RANK = "GROUP_RANK"
+LOCAL_RANK = "LOCAL_RANK"
+LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
+MASTER_ADDR = "MASTER_ADDR"
+MASTER_PORT = "MASTER_PORT"
+RANK = "RANK"
+TORCHELASTIC_USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+WORLD_SIZE = "WORLD_SIZE"
+
+# --- torch's backends ---
+
+GLOO_DEVICE_TRANSPORT = "GLOO_DEVICE_TRANSPORT"
+GLOO_SOCKET_IFNAME = "GLOO_SOCKET_IFNAME"
+NCCL_SOCKET_IFNAME = "NCCL_SOCKET_IFNAME"
+
+# --- training stacks ---
+
+ACCELERATE_USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
+HOROVOD_GLOO_RENDEZVOUS_ADDR = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
+HOROVOD_GLOO_RENDEZVOUS_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
+HOROVOD_LOCAL_RANK = "HOROVOD_LOCAL_RANK"
+
+# --- Azure's packages for storage ---
+
+AZURE_STORAGE_ACCOUNT_KEY = "AZURE_STORAGE_ACCOUNT_KEY"
+AZURE_STORAGE_CONNECTION_STRING = "AZURE_STORAGE_CONNECTION_STRING"
+AZURE_STORAGE_SAS_TOKEN = "AZURE_STORAGE_SAS_TOKEN"  # noqa: S105 - a name

@@ -1,0 +1,1 @@
+"""The environment variables of each kind of process, as typed properties of one frozen object; read nowhere else."""

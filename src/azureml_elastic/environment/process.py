@@ -1,0 +1,72 @@
+"""The environment of this process: the only place that reads or changes it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from typing_extensions import Self
+
+__all__ = ["Environment", "change", "changed", "set_defaults", "take"]
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Environment variables at one moment; the classes of each kind of process have typed properties of them.
+
+    Args:
+        variables: values by name.
+    """
+
+    variables: Mapping[str, str]
+
+    @classmethod
+    def read(cls, variables: Mapping[str, str] | None = None) -> Self:
+        """Return a copy of variables, by default of those of this process."""
+        return cls(MappingProxyType(dict(os.environ if variables is None else variables)))
+
+    def get(self, name: str) -> str | None:
+        """Return the value of a variable whose name is configured, ``None`` where it is not set."""
+        return self.variables.get(name)
+
+    def with_variables(self, variables: Mapping[str, str]) -> Self:
+        """Return these variables with others set or replaced."""
+        return type(self).read({**self.variables, **variables})
+
+    def for_child(self, variables: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Return the environment of a child process: these variables, with others set or replaced."""
+        return {**self.variables, **(variables or {})}
+
+
+def change(variables: Mapping[str, str | None]) -> None:
+    """Set variables of this process and of its later children; ``None`` removes one."""
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def set_defaults(variables: Mapping[str, str]) -> None:
+    """Set variables of this process that are not set: a user's own setting takes precedence."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
+def take(name: str) -> str | None:
+    """Return the value of a variable and remove it, so that no child process inherits it."""
+    return os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def changed(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Change variables of this process as :func:`change` does, and restore them at the end of the context."""
+    before = {name: os.environ.get(name) for name in variables}
+    change(variables)
+    try:
+        yield
+    finally:
+        change(before)

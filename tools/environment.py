@@ -1,0 +1,102 @@
+"""Check that the environment is read and changed in ``azureml_elastic.environment`` alone.
+
+``python tools/environment.py`` prints ``file:line: use`` for each other use in ``src``, and for each exception that is
+none any more, and exits with 1 if there is one.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "src/azureml_elastic"
+HOME = f"{PACKAGE}/environment/"
+NAMES = frozenset({"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"})
+
+EXCEPTIONS: Mapping[str, str] = {
+    f"{PACKAGE}/cli/doctor.py": "to be converted",
+    f"{PACKAGE}/cli/replace_nodes.py": "to be converted",
+    f"{PACKAGE}/cli/submitted_run.py": "to be converted",
+    f"{PACKAGE}/cli/workspace.py": "to be converted",
+    f"{PACKAGE}/cli/workspace_jobs.py": "to be converted",
+    f"{PACKAGE}/cli/workspaces.py": "to be converted",
+    f"{PACKAGE}/local/azurite.py": "to be converted",
+    f"{PACKAGE}/local/demo_train.py": "to be converted",
+    f"{PACKAGE}/local/fork_server/node.py": "to be converted",
+    f"{PACKAGE}/local/fork_server/server.py": "to be converted",
+    f"{PACKAGE}/local/launched_node.py": "to be converted",
+    f"{PACKAGE}/local/table_choice.py": "to be converted",
+    f"{PACKAGE}/node/__main__.py": "to be converted",
+    f"{PACKAGE}/node/agent/worker_processes.py": "to be converted",
+    f"{PACKAGE}/node/diagnostics/checks/accelerator.py": "to be converted",
+    f"{PACKAGE}/node/diagnostics/doctor.py": "to be converted",
+    f"{PACKAGE}/node/diagnostics/health.py": "to be converted",
+    f"{PACKAGE}/node/entry.py": "to be converted",
+    f"{PACKAGE}/node/host/extension_locks.py": "to be converted",
+    f"{PACKAGE}/node/preload/import_loader.py": "to be converted",
+    f"{PACKAGE}/node/preload/plain_start/sitecustomize.py": "to be converted",
+    f"{PACKAGE}/node/preload/rehearsal.py": "to be converted",
+    f"{PACKAGE}/node/preload/script_runner.py": "to be converted",
+    f"{PACKAGE}/node/preload/server.py": "to be converted",
+    f"{PACKAGE}/node/preload/stack_imports.py": "to be converted",
+    f"{PACKAGE}/node/rendezvous/torchrun.py": "to be converted",
+    f"{PACKAGE}/node/table/opening.py": "to be converted",
+    f"{PACKAGE}/submit/runtime/staging.py": "to be converted",
+    f"{PACKAGE}/submit/runtime/start.py": "to be converted",
+    f"{PACKAGE}/testing/forks/wrapper.py": "to be converted",
+    f"{PACKAGE}/testing/jobs/node_environment.py": "to be converted",
+    f"{PACKAGE}/testing/workspace.py": "to be converted",
+}
+"""Files that use the environment of the process itself, and why they must."""
+
+
+def uses(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the expression of each use of the environment in a module."""
+    tree = ast.parse(source)
+    modules = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name in ("os", "posix")
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in ("os", "posix"):
+            yield from (
+                (node.lineno, f"from {node.module} import {each.name}") for each in node.names if each.name in NAMES
+            )
+        elif (
+            isinstance(node, ast.Attribute)
+            and node.attr in NAMES
+            and isinstance(node.value, ast.Name)
+            and node.value.id in modules
+        ):
+            yield node.lineno, f"{node.value.id}.{node.attr}"
+
+
+def findings(files: Mapping[str, str], exceptions: Mapping[str, str] = EXCEPTIONS) -> list[str]:
+    """Return what is wrong in files, given as sources by path."""
+    found = []
+    for path, source in sorted(files.items()):
+        used = [] if path.startswith(HOME) else list(uses(source))
+        if path not in exceptions:
+            found += [f"{path}:{line}: {use} outside azureml_elastic.environment" for line, use in used]
+        elif not used:
+            found.append(f"{path}:1: no exception any more, it does not use the environment")
+    found += [f"{path}:1: an exception that does not exist" for path in sorted(exceptions.keys() - files.keys())]
+    return found
+
+
+def main() -> int:
+    """Print what is wrong in the project; return the exit code."""
+    paths = sorted((ROOT / PACKAGE).rglob("*.py"))
+    found = findings({path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths})
+    print("\n".join(found), end="\n" if found else "")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
