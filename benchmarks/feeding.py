@@ -32,10 +32,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from azureml_elastic import CheckpointPolicy, FixedGlobalBatch, FixedPerWorkerBatch, train
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
-from azureml_elastic.train.data.batching import Batching
 from azureml_elastic.train.data.loader import LoaderContext
 from azureml_elastic.train.data.map_loader import MapLoader
-from azureml_elastic.train.data.position import Position
+from azureml_elastic.train.data.position import Batching, Position
 from azureml_elastic.train.data.sampling import DataSpec
 from azureml_elastic.train.optim.exact_sum import ExactSum
 

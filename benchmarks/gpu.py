@@ -40,7 +40,7 @@ from azureml_elastic.ledger.events import Progress, WorkerFailed, WorkersStarted
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
-from azureml_elastic.train.session.update_guard import UpdateGuard
+from azureml_elastic.train.session.step_checks import UpdateGuard
 
 HERE = Path(__file__).resolve()
 PAGE = HERE.parent / "results" / "gpu.md"

@@ -46,14 +46,14 @@ RECOVERY = "runs/test_recovery.py"
 MUTATIONS = (
     Mutation(
         "updates-follow-aborted-collectives",
-        "train/session/update_guard.py",
+        "train/session/step_checks.py",
         "if self._agent.wait_interrupted(0):",
         "if False:",
         ("unit/train/session/test_update_guard.py",),
     ),
     Mutation(
         "buffers-of-a-broken-broadcast",
-        "train/session/update_guard.py",
+        "train/session/step_checks.py",
         "if self._in_step:\n            self._device.copy",
         "if False:\n            self._device.copy",
         ("unit/train/session/test_update_guard.py",),

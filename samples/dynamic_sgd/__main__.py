@@ -22,7 +22,7 @@ from problem import PROBED
 from study import AFTER, BEFORE, POLICIES, Outcome, Setting, difference, run
 
 from azureml_elastic.config import FixedPerWorkerBatch, Ramp
-from azureml_elastic.train.optim.scaling import ramp_steps
+from azureml_elastic.train.optim.learning_rate import ramp_steps
 
 HERE = Path(__file__).parent
 ONE, FIXED, UNPREPARED, RAMP, RESCALE, CAPPED, ROOT, NONE = "one worker", *POLICIES

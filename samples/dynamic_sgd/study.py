@@ -24,11 +24,9 @@ from torch.optim.lr_scheduler import MultiStepLR
 from azureml_elastic.checkpoint.state import tree
 from azureml_elastic.config import BatchPolicy, FixedGlobalBatch, FixedPerWorkerBatch
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
-from azureml_elastic.train.data.batching import Batching
-from azureml_elastic.train.data.position import MicroBatch, Position, Window
+from azureml_elastic.train.data.position import Batching, MicroBatch, Position, Window
 from azureml_elastic.train.data.sampling import Cursor, DataSpec
-from azureml_elastic.train.optim.learning_rate import LearningRate
-from azureml_elastic.train.optim.schedule import Schedule
+from azureml_elastic.train.optim.learning_rate import LearningRate, Schedule
 from azureml_elastic.train.step_state import StepMachine
 
 CHANCE = 2.2

@@ -19,7 +19,7 @@ from azureml_elastic.distributed.process import open_group
 from azureml_elastic.distributed.process_groups import is_peer_error
 from azureml_elastic.errors import RoundBroken
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
-from azureml_elastic.train.session.update_guard import UpdateGuard
+from azureml_elastic.train.session.step_checks import UpdateGuard
 from tests.support.worlds import World
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: torch finds none here")

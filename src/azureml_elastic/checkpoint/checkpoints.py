@@ -23,9 +23,14 @@ from azureml_elastic.checkpoint.format.retention import for_good
 from azureml_elastic.checkpoint.load.adoption import adopt_handed_over
 from azureml_elastic.checkpoint.load.reading import load
 from azureml_elastic.checkpoint.load.selection import STALE_SECONDS, CheckpointSelector, EarlierCheckpoint
-from azureml_elastic.checkpoint.save.background_save import SaveTask
-from azureml_elastic.checkpoint.save.background_task import BackgroundTask, TaskOutcome
-from azureml_elastic.checkpoint.save.commit import LONG_RETRY_SECONDS, RETRY_SECONDS, retry_while_unavailable
+from azureml_elastic.checkpoint.save.background_save import (
+    LONG_RETRY_SECONDS,
+    RETRY_SECONDS,
+    BackgroundTask,
+    SaveTask,
+    TaskOutcome,
+    retry_while_unavailable,
+)
 from azureml_elastic.checkpoint.save.local_shard import LocalShard, ShardCopy
 from azureml_elastic.checkpoint.snapshots.memory_need import RankMemory, node_short_of_memory
 from azureml_elastic.checkpoint.snapshots.recovery_from_replicas import (

@@ -14,7 +14,7 @@ from torch import nn
 from azureml_elastic.checkpoint.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.format.manifest import COMMITTED, Manifest
 from azureml_elastic.checkpoint.load.selection import EarlierCheckpoint
-from azureml_elastic.checkpoint.save.staging_buffer import StagingBuffer
+from azureml_elastic.checkpoint.save.local_shard import StagingBuffer
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.distributed.process_groups import ProcessGroups

@@ -11,7 +11,7 @@ from torch import nn
 
 from azureml_elastic import CheckpointPolicy, train
 from azureml_elastic.errors import CheckpointError, NonFiniteError, RollbackRequired
-from azureml_elastic.train.session.finiteness import FinitenessWatch
+from azureml_elastic.train.session.step_checks import FinitenessWatch
 from tests.support.train import workers
 
 NAN, INFINITE = float("nan"), float("inf")

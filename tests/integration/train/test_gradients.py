@@ -8,7 +8,7 @@ from torch import nn
 
 from azureml_elastic.config import FixedGlobalBatch, FixedPerWorkerBatch
 from azureml_elastic.train.data.sampling import Cursor, DataSpec, order, parts
-from azureml_elastic.train.optim.gradient_noise import GradientNoiseScale
+from azureml_elastic.train.optim.learning_rate import GradientNoiseScale
 from tests.support.train import gradients
 from tests.support.worlds import World
 

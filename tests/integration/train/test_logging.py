@@ -13,8 +13,8 @@ from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.ipc.worker_messages import Logged
 from azureml_elastic.train import Session
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
-from azureml_elastic.train.session.context import SessionContext
 from azureml_elastic.train.session.run import Run
+from azureml_elastic.train.session.training_state import SessionContext
 from tests.support.train import workers
 
 

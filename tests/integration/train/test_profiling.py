@@ -29,7 +29,7 @@ from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
-from azureml_elastic.train.session.profiling import Profiling
+from azureml_elastic.train.session.records import Profiling
 from tests.support.node_server import FORKED, run_script
 from tests.support.paths import SUPPORT
 from tests.support.train import training, workers
@@ -135,7 +135,7 @@ def test_a_failure_is_said_once_and_training_goes_on(tmp_path, caplog):
     (tmp_path / "profiles").write_text("a file where the folder should be")
     assert steps(tmp_path / "c", Profile(first_step=2, steps=1, warmup_steps=0, every_steps=2)) == (0, 10)
     warned = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert [record.name for record in warned] == ["azureml_elastic.train.session.profiling"]
+    assert [record.name for record in warned] == ["azureml_elastic.train.session.records"]
     assert "stays off; training continues" in warned[0].getMessage()
 
 

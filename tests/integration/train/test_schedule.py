@@ -18,13 +18,11 @@ from azureml_elastic import train
 from azureml_elastic.config import FixedGlobalBatch, FixedPerWorkerBatch
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
-from azureml_elastic.train.data.batching import Batching
 from azureml_elastic.train.data.loader import LoaderContext
 from azureml_elastic.train.data.map_loader import MapLoader
-from azureml_elastic.train.data.position import Position
+from azureml_elastic.train.data.position import Batching, Position
 from azureml_elastic.train.data.sampling import Cursor, DataSpec
-from azureml_elastic.train.optim.learning_rate import LearningRate
-from azureml_elastic.train.optim.schedule import Schedule
+from azureml_elastic.train.optim.learning_rate import LearningRate, Schedule
 from azureml_elastic.train.step_state import StepMachine
 from tests.support.train import rates, training, workers
 from tests.support.worlds import World

@@ -18,7 +18,7 @@ from azureml_elastic.distributed.process import WorkerSettings
 from azureml_elastic.environment import names
 from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.errors import CheckpointDamaged, Fenced, PlanError, UsageError
-from azureml_elastic.train.optim.gradient_averaging import require_averaging
+from azureml_elastic.train.optim.gradients import require_averaging
 from tests.support.node_server import Script, run_script
 from tests.support.paths import SAMPLES
 from tests.support.train import workers

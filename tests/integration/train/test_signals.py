@@ -214,7 +214,7 @@ def run_code(folder, code):
 def test_a_handler_of_the_script_stays_and_threads_change_nothing(tmp_path):
     code = (
         "import signal, threading\n"
-        "from azureml_elastic.train.agent_client.signals import leave_sigterm_to_the_agent\n"
+        "from azureml_elastic.train.agent_client.channel import leave_sigterm_to_the_agent\n"
         "thread = threading.Thread(target=leave_sigterm_to_the_agent)\n"
         "thread.start(); thread.join()\n"
         "assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
@@ -231,7 +231,7 @@ def test_a_handler_of_the_script_stays_and_threads_change_nothing(tmp_path):
 def test_a_foreign_group_is_never_ended(tmp_path):
     code = (
         "import os, subprocess\n"
-        "from azureml_elastic.train.agent_client.signals import end_group\n"
+        "from azureml_elastic.train.agent_client.channel import end_group\n"
         "assert os.getpgrp() != os.getpid()\n"
         "other = subprocess.Popen(['sleep', '1000'])\n"
         "end_group()\n"

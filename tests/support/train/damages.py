@@ -12,8 +12,7 @@ from azureml_elastic.checkpoint.format.manifest import COMMITTED, DAMAGED, MANIF
 from azureml_elastic.checkpoint.format.shard_file import Layout
 from azureml_elastic.checkpoint.format.write_plan import assign
 from azureml_elastic.checkpoint.save.background_save import SaveTask
-from azureml_elastic.checkpoint.save.local_shard import ShardCopy
-from azureml_elastic.checkpoint.save.staging_buffer import StagingBuffer
+from azureml_elastic.checkpoint.save.local_shard import ShardCopy, StagingBuffer
 from azureml_elastic.checkpoint.state.layout import held
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.checkpoint_reference import Reference

@@ -16,8 +16,7 @@ from azureml_elastic.config import FixedPerWorkerBatch
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.data.position import Position
-from azureml_elastic.train.optim.gradient_noise import GradientNoiseScale
-from azureml_elastic.train.optim.learning_rate import LearningRate
+from azureml_elastic.train.optim.learning_rate import GradientNoiseScale, LearningRate
 from azureml_elastic.train.step_state import StepMachine
 from tests.support.train import workers
 

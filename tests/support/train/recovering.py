@@ -32,8 +32,7 @@ from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.data.sampling import Cursor, DataSpec
 from azureml_elastic.train.optim.learning_rate import LearningRate
-from azureml_elastic.train.session.context import SessionContext
-from azureml_elastic.train.session.training_state import TrainingState
+from azureml_elastic.train.session.training_state import SessionContext, TrainingState
 from azureml_elastic.train.step_state import StepMachine
 from tests.support.deferred import DeferredDevice, DeferredSGD, reduce_later
 from tests.support.train import workers

@@ -10,8 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_elastic.checkpoint.save.schedule import CheckpointSchedule, decide, lost_share, optimal_interval
-from azureml_elastic.checkpoint.save.snapshot_schedule import SnapshotSchedule
+from azureml_elastic.checkpoint.save.schedule import (
+    CheckpointSchedule,
+    SnapshotSchedule,
+    decide,
+    lost_share,
+    optimal_interval,
+)
 from azureml_elastic.checkpoint.snapshots.memory_need import RankMemory, node_short_of_memory
 from azureml_elastic.config import CheckpointPolicy, Plan
 

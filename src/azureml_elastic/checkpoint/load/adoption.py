@@ -8,8 +8,7 @@ from typing import Any
 
 from azureml_elastic.checkpoint.format.catalogue import handed_over, verify
 from azureml_elastic.checkpoint.format.manifest import COMMITTED
-from azureml_elastic.checkpoint.save.background_task import TaskOutcome
-from azureml_elastic.checkpoint.save.commit import LONG_RETRY_SECONDS, retry_while_unavailable
+from azureml_elastic.checkpoint.save.background_save import LONG_RETRY_SECONDS, TaskOutcome, retry_while_unavailable
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.distributed.control_group import ControlGroup

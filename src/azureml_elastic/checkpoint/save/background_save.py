@@ -6,20 +6,223 @@ Its order leaves the last committed checkpoint intact at any time:
 2. rank 0 writes the manifest, which names all files with their checksums, once all ranks have written theirs;
 3. rank 0 commits through the agent: one compare-and-swap, refused when a newer round has taken over;
 4. only then, and when training has the outcome, are older checkpoints removed.
+
+The threads use a control group of their own, so that their collectives never mix with those of training. When the round
+ends in the middle of a task, :meth:`BackgroundTask.abandon` keeps the thread off the group before it is closed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import contextlib
+import logging
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeVar
 
 from typing_extensions import override
 
-from azureml_elastic.checkpoint.save.background_task import BackgroundTask, TaskOutcome
-from azureml_elastic.checkpoint.save.commit import commit, discard, remove_older
+from azureml_elastic.checkpoint.format.manifest import COMMITTED, MANIFEST, Manifest
+from azureml_elastic.checkpoint.format.retention import retire
+from azureml_elastic.checkpoint.save.local_shard import ShardCopy
 from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
+from azureml_elastic.distributed.control_group import ControlGroup
+from azureml_elastic.errors import Fenced, RoundBroken, TableUnavailable
+from azureml_elastic.ipc.agent_interface import Agent
 from azureml_elastic.plurals import counted
 
-__all__ = ["SaveTask"]
+__all__ = [
+    "LONG_RETRY_SECONDS",
+    "RETRY_SECONDS",
+    "BackgroundTask",
+    "SaveTask",
+    "TaskOutcome",
+    "commit",
+    "discard",
+    "retry_while_unavailable",
+]
+
+T = TypeVar("T")
+
+_NICE = 5
+
+_LOG = logging.getLogger(__name__)
+
+
+RETRY_SECONDS = (0.2, 0.5, 1.0, 2.0, 4.0)
+
+LONG_RETRY_SECONDS = (*RETRY_SECONDS, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0)
+"""At the start, where training cannot begin without the committed checkpoint."""
+
+
+@dataclass(frozen=True)
+class TaskOutcome:
+    """The outcome of a task: the same on every rank, unless the round ended meanwhile.
+
+    Args:
+        kind: ``committed`` to storage; ``kept`` in memory; not committed because the table is ``unavailable``, a newer
+            round has ``fenced`` this one off or a rank ``failed``; or unknown, as the round has ``broken`` up.
+        text: reason of a failure.
+    """
+
+    kind: Literal["committed", "kept", "unavailable", "fenced", "failed", "broken"]
+    text: str = ""
+
+
+@dataclass(eq=False)
+class BackgroundTask(ABC):
+    """A task with a copy of this rank's shard, which the training thread starts and waits for.
+
+    Args:
+        manifest: manifest without the files.
+        copy: copy of this rank's shard, ``None`` where it could not be made.
+        error: reason for a missing copy.
+        control: control group of this thread.
+        agent: agent of the node.
+
+    Attributes:
+        file: name of this rank's file in a checkpoint.
+        abandoned: whether the round has ended.
+    """
+
+    manifest: Manifest
+    copy: ShardCopy | None
+    error: str | None
+    control: ControlGroup
+    agent: Agent
+    abandoned: bool = field(default=False, init=False)
+    _in_collective: bool = field(default=False, init=False)
+    _changed: threading.Condition = field(default_factory=threading.Condition, init=False)
+    _known: threading.Event = field(default_factory=threading.Event, init=False)
+    _outcome: TaskOutcome | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.file = f"rank-{self.control.rank:05}.safetensors"
+        self._thread = threading.Thread(target=self._run, name=type(self).__name__.lower(), daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> TaskOutcome | None:
+        """Wait for the outcome of the task and return it, ``None`` after a timeout in seconds."""
+        self._known.wait(timeout)
+        return self._outcome if self._known.is_set() else None
+
+    def join(self) -> None:
+        """Wait for the end of the task, which may tidy up after its outcome."""
+        self._thread.join()
+
+    def abandon(self) -> None:
+        """Keep the thread off the control group, which was aborted and is about to be closed."""
+        with self._changed:
+            self.abandoned = True
+            self._changed.wait_for(lambda: not self._in_collective)
+
+    @abstractmethod
+    def work(self) -> TaskOutcome:
+        """Run the task on its thread. An exception means that the round has broken up."""
+
+    def tidy_up(self, outcome: TaskOutcome) -> None:  # noqa: B027 - most tasks leave nothing behind
+        """Do what nobody waits for, after the outcome; without collectives."""
+
+    def collective(self, action: Callable[[], T]) -> T:
+        """Run a collective, unless the task was abandoned.
+
+        Raises:
+            RoundBroken: the round has ended.
+        """
+        with self._changed:
+            if self.abandoned:
+                raise RoundBroken("the round has ended")
+            self._in_collective = True
+        try:
+            return action()
+        finally:
+            with self._changed:
+                self._in_collective = False
+                self._changed.notify_all()
+
+    def _run(self) -> None:
+        try:
+            with contextlib.suppress(OSError, AttributeError):  # training has priority
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+            self._outcome = self.work()
+        except RoundBroken as error:
+            self._outcome = TaskOutcome("broken", str(error))
+        except Exception as error:  # noqa: BLE001 - collectives fail in many ways when their round ends
+            self._outcome = TaskOutcome("broken", f"{type(error).__name__}: {error}")
+        finally:
+            self._known.set()
+        self.tidy_up(self._outcome)
+
+
+def commit(
+    storage: Storage,
+    agent: Agent,
+    manifest: Manifest,
+    *,
+    stall_seconds: float,
+    pauses: tuple[float, ...],
+    abandoned: Callable[[], bool] = lambda: False,
+) -> TaskOutcome:
+    """Publish a complete manifest and commit the checkpoint. For rank 0 alone; :func:`remove_older` follows.
+
+    While the table is unavailable, the commit is tried again after each of the pauses in seconds. Nothing is committed
+    once the round has ended (``abandoned``). Where the folder has been removed meanwhile, the outcome is ``failed``, so
+    that another checkpoint is taken.
+    """
+    try:
+        storage.publish(manifest.directory, MANIFEST, manifest.to_bytes())
+    except (OSError, ValueError) as error:  # ValueError: the state is no JSON
+        return discard(storage, manifest.directory, f"writing the manifest failed: {error}")
+    if abandoned():
+        return TaskOutcome("broken", "the round has ended")
+    failure = retry_while_unavailable(lambda: agent.commit(manifest.reference, stall_seconds), pauses)
+    if failure is not None:
+        return failure
+    try:
+        storage.write(manifest.directory, COMMITTED, [])
+    except FileNotFoundError:
+        return TaskOutcome("failed", f"the folder {manifest.directory} was removed while it was committed")
+    except Exception as error:  # noqa: BLE001 - the checkpoint is committed all the same
+        _LOG.warning("The checkpoint %s/%s is committed, but not marked so: %s", storage, manifest.directory, error)
+    return TaskOutcome("committed")
+
+
+def remove_older(storage: Storage, manifest: Manifest, keep: int) -> None:
+    """Remove all checkpoints of the run but ``keep``, if this one is committed and marked so. For rank 0 alone."""
+    try:
+        if storage.size(manifest.directory, COMMITTED) is not None:
+            retire(storage, manifest, keep)
+    except Exception as error:  # noqa: BLE001 - the checkpoint is committed all the same
+        _LOG.warning("Old checkpoints in %s could not be removed: %s", storage, error)
+
+
+def discard(storage: Storage, directory: str, reason: str) -> TaskOutcome:
+    """Remove a failed attempt, as a full disk may be why it failed, and return its outcome."""
+    with contextlib.suppress(OSError):
+        storage.remove(directory, MANIFEST)
+    return TaskOutcome("failed", reason)
+
+
+def retry_while_unavailable(action: Callable[[], T], pauses: tuple[float, ...]) -> T | TaskOutcome:
+    """Call the agent, again after each pause while the table is unavailable; return the result or the failure."""
+    for pause in (*pauses, None):
+        try:
+            return action()
+        except Fenced as error:
+            return TaskOutcome("fenced", str(error))
+        except TableUnavailable as error:
+            if pause is None:
+                return TaskOutcome("unavailable", str(error))
+            time.sleep(pause)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome
+            return TaskOutcome("failed", f"{type(error).__name__}: {error}")
+    raise AssertionError
 
 
 @dataclass(eq=False)

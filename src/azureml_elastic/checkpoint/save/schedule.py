@@ -7,6 +7,7 @@ the pace is unknown, decisions come after 1, 2, 4, 8, ... steps; later there are
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Protocol
 
 from azureml_elastic.config import CheckpointPolicy
 
-__all__ = ["CheckpointSchedule", "Decision", "Main", "decide", "lost_share", "optimal_interval"]
+__all__ = ["CheckpointSchedule", "Decision", "Main", "SnapshotSchedule", "decide", "lost_share", "optimal_interval"]
 
 _EXPECTED_SECONDS = 7200.0
 """Prior of the mean time between losses, as if two hours without a loss had preceded the run."""
@@ -26,6 +27,11 @@ _TOLERANCE = 0.02
 
 _WRITES = 3
 """Shortest interval as a multiple of the duration of a write."""
+
+_LOG = logging.getLogger(__name__)
+
+_MOST_LOST = 0.01
+"""Share of the time from which on the log says that snapshots and losses cost it."""
 
 
 def optimal_interval(cost: float, between_losses: float) -> float:
@@ -192,3 +198,44 @@ class CheckpointSchedule:
         decision = self._control.from_main(decide(self.every, now - self._saved_time, seen, (now - self._began) / seen))
         self._next_decision = step + decision.steps_to_next
         return due or decision.save
+
+
+class SnapshotSchedule(CheckpointSchedule):
+    """Schedule of snapshots, the same on every rank; see :class:`CheckpointSchedule`.
+
+    Args:
+        policy: checkpoint policy, of which the intervals of snapshots count.
+        control: control group, used at decision steps only.
+        clock: monotonic clock in seconds; only that of rank 0 is used.
+    """
+
+    first_cost_seconds = 0.1
+    """So that the first snapshot comes soon and is measured: each round has new processes."""
+
+    shortest_seconds = 1.0
+
+    def __init__(self, policy: CheckpointPolicy, control: Main, *, clock: Callable[[], float]) -> None:
+        every = policy.snapshot_every
+        if every == "auto" and not policy.chooses_snapshots:  # steps were asked for
+            every = None
+        snapshots = policy.model_copy(update={"every": every, "every_steps": policy.snapshot_every_steps})
+        super().__init__(snapshots, control, clock=clock)
+        self._warned = not policy.chooses_snapshots
+
+    def tell_what_is_lost(self) -> None:
+        """Log, once, that more time is lost than is meant to be. For rank 0."""
+        share = self.lost_share
+        if self._warned or share <= _MOST_LOST:
+            return
+        self._warned = True
+        _LOG.warning(
+            "A snapshot costs %.2f s of training and a loss comes every %.0f s, so that %.1f %% of the time is lost on "
+            "average with a snapshot every %.0f s, the best possible. It would be %.1f %% with a cost of "
+            "%.2f s. More ranks make the shards smaller; replicas (nodes_per_replica) make snapshots unnecessary.",
+            self.cost_seconds,
+            self.between_losses,
+            100 * share,
+            self.every,
+            100 * _MOST_LOST,
+            _MOST_LOST**2 / 2 * self.between_losses,
+        )

@@ -19,8 +19,13 @@ from pathlib import Path
 
 from azureml_elastic.checkpoint.format.manifest import FolderName, Manifest
 from azureml_elastic.checkpoint.format.retention import for_good
-from azureml_elastic.checkpoint.save.background_task import TaskOutcome
-from azureml_elastic.checkpoint.save.commit import LONG_RETRY_SECONDS, commit, discard, remove_older
+from azureml_elastic.checkpoint.save.background_save import (
+    LONG_RETRY_SECONDS,
+    TaskOutcome,
+    commit,
+    discard,
+    remove_older,
+)
 from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
 from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.config import CheckpointPolicy

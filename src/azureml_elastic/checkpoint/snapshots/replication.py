@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import xxhash
 from typing_extensions import override
 
-from azureml_elastic.checkpoint.save.background_task import BackgroundTask, TaskOutcome
+from azureml_elastic.checkpoint.save.background_save import BackgroundTask, TaskOutcome
 from azureml_elastic.errors import ElasticError
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.ipc.shards import ShardDescription

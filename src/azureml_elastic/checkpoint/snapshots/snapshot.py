@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from azureml_elastic.checkpoint.format.shard_file import Layout, read_header
 from azureml_elastic.checkpoint.format.write_plan import Chunk
 from azureml_elastic.checkpoint.load.reading import targets_for
-from azureml_elastic.checkpoint.save.staging_buffer import StagingBuffer
+from azureml_elastic.checkpoint.save.local_shard import StagingBuffer
 from azureml_elastic.checkpoint.snapshots.anonymous_memory import AnonymousMemory
 from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.layout import Piece, held

@@ -10,17 +10,22 @@ there for the agent's decision (``decide``), which is to act only if *all* worke
 never wait.
 
 A worker outlives its agent by milliseconds: when the connection ends, the process exits with
-:data:`~azureml_elastic.ipc.agent_interface.EXIT_AGENT_LOST`, since nothing could stop it if another round took over.
+:data:`~azureml_elastic.ipc.agent_interface.EXIT_AGENT_LOST`, since nothing could stop it if another round took
+over. SIGTERM is left to the agent.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any, TypeVar
 
 from azureml_elastic.checkpoint_reference import Reference
@@ -31,9 +36,13 @@ from azureml_elastic.ipc import worker_messages as messages
 from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, Action, HandedOverState, WorkerIdentity
 from azureml_elastic.ipc.message import MalformedMessage
 from azureml_elastic.ipc.shards import HeldShard, ShardDescription
-from azureml_elastic.train.agent_client.signals import end_group, leave_sigterm_to_the_agent
+from azureml_elastic.sigterm_filter import filter_sigterm_in_children, ignore_signal, sigterm_blocked
 
-__all__ = ["ChannelAgent"]
+__all__ = ["ChannelAgent", "end_group", "leave_sigterm_to_the_agent", "sigterm_blocked"]
+
+_ROUNDS = 3
+
+_SHARED_MEMORY_MANAGER = "torch_shm_manager"[:15]  # as the kernel shortens names
 
 _LOG = logging.getLogger(__name__)
 _R = TypeVar("_R", bound=messages.Reply)
@@ -41,6 +50,41 @@ _FLUSH_SECONDS = 5.0
 _TRANSFER_SECONDS = 3600.0
 """Time for the agent to send a shard to another node; it gives up much sooner where nothing moves."""
 _STRONGEST_FIRST: tuple[Action, ...] = ("leave", "rejoin", "save")
+
+
+def leave_sigterm_to_the_agent() -> None:
+    """Ignore SIGTERM here, unless the script handles it itself, and filter it in children of ``multiprocessing``.
+
+    One that reaches all processes of a container has reached the agent too, which knows when to leave. To be called on
+    the main thread; on another one it does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, ignore_signal)
+    filter_sigterm_in_children()
+
+
+def end_group() -> None:
+    """SIGKILL all other processes of the group that this process leads, as each worker of an agent does.
+
+    For a worker that ends at once: whatever it leaves behind would hold memory and ports that the next round needs.
+    """
+    own = os.getpid()
+    if os.getpgrp() != own or sys.platform != "linux":
+        return
+    # It ends by itself after the others, and takes their shared memory with it, as torch's manager does.
+    janitor = getattr(getattr(resource_tracker, "_resource_tracker", None), "_pid", None)
+    for _ in range(_ROUNDS):  # they may fork meanwhile
+        for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:  # noqa: PTH208 - names, not paths
+            with contextlib.suppress(OSError):
+                if pid not in (own, janitor) and os.getpgid(pid) == own and not _removes_shared_memory(pid):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _removes_shared_memory(pid: int) -> bool:
+    """Return whether a process is the one that removes tensors shared by torch's ``file_system`` strategy."""
+    return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip() == _SHARED_MEMORY_MANAGER
 
 
 @dataclass

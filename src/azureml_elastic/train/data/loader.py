@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, default_collate
 from azureml_elastic.checkpoint.state.random_state import seed_of
 from azureml_elastic.distributed.device import Device, device_of
 from azureml_elastic.errors import UsageError
-from azureml_elastic.train.data.batching import Batching
-from azureml_elastic.train.data.position import LoaderState, MicroBatch, Position
+from azureml_elastic.train.data.position import Batching, LoaderState, MicroBatch, Position
 from azureml_elastic.train.data.sampling import Cursor
 
 __all__ = ["ElasticLoader", "LoaderContext", "StepCalls", "require_foreign", "to_device"]

@@ -21,7 +21,7 @@ from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.ipc.agent_interface import Agent, WorkerIdentity
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from azureml_elastic.train.horovod.relay import RelayedAgent, server_address
-from azureml_elastic.train.session.start import earlier_checkpoint
+from azureml_elastic.train.session.run import earlier_checkpoint
 
 __all__ = ["CommitCheckpoints"]
 

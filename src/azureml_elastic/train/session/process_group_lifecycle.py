@@ -35,10 +35,9 @@ from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, WorkerIdentity
 from azureml_elastic.ipc.worker_messages import Connected, GaveWay, Stopped
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.optim.learning_rate import LearningRate
-from azureml_elastic.train.session.context import SessionContext
 from azureml_elastic.train.session.exit_hooks import leave_quickly
-from azureml_elastic.train.session.training_state import TrainingState
-from azureml_elastic.train.session.update_guard import UpdateGuard
+from azureml_elastic.train.session.step_checks import UpdateGuard
+from azureml_elastic.train.session.training_state import SessionContext, TrainingState
 from azureml_elastic.train.step_state import StepMachine
 
 __all__ = ["ProcessGroupLifecycle"]

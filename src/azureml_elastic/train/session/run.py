@@ -8,32 +8,41 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+from weakref import WeakSet
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from azureml_elastic.checkpoint.load.selection import EarlierCheckpoint
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
-from azureml_elastic.config import FixedPerWorkerBatch
+from azureml_elastic.checkpoint.storage.opening import open_storage
+from azureml_elastic.checkpoint_reference import Reference
+from azureml_elastic.config import BatchPolicy, CheckpointPolicy, FixedGlobalBatch, FixedPerWorkerBatch, Plan, Profile
 from azureml_elastic.distributed.device import device_of
+from azureml_elastic.distributed.process import WorkerSettings, pick_device, trace_folder
 from azureml_elastic.distributed.replica_group import ReplicaGroup
+from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.errors import UsageError
-from azureml_elastic.train.data.batching import Batching
-from azureml_elastic.train.data.position import Position
-from azureml_elastic.train.optim.gradient_averaging import require_averaging
-from azureml_elastic.train.optim.gradients import Gradients
-from azureml_elastic.train.optim.learning_rate import LearningRate
-from azureml_elastic.train.optim.schedule import Schedule
-from azureml_elastic.train.session.context import SessionContext
+from azureml_elastic.ipc.agent_interface import Agent
+from azureml_elastic.plurals import counted
+from azureml_elastic.train.agent_client.channel import ChannelAgent
+from azureml_elastic.train.agent_client.stack_dump import register_stack_dump
+from azureml_elastic.train.agent_client.standalone import StandaloneAgent
+from azureml_elastic.train.data.position import Batching, Position
+from azureml_elastic.train.optim.gradients import Gradients, require_averaging
+from azureml_elastic.train.optim.learning_rate import LearningRate, Schedule
 from azureml_elastic.train.session.exit_hooks import ExitHooks, all_arrive
-from azureml_elastic.train.session.mesh import MeshShape
 from azureml_elastic.train.session.process_group_lifecycle import ProcessGroupLifecycle
+from azureml_elastic.train.session.records import Audit, Profiling
 from azureml_elastic.train.session.steps import Steps
+from azureml_elastic.train.session.training_state import SessionContext
 from azureml_elastic.train.step_state import StepMachine
 
-__all__ = ["Run"]
+__all__ = ["Run", "earlier_checkpoint", "has_run", "open_run"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,6 +51,72 @@ _CLOSING_SECONDS = 5.0
 
 _LEAVING_SECONDS = 15.0
 """Time that a script which ends before its last epoch waits for all ranks to do the same."""
+
+_runs: WeakSet[Run] = WeakSet()
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """The shape of a round's device mesh: replicas, the shards of each, and tensor parallelism within these.
+
+    Ranks are numbered node by node, and the nodes of a replica follow each other, so that the mesh of a round needs no
+    more than its shape: a replica is a row, and the ranks that compute one layer together are neighbours on a node.
+
+    Args:
+        replicas: number of copies of the model.
+        shards: number of parts of each copy.
+        tensor: number of ranks that compute the layers of a part together, on the same samples.
+    """
+
+    replicas: int
+    shards: int
+    tensor: int = 1
+
+    @classmethod
+    def of(
+        cls, ranks_per_node: Sequence[int], nodes_per_replica: int | Literal["all"], tensor_parallel: int = 1
+    ) -> MeshShape:
+        """Return the shape for the nodes of a round.
+
+        Args:
+            ranks_per_node: number of ranks of each node, in the order of ranks.
+            nodes_per_replica: number of nodes that hold one copy.
+            tensor_parallel: number of ranks that compute layers together.
+
+        Raises:
+            UsageError: the ranks cannot be divided so.
+        """
+        each, world_size = ranks_per_node[0], sum(ranks_per_node)
+        if len({*ranks_per_node}) > 1:
+            raise UsageError(
+                f"run.mesh() needs the same number of workers on each node, but the nodes of this round have "
+                f"{', '.join(map(str, ranks_per_node))}. Give a number for process_count_per_instance."
+            )
+        if tensor_parallel < 1 or each % tensor_parallel:
+            raise UsageError(
+                f"tensor_parallel={tensor_parallel} does not divide the {counted(each, 'worker')} of a node. Give a "
+                "divisor: layers are computed by workers of one node."
+            )
+        size = world_size if nodes_per_replica == "all" else nodes_per_replica * each
+        if world_size % size:
+            raise UsageError(
+                f"The {counted(world_size, 'worker')} of this round are no whole replicas of {size}: "
+                f"nodes_per_replica={nodes_per_replica} of {counted(each, 'worker')} each. Start the run with a number "
+                "of nodes that nodes_per_replica divides."
+            )
+        return cls(world_size // size, size // tensor_parallel, tensor_parallel)
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """The ranks of each replica."""
+        size = self.shards * self.tensor
+        return [[*range(begin, begin + size)] for begin in range(0, self.replicas * size, size)]
+
+    @property
+    def dimensions(self) -> dict[str, int]:
+        """The names and the sizes of the mesh's dimensions; ``tensor`` only where it is used."""
+        sizes = {"replicate": self.replicas, "shard": self.shards}
+        return {**sizes, "tensor": self.tensor} if self.tensor > 1 else sizes
 
 
 class Run:
@@ -184,3 +259,61 @@ class Run:
         if not self.lifecycle.exits_quickly:
             for model in self.lifecycle.models:
                 model.dissolve()  # its threads must not outlive the interpreter
+
+
+def open_run(
+    checkpoint: CheckpointPolicy | None = None,
+    *,
+    batch: BatchPolicy | None = None,
+    profile: Profile | None = None,
+    audit: bool | None = None,
+) -> Run:
+    """Return the parts of a session; see :func:`~azureml_elastic.train.start`."""
+    environment = WorkerEnvironment.read()
+    settings = WorkerSettings.of(environment)
+    plan, identity, run_dir = settings.plan, settings.identity, settings.run_dir
+    policy = settings.policy(checkpoint)
+    assert policy.path is not None
+    storage = open_storage(policy.path)
+    storage.prepare()
+    agent: Agent
+    if settings.channel is None:
+        agent = StandaloneAgent(storage, identity)
+    else:
+        register_stack_dump(Path(settings.channel).parent, identity)
+        agent = ChannelAgent(settings.channel, identity, stays=settings.stays)
+    audited = audit if audit is not None else plan is not None and plan.audit
+    profile = profile or (plan.profile if plan is not None else None)
+    profiling = None
+    if profile:
+        folder = trace_folder(profile.folder, run_dir, environment)
+        profiling = Profiling(profile, folder, settings.node, pick_device(identity), agent)
+    run = Run(
+        SessionContext(
+            identity,
+            agent,
+            storage,
+            policy,
+            batch=batch or (plan.batch if plan else FixedGlobalBatch()),
+            audit=Audit(Path(run_dir or ".") if audited else None),
+            profiling=profiling,
+            can_grow=settings.channel is not None and settings.max_world_size > 1,
+            nodes_per_replica=1 if plan is None else plan.distribution.nodes_per_replica,
+            earlier=earlier_checkpoint(plan),
+        )
+    )
+    _runs.add(run)
+    return run
+
+
+def earlier_checkpoint(plan: Plan | None) -> EarlierCheckpoint | None:
+    """Return the checkpoint of the run that this run continues, as the agent has found it."""
+    run = None if plan is None else plan.resume_from
+    if run is None or run.path is None or run.checkpoint is None:
+        return None
+    return EarlierCheckpoint(open_storage(run.path), Reference.from_json(run.checkpoint))
+
+
+def has_run() -> bool:
+    """Return whether this process has a session that is not over."""
+    return any(not run.over for run in _runs)

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from typing_extensions import Self
 
+from azureml_elastic.config import BatchPolicy, CheckpointPolicy, Profile
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.ipc.worker_messages import Busy, Free
 from azureml_elastic.train.data.deepspeed_config import config_for
@@ -28,11 +29,38 @@ from azureml_elastic.train.data.loader import ElasticLoader, LoaderContext
 from azureml_elastic.train.data.loaders import DataOrder, make_loader
 from azureml_elastic.train.data.map_loader import SizedDataset
 from azureml_elastic.train.data.shard_streams import ShardedDataset
-from azureml_elastic.train.optim.schedule import Schedule
+from azureml_elastic.train.optim.learning_rate import Schedule
 from azureml_elastic.train.session.evaluation import Evaluation
-from azureml_elastic.train.session.run import Run
+from azureml_elastic.train.session.run import Run, open_run
 
-__all__ = ["Session"]
+__all__ = ["Session", "start"]
+
+
+def start(
+    checkpoint: CheckpointPolicy | None = None,
+    *,
+    batch: BatchPolicy | None = None,
+    profile: Profile | None = None,
+    audit: bool | None = None,
+) -> Session:
+    """Join the run that this process was started for, or start one of a single process.
+
+    Args:
+        checkpoint: changes to the job's checkpoint policy: the fields that it was given
+        batch: batch and learning rate at changing world sizes, in place of the job's batch policy
+        profile: steps and ranks that PyTorch's profiler records, in place of the job's
+        audit: whether the samples of each step are recorded, in place of the job's setting
+
+    Returns:
+        The session. It ends with a ``with`` block, :meth:`Session.finish`, or the interpreter.
+
+    Raises:
+        PlanError: the plan in the environment cannot be read.
+        UsageError: the environment is contradictory, or the checkpoint folder is impossible or may not be written to.
+        CheckpointError: the checkpoint folder cannot be used for another reason.
+        OSError: the node's agent does not answer.
+    """
+    return Session(open_run(checkpoint, batch=batch, profile=profile, audit=audit))
 
 
 class Session:

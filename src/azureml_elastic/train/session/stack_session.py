@@ -1,36 +1,45 @@
 """The session as a training stack's integration sees it: the steps are the stack's, and so is the loop.
 
-This is all of the session that integrations know.
+This is all of the session that integrations know. The first of them to ask opens it, one in a process.
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from wrapt import wrap_function_wrapper
 
 from azureml_elastic.checkpoint.state import tree
 from azureml_elastic.checkpoint.state.deepspeed.engine import EngineState, is_engine
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.local import LocalStorage
+from azureml_elastic.config import FixedGlobalBatch
+from azureml_elastic.distributed.process import WorkerSettings
+from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.ipc.worker_messages import Expects
 from azureml_elastic.train.data.loader import LoaderContext
 from azureml_elastic.train.data.loaders import DataOrder, make_loader
 from azureml_elastic.train.data.map_loader import MapLoader
 from azureml_elastic.train.data.sampling import Cursor
 from azureml_elastic.train.data.window_loader import WindowLoader
-from azureml_elastic.train.session.run import Run
+from azureml_elastic.train.session.run import Run, has_run, open_run
 from azureml_elastic.train.session.steps import UnfinishedLoop
 
-__all__ = ["StackSession"]
+__all__ = ["StackSession", "stack_session"]
 
 _LOADER = "train"
+
+_LOG = logging.getLogger(__name__)
+
+_opened: list[StackSession | None] = []
 
 
 class StackSession:
@@ -311,3 +320,66 @@ def _holds(value: Any, part: Any) -> bool:
     wraps = type(value).__name__ in ("DeepSpeedOptimizerWrapper", "DeepSpeedSchedulerWrapper")
     inner = getattr(value, "scheduler", getattr(value, "optimizer", None)) if wraps else None
     return value is part or (inner is not None and inner is part)
+
+
+def stack_session() -> StackSession | None:
+    """Return the session of this process, opened by the first call; ``None`` where the process is no worker of a run.
+
+    Raises:
+        OSError: the node's agent does not answer.
+    """
+    if not _opened:
+        _opened.append(_open())
+    return _opened[0]
+
+
+def _open() -> StackSession | None:
+    environment = WorkerEnvironment.read()
+    if environment.channel is None or not environment.has_rank or has_run():
+        return None
+    settings = WorkerSettings.of(environment)
+    batch = settings.plan.batch if settings.plan else FixedGlobalBatch()
+    if not isinstance(batch, FixedGlobalBatch) or batch.reduce == "exact":
+        _LOG.warning(
+            "The script has no session, and its training stack cannot follow the batch policy %s: it trains without "
+            'this library. Take FixedGlobalBatch() with reduce="allreduce", or open a session with train.start().',
+            batch,
+        )
+        return None
+    if not _group_is_whole(settings):
+        return None
+    session = StackSession(open_run(), batch.logical_workers or _largest_world_size(settings, environment))
+    wrap_function_wrapper(dist, "destroy_process_group", _finish_first)
+    return session
+
+
+def _group_is_whole(settings: WorkerSettings) -> bool:
+    """Return whether the script has opened no process group, or that of all ranks, in which a session may train."""
+    identity = settings.identity
+    if not dist.is_initialized():
+        return True
+    if not settings.stays and (dist.get_rank(), dist.get_world_size()) == (identity.rank, identity.world_size):
+        return True
+    _LOG.warning(
+        "The script has opened a process group of its own, with rank %d of %d where this process has rank %d of %d: it "
+        "trains without this library. Leave torch.distributed.init_process_group() to the stack, or give it no rank or "
+        "world size.",
+        dist.get_rank(),
+        dist.get_world_size(),
+        identity.rank,
+        identity.world_size,
+    )
+    return False
+
+
+def _finish_first(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
+    """Finish the session before a script or a stack closes the process group, without which that is impossible."""
+    session, caller = _opened[0], str(sys._getframe(1).f_globals.get("__name__"))  # noqa: SLF001
+    if session is not None and caller.partition(".")[0] != "azureml_elastic":
+        session.finish_before_end()
+    return wrapped(*args, **kwargs)
+
+
+def _largest_world_size(settings: WorkerSettings, environment: WorkerEnvironment) -> int:
+    """Return the number of ranks of a run with all nodes that the plan allows."""
+    return (settings.plan.resources.max_instance_count if settings.plan else 1) * environment.local_world_size

@@ -19,15 +19,13 @@ import torch
 from azureml_elastic.config import FixedPerWorkerBatch
 from azureml_elastic.errors import CheckpointError, UsageError
 from azureml_elastic.ipc.worker_messages import Expects, Finished
-from azureml_elastic.train.data.batching import Batching
-from azureml_elastic.train.data.position import LoaderState, MicroBatch, Window
+from azureml_elastic.train.data.position import Batching, LoaderState, MicroBatch, Window
 from azureml_elastic.train.data.sampling import Cursor, DataSpec
 from azureml_elastic.train.optim.gradients import Gradients
-from azureml_elastic.train.optim.learning_rate import LearningRate
-from azureml_elastic.train.optim.schedule import ScheduleCheck
-from azureml_elastic.train.session.context import SessionContext
-from azureml_elastic.train.session.logged_values import LoggedValues
+from azureml_elastic.train.optim.learning_rate import LearningRate, ScheduleCheck
 from azureml_elastic.train.session.process_group_lifecycle import ProcessGroupLifecycle
+from azureml_elastic.train.session.records import LoggedValues
+from azureml_elastic.train.session.training_state import SessionContext
 from azureml_elastic.train.step_state import StepMachine
 
 __all__ = ["Steps", "UnfinishedLoop"]

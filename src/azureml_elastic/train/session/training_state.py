@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 
 from azureml_elastic.checkpoint.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.load.reading import targets_for
-from azureml_elastic.checkpoint.save.schedule import CheckpointSchedule
-from azureml_elastic.checkpoint.save.snapshot_schedule import SnapshotSchedule
+from azureml_elastic.checkpoint.load.selection import EarlierCheckpoint
+from azureml_elastic.checkpoint.save.schedule import CheckpointSchedule, SnapshotSchedule
 from azureml_elastic.checkpoint.snapshots.parts import CompleteParts, find_complete, open_parts
 from azureml_elastic.checkpoint.snapshots.snapshot import RecoverableState, Snapshot, choose, position_key
 from azureml_elastic.checkpoint.snapshots.transfer import send_to_others
@@ -21,25 +21,46 @@ from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.checkpoint_reference import Reference
-from azureml_elastic.config import CheckpointPolicy
+from azureml_elastic.config import BatchPolicy, CheckpointPolicy, FixedGlobalBatch
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.distributed.process_groups import ProcessGroups
 from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.errors import CheckpointDamaged, ElasticError, RoundBroken, UsageError
+from azureml_elastic.ipc.agent_interface import Agent, WorkerIdentity
 from azureml_elastic.ipc.worker_messages import Busy, Free
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.optim.learning_rate import LearningRate
-from azureml_elastic.train.session.context import SessionContext
-from azureml_elastic.train.session.finiteness import FinitenessWatch
+from azureml_elastic.train.session.records import Audit, Profiling
+from azureml_elastic.train.session.step_checks import FinitenessWatch
 from azureml_elastic.train.step_state import StepMachine
 
-__all__ = ["TrainingState"]
+__all__ = ["SessionContext", "TrainingState"]
 
 _LOG = logging.getLogger(__name__)
 
 _SETTLED_STEPS = 2
 """Steps after which optimizers have all of their state, so that its size is known."""
+
+
+@dataclass(frozen=True)
+class SessionContext:
+    """Components of a session.
+
+    ``can_grow`` is whether the run may have more than one rank later; ``nodes_per_replica`` is how many nodes hold one
+    copy of a sharded model; ``earlier`` is where a run that continues another one starts.
+    """
+
+    identity: WorkerIdentity  # of round 0 in a process that waits for its assignment to one
+    agent: Agent
+    storage: Storage
+    checkpoint: CheckpointPolicy
+    batch: BatchPolicy = field(default_factory=FixedGlobalBatch)
+    audit: Audit = field(default_factory=lambda: Audit(None))
+    profiling: Profiling | None = None
+    can_grow: bool = False
+    nodes_per_replica: int | Literal["all"] = 1
+    earlier: EarlierCheckpoint | None = None
 
 
 class TrainingState:

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from azureml_elastic.config import FixedGlobalBatch, FixedPerWorkerBatch
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
-from azureml_elastic.train.data.batching import Batching
 from azureml_elastic.train.data.loader import LoaderContext
 from azureml_elastic.train.data.map_loader import MapLoader
-from azureml_elastic.train.data.position import Position
+from azureml_elastic.train.data.position import Batching, Position
 from azureml_elastic.train.data.sampling import Cursor, DataSpec, order, share, weight
 
 SPECS = st.builds(

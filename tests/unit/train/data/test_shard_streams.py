@@ -15,9 +15,8 @@ from azureml_elastic.config import FixedGlobalBatch, FixedPerWorkerBatch
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train import Shards
-from azureml_elastic.train.data.batching import Batching
 from azureml_elastic.train.data.loader import LoaderContext
-from azureml_elastic.train.data.position import Position
+from azureml_elastic.train.data.position import Batching, Position
 from azureml_elastic.train.data.sampling import Cursor
 from azureml_elastic.train.data.shard_loader import ShardLoader
 from azureml_elastic.train.data.shard_streams import ShardSpec

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from azureml_elastic.config import BatchPolicy, FixedGlobalBatch, FixedPerWorkerBatch, Ramp
-from azureml_elastic.train.optim.gradient_noise import GradientNoiseScale
-from azureml_elastic.train.optim.scaling import Scale, adam_betas, ramp_steps, target
+from azureml_elastic.train.optim.learning_rate import GradientNoiseScale, Scale, adam_betas, ramp_steps, target
 
 SIZES = st.integers(1, 48)
 MOMENTA = st.sampled_from([0.0, 0.5, 0.9, 0.95, 0.99])

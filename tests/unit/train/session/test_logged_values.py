@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.train.session.logged_values import LoggedValues
+from azureml_elastic.train.session.records import LoggedValues
 
 
 @pytest.fixture

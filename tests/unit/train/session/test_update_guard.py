@@ -17,7 +17,7 @@ from torch import nn
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.distributed.process_groups import abort_gloo, is_peer_error
 from azureml_elastic.errors import RoundBroken
-from azureml_elastic.train.session.update_guard import UpdateGuard
+from azureml_elastic.train.session.step_checks import UpdateGuard
 from tests.support.deferred import DeferredDevice, DeferredSGD, Ended
 
 RANKS, STEPS = 3, 4

@@ -17,7 +17,7 @@ from azureml_elastic.train.integrations.lightning.training_loop import (
     obstacle,
     tensor_parallel_size,
 )
-from azureml_elastic.train.integrations.opening import stack_session
+from azureml_elastic.train.session.stack_session import stack_session
 
 __all__ = [
     "attach_to_checkpoints",

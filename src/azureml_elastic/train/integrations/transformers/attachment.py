@@ -11,10 +11,10 @@ from wrapt import wrap_function_wrapper
 
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.train.data.window_loader import WindowLoader
-from azureml_elastic.train.integrations.opening import stack_session
 from azureml_elastic.train.integrations.transformers import checkpoint_folders
 from azureml_elastic.train.integrations.transformers.evaluation import evaluating
 from azureml_elastic.train.integrations.transformers.training_loop import TrainingLoop, obstacle
+from azureml_elastic.train.session.stack_session import stack_session
 
 __all__ = ["attach_to_arguments", "attach_to_trainer", "attach_to_utilities"]
 
