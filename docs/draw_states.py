@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "explanation" / "internals.md"
-STEP_PAGE = ROOT / "docs" / "explanation" / "step-boundary.md"
+PAGE = ROOT / "docs" / "internals" / "node.md"
+STEP_PAGE = ROOT / "docs" / "internals" / "worker.md"
 
 SCHEDULES = 1000
 RARE = 3

@@ -17,7 +17,7 @@ class HealthPolicy(ConfigModel):
 
     ``None`` disables a check. A node *fails* the checks on a folder that is not writable, insufficient disk space or
     memory, an excessive clock difference, an unreachable port, or a GPU that hangs or computes incorrectly. All other
-    findings are warnings. ``docs/explanation/health.md`` lists the checks with their limits.
+    findings are warnings. ``docs/explanation/failures.md`` lists the checks with their limits.
 
     Args:
         hang_timeout: time without a completed step after which the stacks of all workers are dumped and the round is

@@ -515,5 +515,5 @@ def test_a_deadline_is_a_moment_to_come():
 
 
 def test_the_page_about_the_inside_of_a_node_has_every_state():
-    page = (ROOT / "docs" / "explanation" / "internals.md").read_text()
+    page = (ROOT / "docs" / "internals" / "node.md").read_text()
     assert [each.name for each in (*State, *JoinState) if f" {each.name}" not in page] == []

@@ -244,7 +244,7 @@ def large(count: int, name: int) -> Round:
 
 @pytest.mark.parametrize(("name", "most"), [(12, 1620), (30, 1360), (63, 1050)])
 def test_how_many_nodes_fit_into_one_row(name, most):
-    """The limit of the table is 900 KiB of UTF-16; ``docs/explanation/rendezvous.md`` names these numbers."""
+    """The limit of the table is 900 KiB of UTF-16; ``docs/internals/rendezvous.md`` names these numbers."""
     write_value(ROUND_KEY, large(most, name).to_value())
     with pytest.raises(ValueTooLarge):
         write_value(ROUND_KEY, large(most + 20, name).to_value())

@@ -38,12 +38,16 @@ def dataset(sizes):
 
 
 class Ranks:
-    """All ranks of a world as threads, one step at a time."""
+    """All ranks of a world as threads, of which one runs at a time, one step at a time.
+
+    They share torch's global random numbers: two threads that read its state at once can wait for each other for ever,
+    one for the generator and the other for the interpreter.
+    """
 
     def __init__(self, sizes, spec, policy, cursor, world_size, options=None):
         self.total, self.world_size = torch.zeros(0), world_size
-        self.barrier = threading.Barrier(world_size)
-        self.lock = threading.Lock()
+        self.barrier = threading.Barrier(world_size, timeout=60)
+        self.turn = threading.Lock()
         self.positions = [Position(WorkerIdentity(rank, 0, world_size, 0)) for rank in range(world_size)]
         self.loaders = []
         for position in self.positions:
@@ -55,14 +59,20 @@ class Ranks:
             self.loaders.append(ShardLoader(dataset(sizes), stream, context, self.exchange))
 
     def exchange(self, numbers):
-        if self.barrier.wait() == 0:
+        if self.wait() == 0:
             self.total = torch.zeros_like(numbers)
-        self.barrier.wait()
-        with self.lock:
-            self.total += numbers
-        self.barrier.wait()
+        self.wait()
+        self.total += numbers
+        self.wait()
         numbers.copy_(self.total)
-        self.barrier.wait()
+        self.wait()
+
+    def wait(self):
+        self.turn.release()
+        try:
+            return self.barrier.wait()
+        finally:
+            self.turn.acquire()
 
     def train(self, steps):
         """Return the windows of an epoch's next steps: by rank, micro-batches as (planned, batch)."""
@@ -76,7 +86,8 @@ class Ranks:
 
     def _train(self, rank, steps, found):
         try:
-            self._train_on(rank, steps, found)
+            with self.turn:
+                self._train_on(rank, steps, found)
         except BaseException:
             self.barrier.abort()
             raise

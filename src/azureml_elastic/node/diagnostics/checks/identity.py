@@ -38,7 +38,7 @@ _BY_TEXT = (
 
 _ADVICE = (
     "On your own machine: `az login`. In a job: give the compute a managed identity, or submit with "
-    "identity=UserIdentityConfiguration(), and see credential= of TableRendezvous (docs/explanation/table.md)."
+    "identity=UserIdentityConfiguration(), and see credential= of TableRendezvous (docs/explanation/security.md)."
 )
 
 
