@@ -1,4 +1,4 @@
-"""Run the study; writes ``docs/explanation/dynamic-sgd.md`` and its picture.
+"""Run the study; writes ``benchmarks/results/dynamic-sgd.md`` and its picture.
 
 The exit code is 1 if the page's text contradicts the measurements.
 """
@@ -134,7 +134,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=Setting.samples, help="of a run; others have a third")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=HERE.parents[1] / "docs", help="folder of the page")
+    parser.add_argument("--out", type=Path, default=HERE.parents[1], help="root of the folders of page and picture")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 
@@ -191,7 +191,10 @@ def main() -> int:
         date=f"{datetime.now().astimezone():%Y-%m-%d}",
         machine=machine(),
     )
-    (arguments.out / "explanation" / "dynamic-sgd.md").write_text(page, "utf-8")
+    results, assets = arguments.out / "benchmarks" / "results", arguments.out / "docs" / "assets"
+    for folder in (results, assets):
+        folder.mkdir(parents=True, exist_ok=True)
+    (results / "dynamic-sgd.md").write_text(page, "utf-8")
     picture = draw(
         "Linear scaling of the learning rate needs a ramp upwards, and none downwards",
         [
@@ -199,8 +202,7 @@ def main() -> int:
             Panel("12 → 1 worker, no decay", {name: drop[name].changes[1] for name in (ONE, RAMP, ROOT, NONE)}),
         ],
     )
-    (arguments.out / "assets").mkdir(exist_ok=True)
-    (arguments.out / "assets" / "dynamic-sgd.svg").write_text(picture, "utf-8")
+    (assets / "dynamic-sgd.svg").write_text(picture, "utf-8")
 
     def loss(name: str) -> float:
         return float(main_[name].losses.mean())

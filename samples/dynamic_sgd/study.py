@@ -4,7 +4,7 @@
 all of them. What a world size does to batch, learning rate, momentum and schedule is the library's own code, attached
 to torch's SGD; only the workers are simulated.
 
-    python samples/dynamic_sgd                                       # writes docs/explanation/dynamic-sgd.md and its
+    python samples/dynamic_sgd                                       # writes benchmarks/results/dynamic-sgd.md and its
     picture python samples/dynamic_sgd --samples 60000 --seeds 4 --out /tmp  # a quick look
 
 It needs ``pip install 'azureml-elastic[node,demo]'``.
