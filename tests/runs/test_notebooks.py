@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from azureml_elastic.local.azurite import azurite_command, user_cache
 from tests.support.node_server import FORKED
 from tests.support.paths import SAMPLES
 
@@ -35,7 +36,12 @@ def project(tmp_path, monkeypatch):
     shutil.copytree(SAMPLES, folder, ignore=shutil.ignore_patterns("__pycache__", "runs"))
     # A folder itself is no ceiling for what runs in it, but its parent is.
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cache = tmp_path / "cache" / user_cache().name
+    cache.mkdir(parents=True)
+    azurite_command()  # npm would install it again for each test: for two thirds of the test's time
+    for installed in user_cache().glob("azurite-*"):
+        (cache / installed.name).symlink_to(installed)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "jupyter"))
     # The kernel and the commands of the cells take this interpreter, not the one that PATH or an installed spec names.

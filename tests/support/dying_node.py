@@ -12,8 +12,8 @@ from typing import Any
 
 import azureml_elastic.node
 from azureml_elastic.environment import names as variables
-from azureml_elastic.local.fork_server.node import become_node
 from azureml_elastic.local.fork_server.server import Server
+from tests.support.leaving import become_node
 
 SEED = "TEST_DYING_SEED"
 MOST_CALLS = 300
@@ -27,7 +27,7 @@ class UnexpectedError(Exception):
 
 
 def become_dying_node(request: dict[str, Any], descriptors: list[int], server: Server) -> Callable[[], Any]:
-    """Become a node; see :func:`azureml_elastic.local.fork_server.node.become_node`."""
+    """Become a node; see :func:`tests.support.leaving.become_node`."""
     run = become_node(request, descriptors, server)
 
     def armed() -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 from azureml_elastic.local.fork_server.server import Server
 from azureml_elastic.node.preload import import_loader, script_runner
+from tests.support.leaving import leaving
 
 __all__ = ["become_script"]
 
@@ -28,4 +29,4 @@ def become_script(request: dict[str, Any], descriptors: list[int], server: Serve
     kind = "module" if words[0] == "-m" else "script"
     target, *arguments = words[1:] if kind == "module" else words
     import_loader.prepare(kind, target, arguments)
-    return script_runner.become(kind, target, [interpreter, *words])
+    return leaving(script_runner.become(kind, target, [interpreter, *words]))

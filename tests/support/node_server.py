@@ -34,6 +34,8 @@ _IMPORTS = {
     ),
 }
 
+_BECOME_NODE = "tests.support.leaving:become_node"
+
 
 class Script(ForkedProcess):
     """A process like that of ``python script.py`` or ``python -m module``, forked from a server.
@@ -107,7 +109,7 @@ def _server_with(imports: Imports, early: tuple[tuple[str, str], ...]) -> ForkSe
     return server
 
 
-FORKED = ForkStart(functools.partial(_server, _IMPORTS["training"]))
+FORKED = ForkStart(functools.partial(_server, _IMPORTS["training"]), _BECOME_NODE)
 """Start of nodes that are forked from the server of all runs."""
 
 
@@ -117,7 +119,8 @@ DYING = ForkStart(functools.partial(_server, _IMPORTS["training"]), "tests.suppo
 
 def forked_with(script: Path) -> NodeStart:
     """Return the start of nodes that are forked from a server with the imports of a script."""
-    return ForkStart(functools.partial(_server, Imports(parse_program([str(script)]))))
+    imports = Imports(parse_program([str(script)]), modules=("tests.support.leaving",), path=(str(ROOT),))
+    return ForkStart(functools.partial(_server, imports), _BECOME_NODE)
 
 
 class StartAt:
