@@ -110,7 +110,7 @@ def test_three_replicas_of_two_nodes_lose_a_node_and_get_another_one(tmp_path):
 
 
 def test_several_workers_a_node_as_a_module(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(TRAINING))
+    monkeypatch.chdir(TRAINING)
     report = run(tmp_path, "", "python", "-m", "chaos_train", "--epochs", "1", nodes=(2, 2), distribution=TWO_WORKERS)
     assert_whole(report)
     assert report.world_sizes == (4,)

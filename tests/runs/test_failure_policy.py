@@ -127,6 +127,7 @@ def test_a_script_s_own_torn_checkpoint_is_named(tmp_path, preload):
     os.truncate(checkpoint, 1500)
     cluster = LocalCluster(
         (1, 1),
+        start=FORKED,
         run_dir=tmp_path / "run",
         distribution=ElasticDistribution(max_restarts=1, preload_workers=preload),
     )

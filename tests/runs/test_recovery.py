@@ -160,11 +160,11 @@ def listens(process: psutil.Process) -> bool:
 @pytest.mark.parametrize(
     ("victim", "recovery", "start"),
     [
-        ("store", "restart", "command"),
+        ("store", "restart", FORKED),
         ("store", "in_process", FORKED),
         ("preload server", "restart", "command"),
         ("preload server", "in_process", FORKED),
-        ("agent", "restart", "command"),
+        ("agent", "restart", FORKED),
     ],
 )
 def test_a_killed_process_of_rank_0s_node_costs_no_step(tmp_path, victim, recovery, start):

@@ -5,6 +5,7 @@ Rank 0's node is killed, and another arrives. See ``corpus/observer.py`` for wha
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -28,7 +29,7 @@ CASES = [
     "cross_validation",
     "early_stopping",
     "ema",
-    "gan",
+    pytest.param("gan", marks=pytest.mark.xdist_group("gan")),
     "glue",
     "lightning_callbacks",
     "lightning_cli",
@@ -36,7 +37,7 @@ CASES = [
     "ner",
     "new_loaders",
     "new_loaders --in_order",
-    "one_cycle",
+    pytest.param("one_cycle", marks=pytest.mark.xdist_group("one_cycle")),
     "own_optimizer",
     "plateau",
     "tokens_accumulated",
@@ -146,9 +147,15 @@ def assert_same_steps(found, expected, weights, rolled_back=0):
     assert len(twice) <= rolled_back + bool(rolled_back), f"the steps {twice} were trained again"
 
 
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory):
+    """Return the run of a case without faults, once for each: ``undisturbed(case)``."""
+    return functools.cache(lambda case: run(case, tmp_path_factory.mktemp("undisturbed") / "run", nodes=(2, 2)))
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_a_script_trains_under_faults_as_without(tmp_path, case):
-    expected = run(case, tmp_path / "expected", nodes=(2, 2))
+def test_a_script_trains_under_faults_as_without(tmp_path, undisturbed, case):
+    expected = undisturbed(case)
     found = run(case, tmp_path / "run", "--full", "2", nodes=(1, 2), chaos="kill=rank0@step:9,add@step:15")
     assert not found.report.missed_faults
     rolled_back = found.report.audit.rolled_back_steps
@@ -162,8 +169,9 @@ def test_a_script_trains_under_faults_as_without(tmp_path, case):
         assert json.loads((folder / "azureml-elastic.json").read_text())["steps"] == int(folder.name[5:])
 
 
-def test_a_step_in_which_one_of_two_models_is_updated_does_not_count(tmp_path):
-    expected = run("gan", tmp_path / "expected", nodes=(2, 2))
+@pytest.mark.xdist_group("gan")
+def test_a_step_in_which_one_of_two_models_is_updated_does_not_count(tmp_path, undisturbed):
+    expected = undisturbed("gan")
     found = run("gan --die_between_updates", tmp_path / "run", nodes=(2, 2))
     rolled_back = found.report.audit.rolled_back_steps
     assert rolled_back == 9  # there is no snapshot
@@ -171,10 +179,11 @@ def test_a_step_in_which_one_of_two_models_is_updated_does_not_count(tmp_path):
     assert_same_steps(observed(found), observed(expected), WEIGHTS["gan"], rolled_back)
 
 
+@pytest.mark.xdist_group("one_cycle")
 @pytest.mark.parametrize("step", [9, 20], ids=["within", "end_of_epoch"])
-def test_what_follows_a_collective_that_has_failed_is_done_by_the_next_process(tmp_path, step):
+def test_what_follows_a_collective_that_has_failed_is_done_by_the_next_process(tmp_path, undisturbed, step):
     """The optimizer has stepped, and the learning rate has not, when the ranks gather and one is gone."""
-    expected = run("one_cycle", tmp_path / "expected", nodes=(2, 2))
+    expected = undisturbed("one_cycle")
     found = run(f"one_cycle --die_before_gathering {step}", tmp_path / "run", nodes=(2, 2))
     assert found.report.audit.rolled_back_steps == 0
     assert_same(found.record, expected.record, CLOSE["one_cycle"])
