@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shlex
 import signal
 import subprocess
@@ -19,6 +18,7 @@ import typer
 from azureml_elastic.cli.failures import explained, require
 from azureml_elastic.cli.workspaces import current_workspace
 from azureml_elastic.config.exit_codes import FAILED
+from azureml_elastic.environment.user import UserEnvironment
 from azureml_elastic.errors import UsageError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def start(
     if shell and command:
         raise UsageError("--shell and a command cannot be combined. Give one of them.")
     if shell:
-        command = [os.environ.get("SHELL") or "/bin/sh"]
+        command = [UserEnvironment.read().shell]
     taken = [path.absolute() for path in (_CONFIG, _SOURCE) if path.exists()]
     if taken and not command:
         raise UsageError(
@@ -132,7 +132,7 @@ def _files(local: LocalWorkspace) -> Iterator[None]:
 def _run(command: list[str], local: LocalWorkspace) -> int:
     """Run a command that is connected to the workspace."""
     try:
-        return subprocess.run(command, check=False, env={**os.environ, **local.variables}).returncode
+        return subprocess.run(command, check=False, env=UserEnvironment.read().for_child(local.variables)).returncode
     except OSError as error:
         raise UsageError(f"{shlex.join(command)} cannot be started: {error}.") from error
 

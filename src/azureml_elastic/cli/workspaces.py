@@ -5,12 +5,13 @@ from __future__ import annotations
 import configparser
 import contextlib
 import json
-import os
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
+from azureml_elastic.environment import names
+from azureml_elastic.environment.user import UserEnvironment
 from azureml_elastic.errors import UsageError
 
 __all__ = [
@@ -56,9 +57,9 @@ class WorkspaceName:
     def variables(self) -> Mapping[str, str]:
         """The environment variables that identify the workspace in its jobs."""
         return {
-            "AZUREML_ARM_SUBSCRIPTION": self.subscription,
-            "AZUREML_ARM_RESOURCEGROUP": self.group,
-            "AZUREML_ARM_WORKSPACE_NAME": self.name,
+            names.AZUREML_ARM_SUBSCRIPTION: self.subscription,
+            names.AZUREML_ARM_RESOURCEGROUP: self.group,
+            names.AZUREML_ARM_WORKSPACE_NAME: self.name,
         }
 
 
@@ -80,7 +81,7 @@ def set_options(options: WorkspaceOptions) -> None:
 
 
 def find_workspace(
-    options: WorkspaceOptions, *, start: Path | None = None, environ: Mapping[str, str] = os.environ
+    options: WorkspaceOptions, *, start: Path | None = None, environment: UserEnvironment | None = None
 ) -> WorkspaceName:
     """Return the workspace given by options, environment variables, ``config.json`` or ``az``, in this order.
 
@@ -90,17 +91,18 @@ def find_workspace(
     Raises:
         UsageError: a part of the identification is missing, or a file cannot be read.
     """
+    environment = environment or UserEnvironment.read()
     given: dict[str, str | None] = {
-        "subscription_id": options.subscription or environ.get("AZUREML_ARM_SUBSCRIPTION"),
-        "resource_group": options.group or environ.get("AZUREML_ARM_RESOURCEGROUP"),
-        "workspace_name": options.name or environ.get("AZUREML_ARM_WORKSPACE_NAME"),
+        "subscription_id": options.subscription or environment.subscription,
+        "resource_group": options.group or environment.resource_group,
+        "workspace_name": options.name or environment.workspace,
     }
     path = None
     if not all(given.values()):
         path = _find_file((start or Path.cwd()).absolute())
         given = _completed(given, {} if path is None else _read(path))
     if not all(given.values()):
-        given = _completed(given, _defaults_of_az(environ))
+        given = _completed(given, _defaults_of_az(environment))
     missing = [name for name, value in given.items() if not value]
     if missing and path is not None:
         raise UsageError(f"{path} has no {missing[0]!r}. It holds subscription_id, resource_group and workspace_name.")
@@ -118,9 +120,9 @@ def _completed(given: Mapping[str, str | None], more: Mapping[str, str | None]) 
     return {name: value or more.get(name) for name, value in given.items()}
 
 
-def _defaults_of_az(environ: Mapping[str, str]) -> dict[str, str | None]:
+def _defaults_of_az(environment: UserEnvironment) -> dict[str, str | None]:
     """Return what the command line of Azure uses by default; its files are left alone where they cannot be read."""
-    folder = Path(environ.get("AZURE_CONFIG_DIR") or Path.home() / ".azure")
+    folder = environment.az_folder
     settings = configparser.ConfigParser(interpolation=None)
     subscriptions = []
     with contextlib.suppress(OSError, ValueError, configparser.Error):
@@ -130,9 +132,8 @@ def _defaults_of_az(environ: Mapping[str, str]) -> dict[str, str | None]:
         subscriptions = [each["id"] for each in profile.get("subscriptions") or () if each.get("isDefault")]
     return {
         "subscription_id": subscriptions[0] if subscriptions else None,
-        "resource_group": environ.get("AZURE_DEFAULTS_GROUP") or settings.get("defaults", "group", fallback=None),
-        "workspace_name": environ.get("AZURE_DEFAULTS_WORKSPACE")
-        or settings.get("defaults", "workspace", fallback=None),
+        "resource_group": environment.az_resource_group or settings.get("defaults", "group", fallback=None),
+        "workspace_name": environment.az_workspace or settings.get("defaults", "workspace", fallback=None),
     }
 
 

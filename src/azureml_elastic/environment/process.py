@@ -7,8 +7,10 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from typing_extensions import Self
+if TYPE_CHECKING:
+    from typing_extensions import Self  # not at run time: processes of users' scripts import this module
 
 __all__ = ["Environment", "change", "changed", "set_defaults", "take"]
 

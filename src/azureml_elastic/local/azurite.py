@@ -22,10 +22,12 @@ from typing import IO, Literal
 
 from typing_extensions import Self
 
+from azureml_elastic.environment import names
+from azureml_elastic.environment.user import UserEnvironment
 from azureml_elastic.errors import TableUnavailable, UsageError
 from azureml_elastic.node.table.opening import EMULATOR_ACCOUNT, emulator_connection_string
 
-__all__ = ["AZURITE_PACKAGE", "Azurite", "azurite_command", "install_azurite", "user_cache"]
+__all__ = ["AZURITE_PACKAGE", "Azurite", "azurite_command", "install_azurite"]
 
 AZURITE_PACKAGE = "azurite@3.35.0"
 """npm package that is installed if the machine has no Azurite."""
@@ -156,7 +158,7 @@ def azurite_command(cache: Path | None = None, package: str = AZURITE_PACKAGE, s
     found = shutil.which(f"azurite-{service}")
     script = Path(found).resolve() if found else None
     if script is None or script.suffix != ".js":  # some installations wrap it in a shell script
-        table_script = install_azurite(cache or user_cache(), package)
+        table_script = install_azurite(cache or UserEnvironment.read().cache, package)
         script = table_script.parent.parent / service / table_script.name
     return [str(_node()[0]), "-e", _GUARD, str(script)]
 
@@ -188,24 +190,19 @@ def install_azurite(cache: Path, package: str = AZURITE_PACKAGE) -> Path:
     return home / _SCRIPT
 
 
-def user_cache() -> Path:
-    """Return this library's folder in the user's cache."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "azureml-elastic"
-
-
 def _npm_install(folder: Path, package: str) -> None:
     node, npm = _node()
     folder.mkdir()
     (folder / "package.json").write_text(json.dumps({"private": True}))  # otherwise npm searches the parent folders
     command = [*npm, "install", "--no-audit", "--no-fund", "--no-save", "--ignore-scripts", package]
-    path = f"{node.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    environment = UserEnvironment.read()
+    path = f"{node.parent}{os.pathsep}{environment.path or os.defpath}"
     advice = "Install it by hand (npm install --global azurite), or use the table 'sqlite'."
     try:
         result = subprocess.run(
             command,
             cwd=folder,
-            env={**os.environ, "PATH": path},
+            env=environment.for_child({names.PATH: path}),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -26,6 +26,8 @@ from azureml_elastic.config.base import positive_duration
 from azureml_elastic.config.command.program import Program, parse_program
 from azureml_elastic.config.command.worker_variables import refuse_changing, words_with_placeholders
 from azureml_elastic.config.exit_codes import FAILED
+from azureml_elastic.environment.names import AZURE_STORAGE_CONNECTION_STRING as CONNECTION_STRING
+from azureml_elastic.environment.user import UserEnvironment
 from azureml_elastic.errors import CommandError, ElasticError
 from azureml_elastic.free_space import is_full
 from azureml_elastic.ledger.summary import Paths, Report
@@ -33,12 +35,11 @@ from azureml_elastic.local.earlier_run import continued_runs, find_earlier_run
 from azureml_elastic.local.faults.model import Schedule
 from azureml_elastic.local.fork_server.start import are_forked, open_fork_start
 from azureml_elastic.local.launch import Launch
-from azureml_elastic.local.launched_node import shared_environment
 from azureml_elastic.local.node_start import NODE_COMMAND, CommandStart, NodeStart, StartMethod
 from azureml_elastic.local.processes import NodeProcesses
 from azureml_elastic.local.run_dir import new_run_dir, prepare_run_dir, require_space
 from azureml_elastic.local.stop_signals import StopSignals
-from azureml_elastic.local.table_choice import CONNECTION_STRING, TableChoice, check_table, open_table_choice
+from azureml_elastic.local.table_choice import TableChoice, check_table, open_table_choice
 from azureml_elastic.local.view import UntilBroken, View
 from azureml_elastic.node.agent.session_detection import opens_session
 
@@ -190,7 +191,8 @@ class LocalCluster:
             return contextlib.nullcontext(CommandStart())
         # Forks show in /proc the environment that the server was started with: not the table's secret to workers.
         return open_fork_start(
-            program, {name: value for name, value in shared_environment().items() if name != CONNECTION_STRING}
+            program,
+            {name: value for name, value in UserEnvironment.read().for_nodes().items() if name != CONNECTION_STRING},
         )
 
     def plan(self, table: TableChoice, paths: Paths) -> Plan:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from azureml_elastic import train
+from azureml_elastic.environment.worker import WorkerEnvironment
 
 HELD_OUT = 297
 """Number of the 1,797 images that measure the accuracy."""
@@ -54,7 +54,7 @@ def _main() -> None:
         if run.is_main:
             print(f"epoch {epoch + 1}: accuracy {accuracy:.1%}, world size {run.world_size}", flush=True)
             result = json.dumps({"accuracy": accuracy, "epochs": epoch + 1})
-            Path(os.environ["AZUREML_ELASTIC_RUN_DIR"], "result.json").write_text(result, encoding="utf-8")
+            Path(WorkerEnvironment.read().run_dir or ".", "result.json").write_text(result, encoding="utf-8")
     run.finish()
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, field
 
 from azureml_elastic.config import Plan
 from azureml_elastic.environment import names as environment
+from azureml_elastic.environment.user import UserEnvironment
 from azureml_elastic.ledger.reading import LineReader
 from azureml_elastic.ledger.summary import NodeEnding, NodeSummary, Paths
 from azureml_elastic.local.processes import NodeProcess
 from azureml_elastic.local.run_end import NodeStatus
 from azureml_elastic.local.table_choice import TableChoice
 
-__all__ = ["LaunchedNode", "node_environment", "shared_environment"]
+__all__ = ["LaunchedNode", "node_environment"]
 
 
 @dataclass
@@ -64,19 +64,10 @@ class LaunchedNode:
 def node_environment(name: str, plan: Plan, table: TableChoice, paths: Paths) -> dict[str, str]:
     """Return the environment of a node: this process's own, with the node's plan, name and folders."""
     return {
-        **shared_environment(),
+        **UserEnvironment.read().for_nodes(),
         **table.environment,
         environment.PLAN: plan.to_json(),
         environment.NODE_ID: name,
         environment.RUN_DIR: str(paths.run_dir),
         environment.LOCAL_ADDRESS: "127.0.0.1",
-    }
-
-
-def shared_environment() -> dict[str, str]:
-    """Return the environment that all nodes of all runs have: this process's own."""
-    return {
-        "OMP_NUM_THREADS": "1",  # all nodes share this machine's cores
-        **os.environ,
-        "PYTHONUNBUFFERED": "1",
     }

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from azureml_elastic.config import Credential
+from azureml_elastic.environment.names import AZURE_STORAGE_CONNECTION_STRING as CONNECTION_STRING
+from azureml_elastic.environment.user import UserEnvironment
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.summary import Paths
 from azureml_elastic.local.faults.model import Schedule
@@ -15,8 +16,6 @@ from azureml_elastic.local.faults.table_proxy import TableProxy
 from azureml_elastic.node.table.opening import emulator_connection_string
 
 __all__ = ["SQLITE_TABLE", "TableChoice", "check_table", "connection_endpoint", "open_table_choice"]
-
-CONNECTION_STRING = "AZURE_STORAGE_CONNECTION_STRING"
 
 SQLITE_TABLE = "table.sqlite"
 """Name of the table's file in the run's folder."""
@@ -55,7 +54,7 @@ def check_table(table: str, schedule: Schedule | None = None) -> None:
         )
     if schedule is None or not schedule.disturbs_table:
         return
-    connection = os.environ.get(CONNECTION_STRING)
+    connection = UserEnvironment.read().connection_string
     address = connection_endpoint(connection) if table == "azurite" and connection is not None else table
     if table == "sqlite" or address.startswith("https://"):
         tls = f"{address} is reached over TLS, which the proxy cannot intercept"
@@ -89,7 +88,7 @@ def open_table_choice(table: str, paths: Paths, schedule: Schedule | None = None
 
 def _through(proxy: TableProxy, choice: TableChoice) -> TableChoice:
     """Return the table as reached through the proxy."""
-    connection = choice.environment.get(CONNECTION_STRING) or os.environ.get(CONNECTION_STRING)
+    connection = choice.environment.get(CONNECTION_STRING) or UserEnvironment.read().connection_string
     secret = {}
     if choice.credential == "connection_string" and connection is not None:
         parts = _parts(connection)
@@ -103,7 +102,7 @@ def _through(proxy: TableProxy, choice: TableChoice) -> TableChoice:
 
 @contextlib.contextmanager
 def _open(table: str, paths: Paths) -> Iterator[TableChoice]:
-    connection = os.environ.get(CONNECTION_STRING)
+    connection = UserEnvironment.read().connection_string
     if table == "sqlite":
         yield TableChoice(str(paths.run_dir / SQLITE_TABLE))
     elif table != "azurite":

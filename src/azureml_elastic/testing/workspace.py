@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Self
 
 from azureml_elastic.config.base import positive_duration
+from azureml_elastic.environment.process import changed
+from azureml_elastic.environment.user import UserEnvironment
 from azureml_elastic.errors import UsageError, needs_extra
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.faults.metadata_service import MetadataService
@@ -131,8 +132,7 @@ class LocalWorkspace:
             data_plane = signed_in(history.answer, ("/discovery", "/logs/"))
             hosts = {ARM_HOST: signed_in(resources.answer), API_HOST: data_plane, **storage.hosts}
             gateway = stack.enter_context(Gateway(hosts, answer_node))
-            given = Path(os.environ.get(_BUNDLES[0]) or ".")
-            bundle = gateway.write_bundle(folder / "certificates.pem", given if given.is_file() else None)
+            bundle = gateway.write_bundle(folder / "certificates.pem", UserEnvironment.read().certificates)
             trust = {
                 **dict.fromkeys(_PROXIES, gateway.address),
                 **dict.fromkeys((*_BUNDLES, "CURL_CA_BUNDLE"), str(bundle)),
@@ -163,7 +163,7 @@ class LocalWorkspace:
             service.start()
             # azure-identity's default credential then logs in to this workspace.
             changes = {**trust, "MSI_ENDPOINT": token_url, "MSI_SECRET": None, **dict.fromkeys(_EXCEPTIONS)}
-            stack.enter_context(_environment(changes))
+            stack.enter_context(changed(changes))
             self._variables = {name: value for name, value in changes.items() if value is not None}
             self._service = service
             self._client = _client()
@@ -335,22 +335,3 @@ def _client() -> MLClient:
         warnings.simplefilter("ignore")  # importing azure-ai-ml uses deprecated parts of marshmallow
         from azure.ai.ml import MLClient
     return MLClient(StaticCredential(), _SUBSCRIPTION, _GROUP, _NAME, enable_telemetry=False)
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Set environment variables (``None`` removes one), and restore them on exit."""
-    before = {name: os.environ.get(name) for name in variables}
-    _set(variables)
-    try:
-        yield
-    finally:
-        _set(before)
-
-
-def _set(variables: Mapping[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value

@@ -7,9 +7,11 @@ from typer.testing import CliRunner
 
 from azureml_elastic.cli import app
 from azureml_elastic.cli.workspaces import WorkspaceName, WorkspaceOptions, find_workspace
+from azureml_elastic.environment.user import UserEnvironment
 from azureml_elastic.errors import UsageError
 
-NOWHERE = {"AZURE_CONFIG_DIR": "/nonexistent"}
+NOWHERE = UserEnvironment.read({"AZURE_CONFIG_DIR": "/nonexistent"})
+NO_VARIABLES = UserEnvironment.read({})
 NONE = WorkspaceOptions()
 CONFIG = {"subscription_id": "s", "resource_group": "g", "workspace_name": "w"}
 
@@ -21,15 +23,17 @@ def test_the_file_is_found_where_the_sdk_finds_it(tmp_path, place):
     path.parent.mkdir(parents=True, exist_ok=True)
     start.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(CONFIG))
-    assert find_workspace(NONE, start=start, environ=NOWHERE) == WorkspaceName("s", "g", "w")
+    assert find_workspace(NONE, start=start, environment=NOWHERE) == WorkspaceName("s", "g", "w")
 
 
 def test_options_go_before_variables_and_these_before_the_file(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     environ = {"AZUREML_ARM_RESOURCEGROUP": "of the job", "AZUREML_ARM_WORKSPACE_NAME": "of the job"}
-    found = find_workspace(WorkspaceOptions(name="given"), start=tmp_path, environ=environ)
+    found = find_workspace(WorkspaceOptions(name="given"), start=tmp_path, environment=UserEnvironment.read(environ))
     assert found == WorkspaceName("s", "of the job", "given")
-    assert find_workspace(WorkspaceOptions("s", "g", "w"), start=tmp_path / "nowhere", environ={}).variables == {
+    assert find_workspace(
+        WorkspaceOptions("s", "g", "w"), start=tmp_path / "nowhere", environment=UserEnvironment.read({})
+    ).variables == {
         "AZUREML_ARM_SUBSCRIPTION": "s",
         "AZUREML_ARM_RESOURCEGROUP": "g",
         "AZUREML_ARM_WORKSPACE_NAME": "w",
@@ -39,7 +43,7 @@ def test_options_go_before_variables_and_these_before_the_file(tmp_path):
 def test_a_scope_of_older_tools_is_read(tmp_path):
     scope = "/subscriptions/s/resourceGroups/g/providers/Microsoft.MachineLearningServices/workspaces/w"
     (tmp_path / "config.json").write_text(json.dumps({"Scope": scope}))
-    assert find_workspace(NONE, start=tmp_path, environ=NOWHERE) == WorkspaceName("s", "g", "w")
+    assert find_workspace(NONE, start=tmp_path, environment=NOWHERE) == WorkspaceName("s", "g", "w")
 
 
 @pytest.mark.parametrize(
@@ -55,19 +59,19 @@ def test_what_is_missing_is_said(tmp_path, text, said):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(UsageError, match=said):
-        find_workspace(NONE, start=tmp_path, environ=NOWHERE)
+        find_workspace(NONE, start=tmp_path, environment=NOWHERE)
 
 
 def test_the_defaults_of_az_are_taken_where_nothing_else_names_the_workspace(tmp_path):
     (tmp_path / "config").write_text("[defaults]\ngroup = g\nworkspace = w\n")
     profile = {"subscriptions": [{"id": "other"}, {"id": "s", "isDefault": True}]}
     (tmp_path / "azureProfile.json").write_text(json.dumps(profile), encoding="utf-8-sig")
-    environ = {"AZURE_CONFIG_DIR": str(tmp_path)}
-    assert find_workspace(NONE, start=tmp_path, environ=environ) == WorkspaceName("s", "g", "w")
-    environ |= {"AZURE_DEFAULTS_WORKSPACE": "mine"}
-    assert find_workspace(NONE, start=tmp_path, environ=environ) == WorkspaceName("s", "g", "mine")
+    environment = UserEnvironment.read({"AZURE_CONFIG_DIR": str(tmp_path)})
+    assert find_workspace(NONE, start=tmp_path, environment=environment) == WorkspaceName("s", "g", "w")
+    environment = environment.with_variables({"AZURE_DEFAULTS_WORKSPACE": "mine"})
+    assert find_workspace(NONE, start=tmp_path, environment=environment) == WorkspaceName("s", "g", "mine")
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "workspace_name": "of the file"}))
-    assert find_workspace(NONE, start=tmp_path, environ=environ).name == "of the file"
+    assert find_workspace(NONE, start=tmp_path, environment=environment).name == "of the file"
 
 
 @pytest.mark.parametrize("text", ["[defaults", "group = g\n", ""])
@@ -75,7 +79,7 @@ def test_files_of_az_that_cannot_be_read_name_nothing(tmp_path, text):
     (tmp_path / "config").write_text(text)
     (tmp_path / "azureProfile.json").write_text(text)
     with pytest.raises(UsageError, match="Nothing names the workspace"):
-        find_workspace(NONE, start=tmp_path, environ={"AZURE_CONFIG_DIR": str(tmp_path)})
+        find_workspace(NONE, start=tmp_path, environment=UserEnvironment.read({"AZURE_CONFIG_DIR": str(tmp_path)}))
 
 
 @pytest.mark.parametrize("words", [["status", "run", "-w", "x"], ["checkpoints", "list", "run", "-w", "x"]])

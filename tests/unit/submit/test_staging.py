@@ -14,9 +14,10 @@ import pytest
 
 from azureml_elastic.config import CheckpointPolicy, ElasticResources, Plan, TableRendezvous
 from azureml_elastic.environment import names
+from azureml_elastic.environment.user import UserEnvironment
 from azureml_elastic.errors import SubmitError
 from azureml_elastic.submit.runtime import start as starter
-from azureml_elastic.submit.runtime.staging import cache_folder, copy_runtime, stage_runtime
+from azureml_elastic.submit.runtime.staging import copy_runtime, stage_runtime
 
 SCRIPT = """
 import json, os
@@ -137,7 +138,7 @@ def test_a_copy_that_cannot_be_written_is_named(tmp_path):
 
 def test_the_cache_is_the_user_s(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "azureml-elastic"
+    assert UserEnvironment.read().cache == tmp_path / "azureml-elastic"
 
 
 def imported(path):

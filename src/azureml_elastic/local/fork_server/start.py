@@ -10,8 +10,8 @@ from typing import IO
 
 from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.config.command.program import Program
+from azureml_elastic.environment.user import UserEnvironment
 from azureml_elastic.local.fork_server.client import COMMAND, ForkedProcess, ForkRefused, ForkServer, Imports
-from azureml_elastic.local.launched_node import shared_environment
 from azureml_elastic.local.node_start import NODE_COMMAND, AgentProcess, CommandStart, NodeStart
 
 __all__ = ["ForkStart", "are_forked", "open_fork_start"]
@@ -37,7 +37,7 @@ class ForkStart:
 
     def prepare(self, stop: Callable[[], bool]) -> None:
         """Wait until the imports are done or have failed, or the condition is true."""
-        self.server_for(shared_environment()).wait_ready(stop)
+        self.server_for(UserEnvironment.read().for_nodes()).wait_ready(stop)
 
     @contextlib.contextmanager
     def gathering(self) -> Iterator[None]:

@@ -10,9 +10,7 @@ import contextlib
 import hashlib
 import io
 import json
-import os
 import re
-import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping
@@ -20,9 +18,10 @@ from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 import azureml_elastic
+from azureml_elastic.environment.user import UserEnvironment
 from azureml_elastic.errors import SubmitError
 
-__all__ = ["RUNTIME_FILE", "cache_folder", "copy_runtime", "stage_runtime"]
+__all__ = ["RUNTIME_FILE", "copy_runtime", "stage_runtime"]
 
 RUNTIME_FILE = "azureml_elastic_runtime.pyz"
 """Name of the archive."""
@@ -50,30 +49,19 @@ _MODULES = {
 """Modules that a node needs, by distribution name."""
 
 
-def cache_folder() -> Path:
-    """Return the user's cache folder of this library."""
-    if os.environ.get("XDG_CACHE_HOME"):
-        return Path(os.environ["XDG_CACHE_HOME"]) / _DISTRIBUTION
-    if sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
-        return Path(os.environ["LOCALAPPDATA"]) / _DISTRIBUTION / "Cache"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / _DISTRIBUTION
-    return Path.home() / ".cache" / _DISTRIBUTION
-
-
 def stage_runtime(cache: Path | None = None) -> Path:
     """Return the archive, which has ``__main__.py``, ``requirements.json`` and ``site/azureml_elastic``.
 
     An intact file of an earlier call is reused; a modified one is written again.
 
     Args:
-        cache: parent folder; ``None`` selects :func:`cache_folder`.
+        cache: parent folder; ``None`` selects the user's cache.
 
     Raises:
         SubmitError: the file cannot be written.
     """
     content = _content()
-    path = (cache or cache_folder()) / "runtime" / _digest(content) / RUNTIME_FILE
+    path = (cache or UserEnvironment.read().cache) / "runtime" / _digest(content) / RUNTIME_FILE
     try:
         _replace(path, _archive(content))
     except OSError as error:

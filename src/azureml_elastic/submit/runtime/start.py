@@ -178,6 +178,7 @@ def _is_met(module: str, requirement: str) -> bool:
 def _put_on_path(folder: Path) -> None:
     """Prepend a folder to the import path of this process and of its children."""
     sys.path.insert(0, str(folder))
+    # The package cannot be imported before this, so that it uses the environment itself.
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *([inherited] if inherited else [])])
     importlib.invalidate_caches()

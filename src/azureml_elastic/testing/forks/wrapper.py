@@ -44,7 +44,7 @@ def main(home: str, folder: str, address: str) -> None:
 
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and the interpreter would inherit that
         signal.signal(number, signal.SIG_DFL)
-    without_wrapper(os.environ, interpreter, folder)
+    without_wrapper(os.environ, interpreter, folder)  # no package is imported here, each command would wait for it
     os.execv(interpreter, [interpreter, *words])  # noqa: S606
 
 

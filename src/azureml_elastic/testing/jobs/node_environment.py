@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from azureml_elastic.environment.names import LOCAL_ADDRESS
+from azureml_elastic.environment.user import UserEnvironment
 from azureml_elastic.testing.jobs.body import CommandBody
 from azureml_elastic.testing.jobs.machines import Machine
 from azureml_elastic.testing.jobs.runs import Run
@@ -44,7 +44,7 @@ def node_variables(
     return {
         **inherited_variables(),
         **shared,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '/usr/bin:/bin')}",
+        "PATH": f"{Path(sys.executable).parent}:{UserEnvironment.read().path or '/usr/bin:/bin'}",
         "AZUREML_RUN_ID": run.name,
         "AZUREML_ROOT_RUN_ID": run.root,
         "AZUREML_ARM_PROJECT_NAME": run.experiment,
@@ -65,7 +65,7 @@ def inherited_variables() -> dict[str, str]:
     """Return the variables that all nodes have: those of this process that are not of another job or node."""
     kept = {
         name: value
-        for name, value in os.environ.items()
+        for name, value in UserEnvironment.read().variables.items()
         if not name.startswith(_FOREIGN) and name not in _FOREIGN_NAMES
     }
     return {"OMP_NUM_THREADS": "1", **kept, "PYTHONUNBUFFERED": "1"}  # all nodes share this machine's cores
