@@ -1,7 +1,7 @@
 """Recovery of Horovod's elastic mode from the SIGKILL of a worker: this library beside ``horovodrun``.
 
 ``python benchmarks/horovod_recovery.py --runs 3`` prints, per run and as medians, the seconds from the SIGKILL of one
-of three workers until the others train again. Needs Horovod; see docs/explanation/engines.md for building it.
+of three workers until the others train again. Needs Horovod; see docs/how-to/engines.md for building it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Draw ``assets/demo.svg`` from the folder of a demo run.
+"""Draw ``assets/demo.svg`` from the folder of a demo run: world size, loss and nodes over the same time.
 
 azureml-elastic demo --run-dir runs/picture
 python docs/draw_demo.py runs/picture
@@ -11,11 +11,10 @@ import sys
 from html import escape
 from pathlib import Path
 
-from azureml_elastic.ledger.summary import Report, load_report
-from azureml_elastic.ledger.timeline import RoundSpan
-
+PICTURE = Path(__file__).parent / "assets" / "demo.svg"
 WIDTH, LEFT, RIGHT = 920, 96, 28
 CHART_TOP, UNIT = 84, 26
+LOSS_HEIGHT = 110
 ROW, ROW_GAP = 18, 10
 
 STYLE = """
@@ -37,93 +36,121 @@ STYLE = """
 """
 
 
-def draw(report: Report, accuracy: float | None) -> str:
+def losses(folder: Path) -> list[tuple[float, float]]:
+    """Return time and loss of the steps that the run's nodes have logged, in order of the steps."""
+    found = {}
+    for file in sorted((folder / "events").glob("*.jsonl")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            event = json.loads(line)
+            if event["kind"] == "metrics" and "loss" in event["values"]:
+                found[event["step"]] = (event["time"], event["values"]["loss"])
+    return [found[step] for step in sorted(found)]
+
+
+def draw(report: dict, logged: list[tuple[float, float]], accuracy: float | None) -> str:
     """Return the picture."""
-    rounds = [round_ for round_ in report.rounds if round_.ran]
-    start, end = rounds[0].started, max(round_.ended for round_ in rounds)
+    rounds = [each for each in report["rounds"] if each["ran"]]
+    start, end = rounds[0]["started"], max(each["ended"] for each in rounds)
     scale = (WIDTH - LEFT - RIGHT) / (end - start)
 
     def x(time: float) -> float:
         return round(LEFT + (min(max(time, start), end) - start) * scale, 1)
 
-    largest = max(round_.world_size for round_ in rounds)
+    largest = max(each["world_size"] for each in rounds)
     base = CHART_TOP + largest * UNIT
-    rows = {node.name: base + 58 + index * (ROW + ROW_GAP) for index, node in enumerate(report.nodes)}
+    loss_base = base + 44 + LOSS_HEIGHT
+    first_row = loss_base + 58
+    rows = {node["name"]: first_row + index * (ROW + ROW_GAP) for index, node in enumerate(report["nodes"])}
     bottom = max(rows.values()) + ROW
     height = bottom + 74
     parts = [
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
-            f'height="{height}" role="img" aria-label="A demo run over time">'
+            f'height="{height}" role="img" aria-label="A demo run over time: world size, loss and nodes">'
         ),
         f"<style>{STYLE}</style>",
         f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
         '<text class="title" x="24" y="34">azureml-elastic demo: three nodes, one is killed, one joins</text>',
-        f'<text class="small" x="24" y="{CHART_TOP - 18}">workers that train</text>',
-        *_sizes(rounds, x, base, largest),
-        f'<text class="small" x="24" y="{base + 44}">nodes (dark: rank 0)</text>',
+        f'<text class="small" x="24" y="{CHART_TOP - 18}">world size: workers that train</text>',
+        *draw_sizes(rounds, x, base, largest),
+        f'<text class="small" x="24" y="{base + 30}">loss, of the samples on rank 0</text>',
+        *draw_losses(rounds, logged, x, loss_base),
+        f'<text class="small" x="{LEFT}" y="{loss_base + 18}">0 s</text>',
+        f'<text class="small" x="{WIDTH - RIGHT}" y="{loss_base + 18}" text-anchor="end">{end - start:.0f} s</text>',
+        f'<text class="small" x="24" y="{loss_base + 44}">nodes (dark: rank 0)</text>',
     ]
     for name, y in rows.items():
         parts.append(f'<text x="24" y="{y + 13}">{escape(name)}</text>')
-        for round_ in rounds:
-            if name in round_.members:
-                kind = "rank0" if round_.members[0] == name else "member"
-                wide = max(x(round_.ended) - x(round_.started) - 1.5, 1)
-                parts.append(
-                    f'<rect class="{kind}" x="{x(round_.started)}" y="{y}" width="{wide:.1f}" height="{ROW}" rx="2"/>'
-                )
-    parts += _faults(report, x, rows)
-    parts += _facts(report, accuracy, bottom)
+        for each in rounds:
+            if name in each["members"]:
+                kind = "rank0" if each["members"][0] == name else "member"
+                left = x(each["started"])
+                wide = max(x(each["ended"]) - left - 1.5, 1)
+                parts.append(f'<rect class="{kind}" x="{left}" y="{y}" width="{wide:.1f}" height="{ROW}" rx="2"/>')
+    parts += draw_faults(report["faults"], x, rows)
+    parts += draw_facts(report, accuracy, bottom)
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _sizes(rounds: list[RoundSpan], x, base: float, largest: int) -> list[str]:
+def draw_sizes(rounds: list[dict], x, base: float, largest: int) -> list[str]:
     parts = []
     for size in range(largest + 1):
         y = base - size * UNIT
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
         parts.append(f'<text class="small" x="{LEFT - 16}" y="{y + 4}">{size}</text>')
-    for round_ in rounds:
-        top, left, right = base - round_.world_size * UNIT, x(round_.started), x(round_.ended)
+    for each in rounds:
+        top, left, right = base - each["world_size"] * UNIT, x(each["started"]), x(each["ended"])
         parts.append(f'<rect class="area" x="{left}" y="{top}" width="{right - left:.1f}" height="{base - top}"/>')
         parts.append(f'<path class="line" d="M{left} {top}H{right}"/>')
-        first = (round_.restored_step or 0) + 1
-        parts.append(
-            f'<text class="small" x="{left + 6}" y="{base - 8}">round {round_.number}: steps {first} to '
-            f"{round_.last_step}</text>"
-        )
-    seconds = rounds[-1].ended - rounds[0].started
-    parts.append(f'<text class="small" x="{LEFT}" y="{base + 18}">0 s</text>')
-    parts.append(f'<text class="small" x="{WIDTH - RIGHT}" y="{base + 18}" text-anchor="end">{seconds:.0f} s</text>')
+        steps = f"steps {(each['restored_step'] or 0) + 1} to {each['last_step']}"
+        parts.append(f'<text class="small" x="{left + 6}" y="{base - 8}">round {each["number"]}: {steps}</text>')
     return parts
 
 
-def _faults(report: Report, x, rows: dict[str, float]) -> list[str]:
+def draw_losses(rounds: list[dict], logged: list[tuple[float, float]], x, base: float) -> list[str]:
+    most = max(value for _, value in logged)
     parts = []
-    for fault in report.faults:
-        for node in fault.nodes:
-            at, y = x(fault.time), rows[node] + ROW / 2
-            if fault.fault.startswith("add"):
+    for share in (0, 0.5, 1):
+        y = base - share * LOSS_HEIGHT
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text class="small" x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{share * most:.1f}</text>')
+    for each in rounds:  # a line for each round: nothing is trained between them
+        points = [
+            f"{x(time)} {base - value / most * LOSS_HEIGHT:.1f}"
+            for time, value in logged
+            if each["started"] <= time <= each["ended"]
+        ]
+        parts.append(f'<path class="line" d="M{"L".join(points)}"/>')
+    return parts
+
+
+def draw_faults(faults: list[dict], x, rows: dict[str, float]) -> list[str]:
+    parts = []
+    for fault in faults:
+        for node in fault["nodes"]:
+            at, y = x(fault["time"]), rows[node] + ROW / 2
+            if fault["fault"].startswith("add"):
                 parts.append(f'<path class="joined" d="M{at - 5} {y - 6}L{at + 6} {y}L{at - 5} {y + 6}Z"/>')
                 parts.append(f'<text class="small" x="{at - 10}" y="{y + 4}" text-anchor="end">started</text>')
             else:
-                parts.append(
-                    f'<path class="lost" d="M{at - 6} {y - 6}L{at + 6} {y + 6}M{at - 6} {y + 6}L{at + 6} {y - 6}"/>'
-                )
-                parts.append(f'<text class="small" x="{at + 14}" y="{y + 4}">killed at step {fault.step}</text>')
+                cross = f"M{at - 6} {y - 6}L{at + 6} {y + 6}M{at - 6} {y + 6}L{at + 6} {y - 6}"
+                parts.append(f'<path class="lost" d="{cross}"/>')
+                text = f"killed at step {fault['step']}"
+                parts.append(f'<text class="small" x="{at + 14}" y="{y + 4}">{text}</text>')
     return parts
 
 
-def _facts(report: Report, accuracy: float | None, bottom: float) -> list[str]:
+def draw_facts(report: dict, accuracy: float | None, bottom: float) -> list[str]:
     lines = []
-    if report.audit is not None and report.audit.complete:
-        audit = report.audit
+    audit = report["audit"]
+    if audit and not audit["missing"] and not audit["repeated"] and not audit["unfinished"]:
         lines.append(
-            f"exactly once: {audit.seen:,} samples of {audit.epochs} epochs, none missed, none repeated; "
-            f"{audit.rolled_back_steps} steps were rolled back and trained again"
+            f"exactly once: {audit['seen']:,} samples of {audit['epochs']} epochs, none missed, none repeated; "
+            f"{report['lost_steps']} steps were trained again"
         )
     measured = [
-        f"training resumed {one.seconds:.1f} s after the loss of {', '.join(one.lost)}" for one in report.recoveries
+        f"training resumed {each['seconds']:.1f} s after the loss of {', '.join(each['lost'])}"
+        for each in report["recoveries"]
     ]
     if accuracy is not None:
         measured.append(f"accuracy on held-out digits {accuracy:.1%}")
@@ -139,5 +166,5 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     result = folder / "result.json"
     reached = json.loads(result.read_text(encoding="utf-8"))["accuracy"] if result.exists() else None
-    target = Path(__file__).parent / "assets" / "demo.svg"
-    target.write_text(draw(load_report(folder), reached), encoding="utf-8")
+    reported = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    PICTURE.write_text(draw(reported, losses(folder), reached), encoding="utf-8")

@@ -20,7 +20,7 @@ from tests.support.whole_runs import GATHERING
 
 STEPS = 150
 SAMPLE = SAMPLES / "char_gpt.py"
-PAGE = (ROOT / "docs/how-to/stacks/raw-loops.md").read_text()
+PAGE = (ROOT / "docs/how-to/stacks/index.md").read_text()
 DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
 
 

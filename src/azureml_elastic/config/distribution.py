@@ -28,7 +28,7 @@ class ElasticDistribution(ConfigModel):
     Args:
         framework: what a round runs. ``pytorch`` runs the program as the workers of all nodes. ``horovod`` does so in
             Horovod's elastic mode. ``dask`` and ``ray`` run a cluster on all nodes, and the program once, on the first
-            node of the round. ``docs/explanation/engines.md`` states which guarantees hold.
+            node of the round. ``docs/how-to/engines.md`` states which guarantees hold.
         process_count_per_instance: number of workers per node, or ``"auto"`` for one per GPU (one on a node without
             GPUs).
         nodes_per_replica: number of nodes that together hold one copy of a model that is sharded on ``run.mesh()``. A

@@ -44,6 +44,7 @@ def _main() -> None:
         for x, y in loader:
             optimizer.zero_grad()
             loss = loss_of(model(x), y)
+            run.log({"loss": loss})
             run.backward(loss)
             optimizer.step()
             run.commit()

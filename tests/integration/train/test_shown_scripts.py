@@ -17,7 +17,7 @@ from tests.support.paths import ROOT, SUPPORT
 INTERRUPTED = SUPPORT / "interrupted.py"
 EPOCHS = {
     "README.md": 29,
-    "docs/tutorial/getting-started.md": 29,
+    "docs/tutorial.md": 29,
     "starter": 30,
     "samples/digits.py": 23,
     "samples/fsdp2.py": 29,

@@ -4,7 +4,7 @@ import re
 
 from tests.support.paths import ROOT
 
-PAGE = (ROOT / "docs/explanation/engines.md").read_text()
+PAGE = (ROOT / "docs/how-to/engines.md").read_text()
 
 
 def test_every_test_that_the_page_names_is_there():

@@ -17,7 +17,7 @@ ROWS = [
 def is_there(test: str) -> bool:
     path, _, name = test.strip("`").partition("::")
     file = ROOT / "tests" / path
-    return file.exists() and re.search(rf"^def {name}\(", file.read_text(), re.MULTILINE) is not None
+    return file.exists() and re.search(rf"^ *def {name}\(", file.read_text(), re.MULTILINE) is not None
 
 
 def test_each_named_test_exists():

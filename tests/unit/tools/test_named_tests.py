@@ -1,4 +1,4 @@
-"""The tests that the pages about security and training stacks name exist."""
+"""The tests that the page about security names exist."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 from tests.support.paths import ROOT
 
 PAGE = (ROOT / "docs" / "explanation" / "security.md").read_text()
-STACKS = (ROOT / "docs" / "how-to" / "stacks" / "index.md").read_text()
-NAMED = sorted(set(re.findall(r"`(test_\w+?)(?:_?…)?`", PAGE + STACKS)))
+NAMED = sorted(set(re.findall(r"`(test_\w+?)(?:_?…)?`", PAGE)))
 THERE = [
     name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
 ]

@@ -6,7 +6,7 @@ r"""The rendezvous behind torch's ``RendezvousHandler``, registered as ``azure-t
         --nnodes=1:3 train.py
 
 torchrun's own agent uses rank 0's store after the rendezvous and fails if that node dies at that moment, which
-``python -m azureml_elastic.node`` does not. See ``docs/how-to/torchrun.md``.
+``python -m azureml_elastic.node`` does not. See ``docs/how-to/engines.md``.
 """
 
 from __future__ import annotations
