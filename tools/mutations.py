@@ -175,7 +175,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-damaged-state-adopted",
-        "checkpoint/load/adoption.py",
+        "checkpoint/load/selection.py",
         "if not verify(storage, each)",
         "if each.step",
         ("unit/checkpoint/snapshots/test_handed_over.py",),

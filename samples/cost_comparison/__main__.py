@@ -15,8 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from azureml_elastic.config import CheckpointPolicy
-from azureml_elastic.ledger.bill import Bill, NodeUse, bill
-from azureml_elastic.ledger.prices import Prices, load_prices
+from azureml_elastic.ledger.bill import Bill, NodeUse, Prices, bill, load_prices
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.cluster import LocalCluster

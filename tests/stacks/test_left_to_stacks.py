@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.train.integrations.deepspeed import checkpoint_folders
+from azureml_elastic.train.integrations.deepspeed import training_loop
 from azureml_elastic.train.integrations.deepspeed import training_loop as deepspeed_loop
 from azureml_elastic.train.integrations.deepspeed.batch_sizes import batch_sizes
 from azureml_elastic.train.integrations.lightning import training_loop as lightning_loop
@@ -175,8 +175,8 @@ def test_data_that_are_left_to_deepspeed(deepspeed, caplog, dataset, curriculum,
 
 @pytest.mark.parametrize("option", [{"load_module_only": True}, {"load_optimizer_states": False}])
 def test_a_part_of_a_folder_is_refused(session, tmp_path, option):
-    folders = checkpoint_folders.CheckpointFolders(session, SimpleNamespace())
-    (tmp_path / "tag" / checkpoint_folders._STATE).mkdir(parents=True)
+    folders = training_loop.CheckpointFolders(session, SimpleNamespace())
+    (tmp_path / "tag" / training_loop._STATE).mkdir(parents=True)
     assert folders.find(tmp_path, "tag") == Path(tmp_path, "tag")
     with pytest.raises(UsageError, match="holds the state of the engine as a whole"):
         folders.find(tmp_path, "tag", **option)

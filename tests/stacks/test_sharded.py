@@ -15,7 +15,7 @@ import torch
 
 from azureml_elastic.config import CheckpointPolicy, FixedGlobalBatch
 from azureml_elastic.errors import UsageError
-from azureml_elastic.train.integrations.accelerate import parallelism
+from azureml_elastic.train.integrations.accelerate import training_data
 from tests.support.stacks import assert_same_rates, run_stock
 
 accelerate = pytest.importorskip("accelerate")
@@ -177,7 +177,7 @@ def test_what_is_left_to_the_stack(kind, second, others, reason):
     accelerator = SimpleNamespace(
         distributed_type=SimpleNamespace(value=kind), is_fsdp2=second, parallelism_config=config
     )
-    assert parallelism.obstacle(accelerator) == reason
+    assert training_data.obstacle(accelerator) == reason
 
 
 class Session:
@@ -202,11 +202,11 @@ class Session:
 )
 def test_a_mesh_has_the_ranks_of_the_round(given, sizes):
     config = accelerate.ParallelismConfig(**given)
-    parallelism.fit_to_round(Session(), config)
+    training_data.fit_to_round(Session(), config)
     assert (config.dp_replicate_size, config.dp_shard_size) == sizes
 
 
 def test_replicas_of_one_worker_have_no_shards():
     config = accelerate.ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)
     with pytest.raises(UsageError, match="those of this run have 1 worker each"):
-        parallelism.fit_to_round(Session((6, 1)), config)
+        training_data.fit_to_round(Session((6, 1)), config)

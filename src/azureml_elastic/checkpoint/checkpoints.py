@@ -18,11 +18,14 @@ from typing import Any
 import torch
 
 from azureml_elastic.checkpoint.format.catalogue import find_newest
-from azureml_elastic.checkpoint.format.manifest import FolderName, Manifest
-from azureml_elastic.checkpoint.format.retention import for_good
-from azureml_elastic.checkpoint.load.adoption import adopt_handed_over
+from azureml_elastic.checkpoint.format.manifest import FolderName, Manifest, for_good
 from azureml_elastic.checkpoint.load.reading import load
-from azureml_elastic.checkpoint.load.selection import STALE_SECONDS, CheckpointSelector, EarlierCheckpoint
+from azureml_elastic.checkpoint.load.selection import (
+    STALE_SECONDS,
+    CheckpointSelector,
+    EarlierCheckpoint,
+    adopt_handed_over,
+)
 from azureml_elastic.checkpoint.save.background_save import (
     LONG_RETRY_SECONDS,
     RETRY_SECONDS,
@@ -32,13 +35,14 @@ from azureml_elastic.checkpoint.save.background_save import (
     retry_while_unavailable,
 )
 from azureml_elastic.checkpoint.save.local_shard import LocalShard, ShardCopy
-from azureml_elastic.checkpoint.snapshots.memory_need import RankMemory, node_short_of_memory
-from azureml_elastic.checkpoint.snapshots.recovery_from_replicas import (
+from azureml_elastic.checkpoint.snapshots.replication import (
+    RankMemory,
+    ReplicationTask,
     choose_replicas,
     gather_replicas,
+    node_short_of_memory,
     recover_from_replicas,
 )
-from azureml_elastic.checkpoint.snapshots.replication import ReplicationTask
 from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.locations import is_remote

@@ -15,8 +15,8 @@ from azureml_elastic.errors import UsageError
 
 if TYPE_CHECKING:
     from azureml_elastic.cli.workspace_jobs import Jobs
+    from azureml_elastic.ledger.bill import Prices
     from azureml_elastic.ledger.events import Event
-    from azureml_elastic.ledger.prices import Prices
     from azureml_elastic.ledger.summary import NodeSummary, Report
     from azureml_elastic.submit.run import ElasticRun, NodeOfRun
 
@@ -70,7 +70,7 @@ def open_reports(
     Raises:
         UsageError: there is no such folder, or the prices are invalid.
     """
-    from azureml_elastic.ledger.prices import load_prices
+    from azureml_elastic.ledger.bill import load_prices
 
     given = None if prices is None else load_prices(prices)
     local = run_folder(run)

@@ -197,7 +197,7 @@ def _scenario(
     limit: float,
 ) -> Scenario:
     from azureml_elastic.config import NodePool, ReplacementPolicy
-    from azureml_elastic.ledger.prices import load_prices
+    from azureml_elastic.ledger.bill import load_prices
     from azureml_elastic.simulate.notation import parse_checkpoint, parse_work
     from azureml_elastic.simulate.scenario import Scenario, SimulatedPool
 

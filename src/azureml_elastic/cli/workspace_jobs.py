@@ -10,7 +10,7 @@ from typing import Any
 
 from azureml_elastic.cli.workspaces import WorkspaceName
 from azureml_elastic.config.resources import SERVERLESS
-from azureml_elastic.ledger.prices import Tier
+from azureml_elastic.ledger.bill import Tier
 from azureml_elastic.node.replacement.jobs import WorkspaceJobs, developer_jobs
 from azureml_elastic.submit.run import ElasticRun, JobRecord, NodeOfRun
 

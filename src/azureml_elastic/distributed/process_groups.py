@@ -7,6 +7,14 @@ connections and those to the store, and every collective fails at once.
 gloo's connections are recognised by the epoll instance that watches them (``/proc/self/fdinfo``): each gloo device has
 one, with a listening socket, a pipe, and a pointer to a handler where Python's selectors keep the descriptor
 (``gloo/transport/tcp/loop.cc`` and ``listener.cc``). Sockets of other threads are in other instances, or in none.
+
+**The agreement of a replica's ranks** comes before each update of a sharded model. A rank that has all gradients of a
+step can complete it alone. Without an agreement, when another replica is lost, some ranks of this one may have their
+gradients while the exchange of others' has failed: neither the step before nor this one would then be whole in what is
+left. So the ranks of a replica wait for each other first, and either all of them complete the step or none does. The
+wait is for peers of the same replica, mostly on the same node. The connections of this group are therefore left alone
+when the round ends (:meth:`ProcessGroups.abort`): the agreement is completed where it can be, and a peer that cannot
+take part closes them by its exit.
 """
 
 from __future__ import annotations
@@ -17,7 +25,7 @@ import re
 import socket
 import stat
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -30,7 +38,7 @@ from azureml_elastic.distributed.process import close_group, open_group
 from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 
-__all__ = ["ProcessGroups", "abort_gloo", "is_peer_error"]
+__all__ = ["ProcessGroups", "ReplicaGroup", "abort_gloo", "is_peer_error"]
 
 _PEER_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "tcpstore", "broken pipe", "socket timeout")
 _FDINFO = Path("/proc/self/fdinfo")
@@ -191,3 +199,28 @@ def _shut_down(descriptor: int, peers: frozenset[Address], *, any_peer: bool) ->
             host, port = connection.getpeername()[:2] if not any_peer else ("", 0)
             if any_peer or (host.removeprefix("::ffff:"), port) in peers:
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+class ReplicaGroup:
+    """The ranks of this process's replica.
+
+    Args:
+        groups: process groups of the round.
+        replicas: ranks of each replica; the same on all ranks.
+    """
+
+    def __init__(self, groups: ProcessGroups, replicas: Sequence[Sequence[int]]) -> None:
+        self._group: dist.ProcessGroup | None = None
+        with groups.sparing():
+            for ranks in replicas:  # each rank takes part in making each group
+                made = dist.new_group([*ranks], backend="gloo")
+                if groups.identity.rank in ranks:
+                    self._group = made
+
+    def agree(self) -> None:
+        """Wait until all ranks of the replica have their gradients. A collective of them.
+
+        Raises:
+            RuntimeError: one of them was lost, or cannot complete the step.
+        """
+        dist.all_reduce(torch.zeros(1), group=self._group)

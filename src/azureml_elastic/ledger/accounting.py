@@ -28,7 +28,7 @@ from azureml_elastic.ledger.events import (
     WorkersStarted,
 )
 from azureml_elastic.ledger.samples import restored_steps, steps_undone, surviving_steps
-from azureml_elastic.ledger.unreported import UnreportedRound, UnreportedWork
+from azureml_elastic.ledger.timeline import UnreportedRound, UnreportedWork
 
 __all__ = [
     "Activity",

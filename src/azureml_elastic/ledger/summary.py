@@ -11,9 +11,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger import accounting, timeline
-from azureml_elastic.ledger.bill import Bill, NodeUse, bill
+from azureml_elastic.ledger.bill import Bill, NodeUse, Prices, Tier, bill
 from azureml_elastic.ledger.events import Event, NodeLeft, NodeStarted
-from azureml_elastic.ledger.prices import Prices, Tier
 from azureml_elastic.ledger.reading import EventReader, read_events, read_samples
 from azureml_elastic.ledger.samples import (
     SampleAudit,

@@ -15,8 +15,7 @@ from urllib.parse import quote
 
 import psutil
 
-from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
-from azureml_elastic.checkpoint.snapshots.local_snapshots import LocalSnapshots
+from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory, LocalSnapshots
 from azureml_elastic.config import Plan
 from azureml_elastic.config.command.fixed_ranks import describe_fixed_ranks, find_fixed_ranks
 from azureml_elastic.config.command.program import Program, require_script

@@ -11,8 +11,7 @@ from typing import Literal
 from azureml_elastic.config import CheckpointPolicy, NodePool, RendezvousTimings, ReplacementPolicy
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.accounting import Total, goodput
-from azureml_elastic.ledger.bill import Bill, NodeUse, bill
-from azureml_elastic.ledger.prices import Prices, Tier
+from azureml_elastic.ledger.bill import Bill, NodeUse, Prices, Tier, bill
 from azureml_elastic.simulate.accounts import Accounts
 from azureml_elastic.simulate.parameters import Parameters
 from azureml_elastic.simulate.traces import Trace

@@ -26,7 +26,7 @@ except ImportError as error:
 
 from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, EXIT_TERMINATED
 from azureml_elastic.train.data.loader import ElasticLoader
-from azureml_elastic.train.data.shard_streams import Shards
+from azureml_elastic.train.data.shard_loader import Shards
 from azureml_elastic.train.optim.learning_rate import Schedule
 from azureml_elastic.train.session.session import Session, start
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 from azureml_elastic.checkpoint.format.manifest import COMMITTED, DAMAGED, MANIFEST, FolderName, Manifest
-from azureml_elastic.checkpoint.format.shard_file import Layout
-from azureml_elastic.checkpoint.format.write_plan import assign
+from azureml_elastic.checkpoint.format.shard_file import Layout, assign
 from azureml_elastic.checkpoint.save.background_save import SaveTask
 from azureml_elastic.checkpoint.save.local_shard import ShardCopy, StagingBuffer
 from azureml_elastic.checkpoint.state.layout import held

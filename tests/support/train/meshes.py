@@ -22,8 +22,7 @@ from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, ElasticResources, Plan
-from azureml_elastic.distributed.process_groups import is_peer_error
-from azureml_elastic.distributed.replica_group import ReplicaGroup
+from azureml_elastic.distributed.process_groups import ReplicaGroup, is_peer_error
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.agent_interface import HandedOverState
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent

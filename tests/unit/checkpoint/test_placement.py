@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_elastic.checkpoint.format.write_plan import Chunk, assign
+from azureml_elastic.checkpoint.format.shard_file import Chunk, assign
 
 SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 

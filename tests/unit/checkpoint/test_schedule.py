@@ -17,7 +17,7 @@ from azureml_elastic.checkpoint.save.schedule import (
     lost_share,
     optimal_interval,
 )
-from azureml_elastic.checkpoint.snapshots.memory_need import RankMemory, node_short_of_memory
+from azureml_elastic.checkpoint.snapshots.replication import RankMemory, node_short_of_memory
 from azureml_elastic.config import CheckpointPolicy, Plan
 
 

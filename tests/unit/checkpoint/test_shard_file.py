@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load
 
-from azureml_elastic.checkpoint.format.shard_file import Layout, read_header
-from azureml_elastic.checkpoint.format.write_plan import Chunk
+from azureml_elastic.checkpoint.format.shard_file import Chunk, Layout, read_header
 from azureml_elastic.errors import CheckpointDamaged
 
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "uint8": 1, "complex128": 16, "float8_e8m0fnu": 1}

@@ -8,8 +8,15 @@ import os
 import fsspec
 import pytest
 
-from azureml_elastic.checkpoint.format.manifest import COMMITTED, MANIFEST, FolderName, Manifest
-from azureml_elastic.checkpoint.format.retention import for_good, lineage, retire
+from azureml_elastic.checkpoint.format.manifest import (
+    COMMITTED,
+    MANIFEST,
+    FolderName,
+    Manifest,
+    for_good,
+    lineage,
+    retire,
+)
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.checkpoint.storage.storage import FileSum
 

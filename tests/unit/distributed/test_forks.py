@@ -14,7 +14,7 @@ seen = []
 def note():
     seen.append(gc.isenabled())
 os.register_at_fork(after_in_parent=note, after_in_child=note)
-from azureml_elastic.distributed.forks import freeze_inherited_garbage
+from azureml_elastic.distributed.process import freeze_inherited_garbage
 freeze_inherited_garbage()
 freeze_inherited_garbage()
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.ledger.bill import NodeUse, bill
-from azureml_elastic.ledger.prices import Prices, load_prices
+from azureml_elastic.ledger.bill import NodeUse, Prices, bill, load_prices
 
 FILE = {
     "currency": "EUR",

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from azureml_elastic.errors import UsageError
+from azureml_elastic.ledger.bill import Prices
 from azureml_elastic.ledger.events import (
     CheckpointCommitted,
     CheckpointQuarantined,
@@ -24,7 +25,6 @@ from azureml_elastic.ledger.events import (
     WorkerFailed,
     WorkersStarted,
 )
-from azureml_elastic.ledger.prices import Prices
 from azureml_elastic.ledger.samples import SampleAudit
 from azureml_elastic.ledger.summary import FaultRecord, MissedFault, NodeSummary, Paths, Report, report_of_events
 from azureml_elastic.report.markup import Markup, element

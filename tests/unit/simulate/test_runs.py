@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from azureml_elastic.config import CheckpointPolicy, NodePool, RendezvousTimings, ReplacementPolicy
 from azureml_elastic.errors import UsageError
-from azureml_elastic.ledger.prices import Prices
+from azureml_elastic.ledger.bill import Prices
 from azureml_elastic.simulate.comparison import compare, simulate
 from azureml_elastic.simulate.hazard import Hazard, synthetic_trace
 from azureml_elastic.simulate.parameters import Parameters

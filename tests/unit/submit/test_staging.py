@@ -23,7 +23,7 @@ SCRIPT = """
 import json, os
 import azureml_elastic, azureml_elastic.nebula
 from azureml_elastic import train
-from azureml_elastic.checkpoint.state.deepspeed import engine
+from azureml_elastic.checkpoint.state import deepspeed_engine
 
 run = train.start()
 print(json.dumps([azureml_elastic.__file__, run.round, run.world_size]), flush=True)

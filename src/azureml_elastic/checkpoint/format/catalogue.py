@@ -17,10 +17,9 @@ from azureml_elastic.checkpoint.format.manifest import (
     MANIFEST,
     FolderName,
     Manifest,
+    retire,
 )
-from azureml_elastic.checkpoint.format.retention import retire
-from azureml_elastic.checkpoint.format.shard_file import Entry, Layout, read_header
-from azureml_elastic.checkpoint.format.write_plan import Chunk
+from azureml_elastic.checkpoint.format.shard_file import Chunk, Entry, Layout, read_header
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.errors import CheckpointDamaged, UsageError

@@ -11,11 +11,9 @@ import torch
 
 from azureml_elastic.checkpoint.format.catalogue import entries
 from azureml_elastic.checkpoint.format.manifest import Manifest
-from azureml_elastic.checkpoint.format.shard_file import Entry
-from azureml_elastic.checkpoint.format.write_plan import Chunk
+from azureml_elastic.checkpoint.format.shard_file import Chunk, Entry
 from azureml_elastic.checkpoint.state.compatibility import TensorKind
-from azureml_elastic.checkpoint.state.layout import Read, reads, require_complete
-from azureml_elastic.checkpoint.state.memory import memory_of
+from azureml_elastic.checkpoint.state.layout import Read, memory_of, reads, require_complete
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import CheckpointError, UsageError

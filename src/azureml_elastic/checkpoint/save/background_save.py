@@ -25,8 +25,7 @@ from typing import Literal, TypeVar
 
 from typing_extensions import override
 
-from azureml_elastic.checkpoint.format.manifest import COMMITTED, MANIFEST, Manifest
-from azureml_elastic.checkpoint.format.retention import retire
+from azureml_elastic.checkpoint.format.manifest import COMMITTED, MANIFEST, Manifest, retire
 from azureml_elastic.checkpoint.save.local_shard import ShardCopy
 from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
 from azureml_elastic.distributed.control_group import ControlGroup

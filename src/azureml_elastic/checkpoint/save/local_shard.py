@@ -19,8 +19,7 @@ from typing import Any
 import torch
 import xxhash
 
-from azureml_elastic.checkpoint.format.shard_file import Layout
-from azureml_elastic.checkpoint.format.write_plan import assign
+from azureml_elastic.checkpoint.format.shard_file import Layout, assign
 from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.layout import Piece, held, pieces, signature
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState

@@ -1,14 +1,35 @@
-"""Memory of workers that the node's agent keeps open, for the workers of the next round."""
+"""Memory of workers that the node's agent keeps open, for the workers of the next round.
+
+What an agent holds in memory ends with it, for instance when its container is restarted. Where the plan names a local
+folder, each snapshot is written there too. Each agent locks a folder of its own below that of the run::
+
+    FOLDER/run id/node/owner                                   locked while the agent lives
+    FOLDER/run id/node/<snapshot>/rank-00000.safetensors       a shard
+    FOLDER/run id/node/<snapshot>/rank-00000.safetensors.json  its description, written last
+
+An agent that starts also offers the snapshots of folders without a lock. The description has the checksum of
+the shard, so that a torn shard is never used.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
+import mmap
 import os
+import shutil
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 
-from azureml_elastic.checkpoint.snapshots.local_snapshots import LocalSnapshots
+import xxhash
+from pydantic import TypeAdapter
+
 from azureml_elastic.errors import ElasticError
+from azureml_elastic.file_lock import is_abandoned, lock
 from azureml_elastic.ipc.agent_interface import HandedOverState
 from azureml_elastic.ipc.shards import HeldShard, ShardDescription
 from azureml_elastic.ipc.worker_messages import (
@@ -26,9 +47,140 @@ from azureml_elastic.ipc.worker_messages import (
     ShardsReply,
 )
 
-__all__ = ["AgentMemory"]
+__all__ = ["AgentMemory", "LocalSnapshots"]
 
 _LOG = logging.getLogger(__name__)
+
+_OWNER = "owner"
+_PIECE_BYTES = 1 << 26
+
+_LOCK_SECONDS = 2.0
+"""Time limit for an agent to lock its own folder: other agents that start lock it for a moment to test it."""
+
+_DESCRIPTION = TypeAdapter(ShardDescription)
+
+Shard = tuple[int, ShardDescription]
+"""The descriptor of memory, and the description of the shard in it."""
+
+
+class LocalSnapshots:
+    """The snapshots of one agent, in the run's folder on a local disk. Thread-safe; a background thread writes them.
+
+    Raises:
+        OSError: the folder cannot be created, or another process has locked it.
+    """
+
+    def __init__(self, folder: Path, node: str, *, lock_seconds: float = _LOCK_SECONDS) -> None:
+        self._run = folder
+        self._own = folder / node
+        self._own.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock = lock(self._own / _OWNER, lock_seconds)
+        except BlockingIOError as error:
+            raise BlockingIOError(f"{error}: two agents of this run have the same name") from error
+        self._abandoned = [
+            path for path in sorted(folder.iterdir()) if path != self._own and is_abandoned(path / _OWNER)
+        ]
+        self._inherited = [shard for path in self._abandoned for shard in _read(path)]
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="local-snapshots")
+        self._changed = threading.Lock()
+        self._next: list[Shard] = []
+
+    def describe(self) -> list[HeldShard]:
+        """Return the descriptions of all shards on the disk."""
+        return self._inherited + list(_read(self._own))
+
+    def write(self, shards: list[Shard]) -> None:
+        """Write a complete snapshot in the background. One that still waits for its turn is replaced by the next."""
+        copies: list[Shard] = []
+        try:
+            for descriptor, shard in shards:
+                copies.append((os.dup(descriptor), shard))
+        except OSError as error:
+            _LOG.warning("A snapshot cannot be written to %s: %s", self._own, error)
+            _close(copies)
+            return
+        with self._changed:
+            replaced, self._next = self._next, copies
+        _close(replaced)
+        self._pool.submit(self._write_next)
+
+    def forget(self) -> None:
+        """Remove all snapshots, at the successful end of the run."""
+        self._pool.shutdown(wait=True)
+        for path in (self._own, *self._abandoned):
+            shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self._run.rmdir()  # fails while other agents have folders in it
+
+    def close(self) -> None:
+        """Unlock the folder; the snapshots stay for the next agent on this machine."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        _close(self._next)
+        self._next = []
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _write_next(self) -> None:
+        with self._changed:
+            shards, self._next = self._next, []
+        if not shards:
+            return  # an earlier call has written them
+        folder = self._own / shards[0][1].folder
+        try:
+            folder.mkdir(exist_ok=True)
+            for descriptor, shard in shards:
+                _copy(descriptor, folder / shard.file, shard)
+                with (folder / f"{shard.file}.json").open("x") as stream:
+                    json.dump(asdict(shard), stream)
+            self._retire(folder)
+        except (OSError, ValueError) as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            _LOG.warning("A snapshot could not be written to %s: %s", self._own, error)
+        finally:
+            _close(shards)
+
+    def _retire(self, newest: Path) -> None:
+        """Keep two snapshots: other nodes may not have written the newest one yet."""
+        others = [path for path in self._own.iterdir() if path.is_dir() and path != newest]
+        others.sort(key=lambda path: path.stat().st_mtime_ns)
+        for path in [*others[:-1], *self._abandoned]:
+            shutil.rmtree(path, ignore_errors=True)
+        self._abandoned, self._inherited = [], []
+
+
+def _close(shards: list[Shard]) -> None:
+    for descriptor, _ in shards:
+        os.close(descriptor)
+
+
+def _copy(descriptor: int, target: Path, shard: ShardDescription) -> None:
+    """Copy within the kernel, so that neither the interpreter nor the worker that owns the memory waits."""
+    size = shard.size + shard.tail
+    with target.open("x+b") as stream:
+        done = 0
+        while done < size:
+            count = os.sendfile(stream.fileno(), descriptor, done, min(_PIECE_BYTES, size - done))
+            if count == 0:
+                raise OSError(f"the memory of {target.name} ends after {done} of {size} bytes")
+            done += count
+        os.fsync(stream.fileno())
+        with (
+            mmap.mmap(stream.fileno(), size, prot=mmap.PROT_READ) as memory,
+            memoryview(memory) as view,
+            view[: shard.size] as content,
+        ):
+            written = xxhash.xxh3_128_hexdigest(content)
+    if written != shard.xxh3:
+        raise OSError(f"{target} changed while it was written: its memory is in use again; take snapshots less often")
+
+
+def _read(own: Path) -> Iterator[HeldShard]:
+    for path in sorted(own.glob("*/*.json")):
+        with contextlib.suppress(OSError, ValueError):  # torn, or removed just now
+            shard = _DESCRIPTION.validate_json(path.read_bytes())
+            yield HeldShard(**asdict(shard), path=str(path.with_suffix("")))
 
 
 class AgentMemory:

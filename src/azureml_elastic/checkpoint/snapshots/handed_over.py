@@ -3,7 +3,7 @@
 A state in memory outlives its worker but not its agent. Whatever ends an agent may end those of all nodes at once, so
 the agent writes the state first: the memory is the one file of a checkpoint of a world of one rank. It needs no table:
 the folder is marked as handed over, and what starts next commits it if its step is beyond the committed one
-(:func:`~azureml_elastic.checkpoint.load.adoption.adopt_handed_over`). Each agent writes a folder of its own, the
+(:func:`~azureml_elastic.checkpoint.load.selection.adopt_handed_over`). Each agent writes a folder of its own, the
 manifest last, so that neither a torn one nor one of several is mistaken for another.
 """
 

@@ -20,7 +20,7 @@ from math import prod
 import torch
 import xxhash
 
-from azureml_elastic.checkpoint.format.write_plan import Chunk
+from azureml_elastic.checkpoint.format.shard_file import Chunk
 from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot
 from azureml_elastic.checkpoint.snapshots.transfer import HeldChunks
 from azureml_elastic.checkpoint.state import tree

@@ -1,27 +1,94 @@
-"""Replication of snapshots: each rank's shard is held by the agents of two nodes.
+"""Replication of snapshots, each rank's shard by the agents of two nodes, and recovery from the replicas.
 
 Each rank copies its shard as for a checkpoint, but does not write it to storage. The node's agent keeps the memory open
 for the next worker, and sends it, encrypted, to the agent of another node, for the case that this node is lost. The
 previous snapshot is released once every shard has both copies. Where both copies of a shard are lost, the committed
 checkpoint counts.
+
+**Recovery** of a snapshot that is newer than the committed checkpoint, from the memory of the remaining nodes: it is
+written to storage and committed first, so that it cannot be lost again, and then restored like any
+other checkpoint. Each shard is written once, by a node that holds it. Memory may be torn, where a worker died while it
+copied: what was written must have the checksum of the copy. Otherwise another node's replica or an older snapshot is
+taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import functools
+import logging
+import mmap
+import secrets
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import xxhash
 from typing_extensions import override
 
-from azureml_elastic.checkpoint.save.background_save import BackgroundTask, TaskOutcome
-from azureml_elastic.errors import ElasticError
-from azureml_elastic.ipc.agent_interface import WorkerIdentity
-from azureml_elastic.ipc.shards import ShardDescription
+from azureml_elastic.checkpoint.format.manifest import FolderName, Manifest, for_good
+from azureml_elastic.checkpoint.save.background_save import (
+    LONG_RETRY_SECONDS,
+    BackgroundTask,
+    TaskOutcome,
+    commit,
+    discard,
+    remove_older,
+)
+from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
+from azureml_elastic.checkpoint_reference import Reference
+from azureml_elastic.config import CheckpointPolicy
+from azureml_elastic.distributed.control_group import ControlGroup
+from azureml_elastic.errors import CheckpointDamaged, CheckpointError, ElasticError, Fenced
+from azureml_elastic.ipc.agent_interface import Agent, WorkerIdentity
+from azureml_elastic.ipc.shards import HeldShard, ShardDescription
 from azureml_elastic.ipc.worker_messages import DiscardSnapshot, RetainSnapshot
 from azureml_elastic.plurals import counted
 
-__all__ = ["ReplicationTask", "partners"]
+__all__ = [
+    "RankMemory",
+    "ReplicaShard",
+    "ReplicationTask",
+    "choose_replicas",
+    "gather_replicas",
+    "node_short_of_memory",
+    "partners",
+    "recover_from_replicas",
+]
+
+_SHARDS = 4
+"""Shards in memory for each rank: two buffers of its own, and the present and the next replica of another rank's."""
+
+_SHARE = 0.5
+"""Fraction of a node's available memory that snapshots may take: the script's own use may still grow."""
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The size of a rank's shard and the memory of its node.
+
+    Args:
+        node: number of the node.
+        shard_bytes: size of this rank's shard.
+        available_bytes: memory that the node's processes may still take, with that of snapshots that will be replaced.
+    """
+
+    node: int
+    shard_bytes: int
+    available_bytes: int
+
+
+def node_short_of_memory(ranks: Iterable[RankMemory]) -> RankMemory | None:
+    """Return a node that has no room for snapshots, with all shards of its ranks, ``None`` where all nodes have."""
+    nodes: dict[int, RankMemory] = {}
+    for rank in ranks:
+        known = nodes.get(rank.node, RankMemory(rank.node, 0, rank.available_bytes))
+        available = min(known.available_bytes, rank.available_bytes)
+        nodes[rank.node] = RankMemory(rank.node, known.shard_bytes + rank.shard_bytes, available)
+    short = (node for node in nodes.values() if _SHARDS * node.shard_bytes > _SHARE * node.available_bytes)
+    return next(short, None)
 
 
 def partners(nodes: Sequence[int]) -> list[int | None]:
@@ -96,3 +163,134 @@ class ReplicationTask(BackgroundTask):
         self.agent.hold_shard(self.copy.buffer.descriptor, shard)
         if partner is not None:
             self.agent.replicate_shard(shard, partner)
+
+
+@dataclass(frozen=True)
+class ReplicaShard(HeldShard):
+    """A shard of a snapshot that a node holds.
+
+    Args:
+        holder: rank that can read it.
+    """
+
+    holder: int
+
+
+def choose_replicas(held: Sequence[ReplicaShard], newer_than: int) -> list[ReplicaShard] | None:
+    """Choose the newest complete snapshot after a step, and the holder that writes each of its shards.
+
+    Returns:
+        One replica of each shard, by rank, from the holders with the least to write; ``None`` where no newer snapshot
+        is complete.
+    """
+    snapshots: defaultdict[str, defaultdict[int, list[ReplicaShard]]] = defaultdict(lambda: defaultdict(list))
+    for each in held:
+        if each.step > newer_than:
+            snapshots[each.folder][each.rank].append(each)
+    complete = [shards for shards in snapshots.values() if len(shards) == next(iter(shards.values()))[0].world_size]
+    if not complete:
+        return None
+    newest = max(complete, key=lambda shards: (shards[0][0].step, shards[0][0].folder))
+    load: Counter[int] = Counter()
+    chosen = []
+    for rank in sorted(newest):
+        shard = min(newest[rank], key=lambda each: (load[each.holder], each.holder))
+        load[shard.holder] += shard.size
+        chosen.append(shard)
+    return chosen
+
+
+def gather_replicas(control: ControlGroup, agent: Agent, identity: WorkerIdentity) -> list[ReplicaShard]:
+    """Return the shards of snapshots that all nodes hold. A collective."""
+    own = agent.held_shards() if identity.local_rank == 0 else []
+    mine = [ReplicaShard(**asdict(each), holder=control.rank) for each in own]
+    return [each for part in control.gather(mine) for each in part]
+
+
+def recover_from_replicas(
+    storage: Storage,
+    control: ControlGroup,
+    agent: Agent,
+    identity: WorkerIdentity,
+    committed: Reference | None,
+    policy: CheckpointPolicy,
+    *,
+    pauses: tuple[float, ...] = LONG_RETRY_SECONDS,
+) -> Reference | None:
+    """Commit the newest complete snapshot in memory, if it is newer than the committed checkpoint. A collective.
+
+    Returns:
+        The new checkpoint, ``None`` where no snapshot is newer or it cannot be written.
+
+    Raises:
+        CheckpointError: it could not be committed.
+        Fenced: a newer round has taken over.
+    """
+    held = gather_replicas(control, agent, identity)
+    before = -1 if committed is None else committed.step
+    while True:
+        chosen = choose_replicas(held, before)
+        if chosen is None:
+            return None
+        step = chosen[0].step
+        kept = for_good(step, max(before, 0), policy.keep_every_steps)
+        name = FolderName(step, identity.round, control.from_main(secrets.token_hex(4)), kept)
+        write = functools.partial(_write, storage, str(name), chosen, control.rank)
+        try:
+            parts = control.together("Writing a snapshot to storage", write)
+        except CheckpointError as error:
+            if control.rank == 0:
+                _LOG.warning("The snapshot of step %d in memory cannot be saved: %s", step, error)
+                discard(storage, str(name), str(error))
+            return None
+        manifests = [part for part, _ in parts if part is not None]
+        bad = {each for _, damaged in parts for each in damaged}
+        if not bad:
+            break
+        if control.rank == 0:
+            _LOG.warning("%d shards of the snapshot of step %d are damaged.", len(bad), step)
+            discard(storage, str(name), "damaged")
+        held = [each for each in held if each not in bad]
+    files = {each.file: FileSum(each.size, each.xxh3) for each in chosen}
+    manifest = replace(manifests[0], directory=str(name), round=identity.round, parent=committed, files=files)
+    outcome: TaskOutcome | None = None
+    if control.rank == 0:
+        outcome = commit(storage, agent, manifest, stall_seconds=0.0, pauses=pauses)
+        if outcome.kind == "committed":
+            remove_older(storage, manifest, policy.keep)
+    outcome = control.from_main(outcome)
+    if outcome.kind == "fenced":
+        raise Fenced(f"Training does not start: {outcome.text}")
+    if outcome.kind != "committed":
+        raise CheckpointError(f"The snapshot of step {step} in memory could not be committed: {outcome.text}")
+    if control.rank == 0:
+        _LOG.warning("The snapshot of step %d in memory is committed as %s.", step, manifest.directory)
+    return manifest.reference
+
+
+def _write(
+    storage: Storage, folder: str, chosen: Sequence[ReplicaShard], holder: int
+) -> tuple[Manifest | None, list[ReplicaShard]]:
+    """Write the shards of this holder; return the manifest, where it is here, and the damaged shards."""
+    manifest, bad = None, []
+    for each in chosen:
+        if each.holder != holder:
+            continue
+        try:
+            with Path(each.path).open("rb", buffering=0) as stream:
+                memory = mmap.mmap(stream.fileno(), each.size + each.tail, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            _LOG.warning("The memory %s cannot be read: %s", each.path, error)
+            bad.append(each)
+            continue
+        with memoryview(memory) as view:
+            try:
+                if each.tail:
+                    manifest = Manifest.from_bytes(bytes(view[each.size :]), each.path)
+                storage.make(folder)
+                if storage.write(folder, each.file, [view[: each.size]]).xxh3 != each.xxh3:
+                    bad.append(each)
+            except CheckpointDamaged as error:
+                _LOG.warning("%s", error)
+                bad.append(each)
+    return manifest, bad

@@ -4,13 +4,18 @@ A worker whose round ends copies its state to anonymous memory (``memfd_create``
 the next worker to map. Nothing is written to a disk, nothing is left behind when the agent ends, and the size of
 ``/dev/shm`` does not matter. The memory holds a file of :mod:`~azureml_elastic.checkpoint.format.shard_file`, of which
 an agent that ends makes a checkpoint: see :mod:`~azureml_elastic.checkpoint.snapshots.handed_over`.
+
+The memory is written, not mapped: the kernel need not clear pages that are overwritten as a whole, nor map each of them
+for this process, which takes longer than the copy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import mmap
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -19,22 +24,71 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from azureml_elastic.checkpoint.format.shard_file import Layout, read_header
-from azureml_elastic.checkpoint.format.write_plan import Chunk
+from azureml_elastic.checkpoint.format.shard_file import Chunk, Layout, read_header
 from azureml_elastic.checkpoint.load.reading import targets_for
 from azureml_elastic.checkpoint.save.local_shard import StagingBuffer
-from azureml_elastic.checkpoint.snapshots.anonymous_memory import AnonymousMemory
 from azureml_elastic.checkpoint.state import random_state
-from azureml_elastic.checkpoint.state.layout import Piece, held
+from azureml_elastic.checkpoint.state.layout import Piece, held, memory_of
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.errors import CheckpointDamaged
 
 __all__ = ["RecoverableState", "Snapshot", "choose", "chunk_of", "position_key"]
 
+_BLOCK_BYTES = 8 << 20
+
 _RANDOM = random_state.tensor_name(0)
 """Name of the tensor of :attr:`Snapshot.random`: as in a checkpoint, whose rank 0 continues these generators."""
 
 _HOST = torch.device("cpu")
+
+
+class AnonymousMemory:
+    """Memory of a fixed size (``memfd_create``), which lives as long as a process has a descriptor of it.
+
+    Attributes:
+        descriptor: descriptor of the memory; -1 after its release.
+
+    Raises:
+        OSError: the system has none.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.descriptor = os.memfd_create("azureml-elastic-state", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.descriptor, nbytes)
+        except OSError:
+            self.release()
+            raise
+
+    def put(self, begin: int, content: bytes | memoryview) -> None:
+        """Write bytes to an offset.
+
+        Raises:
+            OSError: there is not enough memory.
+        """
+        view = memoryview(content)
+        while view:
+            written = os.pwrite(self.descriptor, view[:_BLOCK_BYTES], begin)
+            begin, view = begin + written, view[written:]
+
+    def put_tensor(self, begin: int, tensor: torch.Tensor) -> None:
+        """Write the elements of a tensor to an offset.
+
+        Raises:
+            OSError: there is not enough memory.
+        """
+        content = tensor.detach().cpu().contiguous()
+        self.put(begin, memory_of(content))
+
+    def release(self) -> None:
+        """Close the descriptor."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.release()
 
 
 @dataclass(frozen=True)

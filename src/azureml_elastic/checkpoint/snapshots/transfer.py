@@ -23,11 +23,10 @@ from typing import Any, Protocol
 import torch
 import xxhash
 
-from azureml_elastic.checkpoint.format.write_plan import Chunk
+from azureml_elastic.checkpoint.format.shard_file import Chunk
 from azureml_elastic.checkpoint.load.reading import targets_for
 from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot, chunk_of
-from azureml_elastic.checkpoint.state.layout import reads
-from azureml_elastic.checkpoint.state.memory import memory_of
+from azureml_elastic.checkpoint.state.layout import memory_of, reads
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.errors import CheckpointDamaged
 from azureml_elastic.plurals import counted

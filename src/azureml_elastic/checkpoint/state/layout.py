@@ -7,6 +7,7 @@ and to which file, is decided in :mod:`azureml_elastic.checkpoint.format`.
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +26,16 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from azureml_elastic.checkpoint.format.write_plan import Chunk
+from azureml_elastic.checkpoint.format.shard_file import Chunk
 from azureml_elastic.errors import CheckpointDamaged
 
-__all__ = ["Piece", "Read", "held", "pieces", "reads", "require_complete", "signature"]
+__all__ = ["Piece", "Read", "held", "memory_of", "pieces", "reads", "require_complete", "signature"]
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor, for writing; the tensor must outlive it."""
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
 
 
 def signature(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:

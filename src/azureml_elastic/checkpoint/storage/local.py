@@ -6,6 +6,7 @@ Checkpoints do not depend on renaming, locking or file times, in which a blob mo
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import shutil
@@ -15,11 +16,87 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from azureml_elastic.checkpoint.storage.early_writing import begin_writing
-from azureml_elastic.checkpoint.storage.local_errors import OUT_OF_SPACE, unusable
 from azureml_elastic.checkpoint.storage.storage import BLOCK_BYTES, Storage
+from azureml_elastic.errors import CheckpointError, UsageError
 
-__all__ = ["LocalStorage"]
+__all__ = ["LocalStorage", "unusable"]
+
+_SYNC_FILE_RANGE_WRITE = 2  # not among Python's names
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+OUT_OF_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errors of a file system that is full, or of a user whose quota is used up."""
+
+_NO_FOLDER = frozenset({errno.EEXIST, errno.ENOTDIR})
+_FORBIDDEN = frozenset({errno.EACCES, errno.EPERM})
+_IMPOSSIBLE = frozenset({errno.ENOENT, errno.EINVAL, errno.ELOOP})
+
+_ANOTHER = "choose another checkpoint folder"
+_SHOWN_CHARACTERS = 200
+
+
+def begin_writing(descriptor: int, begin: int, nbytes: int) -> None:
+    """Have the kernel begin to write a part of a file to the disk, so that a later ``fsync`` waits for the rest alone.
+
+    A hint: where the system or the file system has no such call, nothing happens, and ``fsync`` reports what failed.
+    """
+    call = getattr(_LIBC, "sync_file_range", None)
+    if call is not None:
+        call(
+            ctypes.c_int(descriptor),
+            ctypes.c_int64(begin),
+            ctypes.c_int64(nbytes),
+            ctypes.c_uint(_SYNC_FILE_RANGE_WRITE),
+        )
+
+
+def unusable(folder: Path, error: OSError | ValueError) -> UsageError | CheckpointError:
+    """Return the error for a folder that could not be created, or in which no file could be created.
+
+    Args:
+        folder: folder of the checkpoints.
+        error: error of the operating system; a ``ValueError`` for a path that no operating system takes.
+    """
+    begin = f"The checkpoint folder {_shown(folder)} cannot be used: "
+    number = error.errno if isinstance(error, OSError) else errno.EINVAL
+    if number in _NO_FOLDER:
+        return UsageError(f"{begin}{_shown(_file_in_place(folder))} is not a folder. Remove it, or {_ANOTHER}.")
+    if number == errno.ENAMETOOLONG:
+        longest = max(len(os.fsencode(part)) for part in folder.parts)
+        return UsageError(
+            f"{begin}the path has {len(os.fsencode(folder)):,} bytes and its longest name {longest:,}; most file "
+            f"systems take 4,095 and 255. Shorten it, or {_ANOTHER}."
+        )
+    if number in _FORBIDDEN:
+        return UsageError(
+            f"{begin}the user with id {os.geteuid()} may not create files in {_shown(_nearest(folder))}. Give this "
+            f"user write permission, or {_ANOTHER}."
+        )
+    if number == errno.EROFS:
+        return UsageError(
+            f"{begin}the file system of {_shown(_nearest(folder))} is read-only. Mount it for writing (in an Azure ML "
+            f"job: an output with the mode rw_mount), or {_ANOTHER}."
+        )
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    if number in _IMPOSSIBLE:
+        return UsageError(f"{begin}nothing can be created there ({reason}). Correct it, or {_ANOTHER}.")
+    return CheckpointError(f"{begin}{reason}. Repair the disk or the mount, or {_ANOTHER}.")
+
+
+def _nearest(folder: Path) -> Path:
+    """Return the folder itself, or the nearest of its parents that exists."""
+    return next((path for path in (folder, *folder.parents) if os.path.lexists(path)), folder)
+
+
+def _file_in_place(folder: Path) -> Path:
+    existing = (path for path in (*reversed(folder.parents), folder) if os.path.lexists(path))
+    return next((path for path in existing if not os.path.isdir(path)), folder)  # noqa: PTH112 - raises no error
+
+
+def _shown(path: Path) -> str:
+    text = repr(str(path))
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 class LocalStorage(Storage):

@@ -2,27 +2,72 @@
 
 An iteration yields one micro-batch of this rank. The position in the data advances only when ``run.commit()`` counts
 the step, so batches that worker processes have prefetched do not count until they are trained.
+
+Random transformations are the same at any world size: they are seeded by the micro-batch, not by the process.
 """
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, default_collate, get_worker_info
 
+from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.random_state import seed_of
 from azureml_elastic.distributed.device import Device, device_of
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data.position import Batching, LoaderState, MicroBatch, Position
 from azureml_elastic.train.data.sampling import Cursor
 
-__all__ = ["ElasticLoader", "LoaderContext", "StepCalls", "require_foreign", "to_device"]
+__all__ = ["ElasticLoader", "LoaderContext", "SeededDataset", "SeededIds", "require_foreign", "seeded", "to_device"]
 
 _OURS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last")
+
+
+class SeededIds(list[int]):
+    """Ids of the samples of a micro-batch, with the seed of its random numbers."""
+
+    def __init__(self, ids: Sequence[int] = (), seed: tuple[int, ...] = ()) -> None:
+        super().__init__(ids)
+        self.seed = seed
+
+
+@dataclass(eq=False)
+class SeededDataset:
+    """A map-style dataset whose random numbers depend on the micro-batch that is fetched.
+
+    Its sequences go on where the samples are collated. The script's own are not restored afterwards: those of the
+    training process begin anew before each micro-batch is trained.
+    """
+
+    dataset: Any
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, ids: SeededIds) -> list[Any]:
+        """Return the samples of a micro-batch; called by torch."""
+        begin(*ids.seed)
+        many = getattr(self.dataset, "__getitems__", None)
+        return list(many(list(ids)) if many else [self.dataset[index] for index in ids])
+
+
+def begin(*seed: object) -> None:
+    """Begin the random sequences of a micro-batch's samples."""
+    random_state.begin("fetch", *seed)
+
+
+@contextlib.contextmanager
+def seeded(*seed: object) -> Iterator[None]:
+    """Begin random sequences with a seed; outside of a data loader's process, restore the script's own afterwards."""
+    with random_state.kept() if get_worker_info() is None else contextlib.nullcontext():
+        begin(*seed)
+        yield
 
 
 class StepCalls(Protocol):

@@ -13,8 +13,7 @@ from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data.loader import ElasticLoader, LoaderContext
 from azureml_elastic.train.data.map_loader import MapLoader, SizedDataset
 from azureml_elastic.train.data.sampling import DataSpec
-from azureml_elastic.train.data.shard_loader import ShardLoader
-from azureml_elastic.train.data.shard_streams import ShardedDataset, ShardSpec
+from azureml_elastic.train.data.shard_loader import ShardedDataset, ShardLoader, ShardSpec
 
 __all__ = ["DataOrder", "make_loader"]
 

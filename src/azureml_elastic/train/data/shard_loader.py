@@ -3,24 +3,228 @@
 The number of samples left in a stream is known only when they are read. The ranks therefore exchange, for each window,
 the samples that each stream contributes and its position afterwards: every rank has the whole position, and any rank
 can continue any stream. Windows are read one ahead, so that the last one of an epoch is known before it is trained.
+
+The shards are assigned in turn to a fixed number of *streams*. A stream is the sequence of the samples of its shards.
+Each step takes the next samples of every stream, so the position in the data is the position of each stream, and a
+rank reads the streams that are assigned to it in the round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
 import torch
+import xxhash
+from torch.utils.data import IterableDataset, get_worker_info
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.train.data.loader import ElasticLoader, LoaderContext
+from azureml_elastic.train.data.loader import ElasticLoader, LoaderContext, seeded
 from azureml_elastic.train.data.position import LoaderState, MicroBatch, Window
-from azureml_elastic.train.data.sampling import Cursor, share, weight
-from azureml_elastic.train.data.shard_streams import Part, ShardedDataset, ShardStreamReader
+from azureml_elastic.train.data.sampling import FILLER_SAMPLES, Cursor, LoaderSpec, Permutation, share, weight
 
-__all__ = ["ShardLoader"]
+__all__ = ["Part", "ShardLoader", "ShardSpec", "ShardedDataset", "Shards"]
+
+T = TypeVar("T")
+
+_STREAM_COUNTS = (240, 120, 60, 24, 12, 6, 4, 3, 2, 1)
+"""Numbers with many divisors, so that streams can be divided evenly among most numbers of ranks."""
+
+
+@runtime_checkable
+class ShardedDataset(Protocol):
+    """A dataset in shards; ``datasets.IterableDataset`` of Hugging Face is one, :class:`Shards` makes one."""
+
+    @property
+    def num_shards(self) -> int:
+        """The number of shards."""
+
+    def shard(self, num_shards: int, index: int) -> Iterable[Any]:
+        """Return the samples of one of ``num_shards`` parts, in an order that is always the same."""
+
+
+class Shards(Generic[T]):
+    """A dataset of files, or of other items that are read one after the other.
+
+    Args:
+        items: paths or URLs, for example; the same on all ranks and over all restarts
+        read: function that returns the samples of one item, always in the same order
+    """
+
+    def __init__(self, items: Sequence[T], read: Callable[[T], Iterable[Any]]) -> None:
+        self._items = list(items)
+        self._read = read
+
+    @property
+    def num_shards(self) -> int:
+        """The number of items."""
+        return len(self._items)
+
+    def shard(self, num_shards: int, index: int) -> Iterable[Any]:
+        """Return the samples of one item; ``num_shards`` must be the number of items."""
+        if num_shards != len(self._items):
+            raise UsageError(f"{len(self._items)} items cannot be read as {num_shards} shards.")
+        return self._read(self._items[index])
+
+
+@dataclass(frozen=True)
+class ShardSpec(LoaderSpec):
+    """Properties of a dataset in shards and its order.
+
+    Args:
+        shards: number of shards of the dataset
+        streams: number of streams that they are assigned to
+    """
+
+    shards: int
+    streams: int
+
+    @classmethod
+    def make(cls, shards: int, streams: int | None, *, smallest_window: int | None = None, **fields: Any) -> ShardSpec:
+        """Return the specification with this number of streams, or a suitable one.
+
+        Args:
+            shards: number of shards of the dataset
+            streams: number of streams; ``None`` for the largest suitable one
+            smallest_window: samples of a step at the smallest world size; ``None`` for the global batch size
+            fields: further fields
+        """
+        size = int(fields["global_batch_size"])
+        # A window takes from each stream: one with fewer samples than streams would leave the last streams unread.
+        limit = min(shards, size, smallest_window or size)
+        if limit < 1:
+            raise UsageError(f"num_shards={shards} and global_batch_size={size}; both must be 1 or more.")
+        if streams is not None and streams > limit:
+            raise UsageError(
+                f"logical_workers={streams} is above the limit of {limit}, the smaller one of num_shards={shards} and "
+                f"global_batch_size={size}: each reads shards of its own. Write more shards, or lower it."
+            )
+        return cls(shards, streams or next(each for each in _STREAM_COUNTS if each <= limit), **fields)
+
+    def over(self, cursor: Cursor) -> bool:  # noqa: ARG002 - unknown before all streams are read
+        """Return whether the epoch is known to have no more samples."""
+        return False
+
+    def shards_of(self, stream: int, epoch: int) -> list[int]:
+        """Return the shards of a stream in the order in which it reads them."""
+        positions = np.arange(stream, self.shards, self.streams)
+        if self.shuffle:
+            key = xxhash.xxh3_64_intdigest(f"{self.seed}.{epoch}.shards".encode())
+            positions = Permutation(self.shards, key)(positions)
+        return [int(each) for each in positions]
+
+
+class Part(NamedTuple):
+    """The samples that a group of streams contributes to one window.
+
+    Args:
+        batch: collated samples, ``None`` without a sample
+        ids: sample ids, ``shard << 32 | position in the shard``
+        streams: number and position afterwards of each stream of the group
+        seed: random seed that is the same at any world size
+    """
+
+    batch: Any
+    ids: tuple[int, ...] = ()
+    streams: tuple[tuple[int, int, int], ...] = ()
+    seed: tuple[int, ...] = ()
+
+
+@dataclass(eq=False)
+class ShardStreamReader(IterableDataset[Part]):
+    """Iterable over the parts of one window after the other, without end; after the last sample they are empty.
+
+    In a ``DataLoader`` with processes, part ``i`` of each window is read by process ``i`` modulo their number.
+
+    Args:
+        groups: groups of streams, each of which contributes a part to each window
+        window_size: samples of a window over all streams
+        is_seeded: whether random numbers follow from the position in the data
+    """
+
+    dataset: ShardedDataset
+    spec: ShardSpec
+    cursor: Cursor
+    groups: list[list[int]]
+    window_size: int
+    collate: Callable[[list[Any]], Any]
+    is_seeded: bool
+
+    def __iter__(self) -> Iterator[Part]:
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self.cursor.epoch)
+        at = self.cursor.streams or ((0, 0),) * self.spec.streams
+        groups = [[self._open(number, at[number]) for number in group] for group in self.groups[first::step]]
+        while True:
+            for streams in groups:
+                yield self._part(streams)
+
+    def _open(self, number: int, at: tuple[int, int]) -> _ShardStream:
+        return _ShardStream(self.dataset, self.spec, self.spec.shards_of(number, self.cursor.epoch), number, at)
+
+    def _part(self, streams: list[_ShardStream]) -> Part:
+        if not streams:
+            return Part(None)
+        seed = (self.spec.seed, self.cursor.epoch, streams[0].number, *streams[0].at)
+        with seeded(*seed) if self.is_seeded else contextlib.nullcontext():
+            taken = [
+                each
+                for stream in streams
+                for each in stream.take(len(share(self.window_size, self.spec.streams, stream.number)))
+            ]
+            batch = self.collate([sample for sample, _ in taken]) if taken else None
+        return Part(batch, tuple(id_ for _, id_ in taken), tuple((each.number, *each.at) for each in streams), seed)
+
+    def filler(self) -> Any:
+        """Return a batch of one or two samples."""
+        for number in range(self.spec.streams):
+            samples = [sample for sample, _ in self._open(number, (0, 0)).take(FILLER_SAMPLES)]
+            if samples:
+                return self.collate(samples)
+        raise UsageError(f"None of the {self.spec.shards} shards holds a sample; check the function that reads them.")
+
+
+@dataclass(eq=False)
+class _ShardStream:
+    """One sequence of samples.
+
+    Args:
+        at: index of the current shard in the stream, and number of samples read of it
+    """
+
+    dataset: ShardedDataset
+    spec: ShardSpec
+    shards: list[int]
+    number: int
+    at: tuple[int, int]
+    reading: Iterator[Any] | None = field(default=None, init=False)
+
+    def take(self, count: int) -> Iterator[tuple[Any, int]]:
+        """Yield the next samples with their ids, fewer at the stream's end."""
+        while count and self.at[0] < len(self.shards):
+            shard = self.shards[self.at[0]]
+            if self.reading is None:
+                self.reading = self._open(shard, self.at[1])
+            for sample in islice(self.reading, 1):
+                sample_id = shard << 32 | self.at[1]
+                self.at = (self.at[0], self.at[1] + 1)
+                count -= 1
+                yield sample, sample_id
+                break
+            else:
+                self.reading, self.at = None, (self.at[0] + 1, 0)
+
+    def _open(self, shard: int, skip: int) -> Iterator[Any]:
+        samples = self.dataset.shard(num_shards=self.spec.shards, index=shard)
+        if skip and hasattr(samples, "skip"):
+            return iter(samples.skip(skip))
+        return islice(iter(samples), skip, None)
 
 
 class ShardLoader(ElasticLoader):

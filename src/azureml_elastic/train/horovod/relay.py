@@ -1,18 +1,25 @@
 """The way from a Horovod worker to the node's agent: through the server of the node's engine.
 
 A worker reports its commits, commits its checkpoints, and learns of the loss of other workers.
+
+Horovod's operations fail at once only where they wait for the lost worker itself; others wait for each other until a
+timeout, ``HOROVOD_GLOO_TIMEOUT_SECONDS``, which is 30 by default. A thread of this process shuts the connections down
+once the engine knows of the loss.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import logging
+import threading
 from typing import Any
 
 from typing_extensions import override
 
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.checkpoint_reference import Reference
+from azureml_elastic.distributed.process_groups import abort_gloo
 from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.errors import ElasticError, Fenced, TableUnavailable
 from azureml_elastic.ipc.agent_interface import Action, WorkerIdentity
@@ -30,6 +37,7 @@ __all__ = [
     "RelayedAgent",
     "request",
     "server_address",
+    "watch_for_losses",
 ]
 
 SCOPE = "azureml_elastic"
@@ -46,6 +54,9 @@ FAILURES: dict[type[ElasticError], int] = {Fenced: 409, TableUnavailable: 503}
 _TIMEOUT_SECONDS = 90.0
 
 Address = tuple[str, int]
+
+_LOG = logging.getLogger(__name__)
+_started = threading.Lock()
 
 
 def server_address() -> Address | None:
@@ -109,3 +120,25 @@ class RelayedAgent(StandaloneAgent):
 
     def _request(self, method: str, name: str, body: Any = None) -> Any:
         return request(self._address, method, name, body, _TIMEOUT_SECONDS)
+
+
+def watch_for_losses(address: Address) -> None:
+    """Start the thread, once in this process.
+
+    Args:
+        address: host and port of the engine's server.
+    """
+    if _started.acquire(blocking=False):
+        threading.Thread(target=_watch, args=(address,), name="loss-watch", daemon=True).start()
+
+
+def _watch(address: Address) -> None:
+    worker, seen = WorkerEnvironment.read().horovod_local_rank, 0
+    while True:
+        try:
+            # To ask again tells the engine that the connections are down.
+            seen = request(address, "GET", f"{LOSS}-{worker}-{seen}")
+        except ElasticError as error:
+            _LOG.debug("The engine has ended: %s", error)
+            return
+        abort_gloo()

@@ -25,8 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import Self
 
 from azureml_elastic.checkpoint.state.tracked import unwrap_scheduler
-from azureml_elastic.checkpoint.state.tracked_state import TrackedState
-from azureml_elastic.checkpoint.state.zero_redundancy import is_zero_redundancy
+from azureml_elastic.checkpoint.state.tracked_state import TrackedState, is_zero_redundancy
 from azureml_elastic.config import BatchPolicy, FixedPerWorkerBatch, Ramp
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data.position import Position, Window

@@ -24,7 +24,7 @@ from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.config import BatchPolicy, CheckpointPolicy, FixedGlobalBatch, FixedPerWorkerBatch, Plan, Profile
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.distributed.process import WorkerSettings, pick_device, trace_folder
-from azureml_elastic.distributed.replica_group import ReplicaGroup
+from azureml_elastic.distributed.process_groups import ReplicaGroup
 from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.agent_interface import Agent

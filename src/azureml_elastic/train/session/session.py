@@ -28,7 +28,7 @@ from azureml_elastic.train.data.deepspeed_config import config_for
 from azureml_elastic.train.data.loader import ElasticLoader, LoaderContext
 from azureml_elastic.train.data.loaders import DataOrder, make_loader
 from azureml_elastic.train.data.map_loader import SizedDataset
-from azureml_elastic.train.data.shard_streams import ShardedDataset
+from azureml_elastic.train.data.shard_loader import ShardedDataset
 from azureml_elastic.train.optim.learning_rate import Schedule
 from azureml_elastic.train.session.evaluation import Evaluation
 from azureml_elastic.train.session.run import Run, open_run

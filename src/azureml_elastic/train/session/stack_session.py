@@ -18,7 +18,7 @@ import torch.distributed as dist
 from wrapt import wrap_function_wrapper
 
 from azureml_elastic.checkpoint.state import tree
-from azureml_elastic.checkpoint.state.deepspeed.engine import EngineState, is_engine
+from azureml_elastic.checkpoint.state.deepspeed_engine import EngineState, is_engine
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.config import FixedGlobalBatch
@@ -27,9 +27,8 @@ from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.ipc.worker_messages import Expects
 from azureml_elastic.train.data.loader import LoaderContext
 from azureml_elastic.train.data.loaders import DataOrder, make_loader
-from azureml_elastic.train.data.map_loader import MapLoader
+from azureml_elastic.train.data.map_loader import MapLoader, WindowLoader
 from azureml_elastic.train.data.sampling import Cursor
-from azureml_elastic.train.data.window_loader import WindowLoader
 from azureml_elastic.train.session.run import Run, has_run, open_run
 from azureml_elastic.train.session.steps import UnfinishedLoop
 

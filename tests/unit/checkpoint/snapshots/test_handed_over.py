@@ -11,7 +11,7 @@ import torch
 
 from azureml_elastic.checkpoint.format.catalogue import furthest, handed_over, survey, verify
 from azureml_elastic.checkpoint.format.manifest import COMMITTED, HANDED_OVER, MANIFEST, FolderName, Manifest
-from azureml_elastic.checkpoint.load.adoption import adopt_handed_over
+from azureml_elastic.checkpoint.load.selection import adopt_handed_over
 from azureml_elastic.checkpoint.snapshots.handed_over import write_handed_over
 from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot
 from azureml_elastic.checkpoint.storage.local import LocalStorage

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
-from azureml_elastic.checkpoint.snapshots.local_snapshots import LocalSnapshots
+from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory, LocalSnapshots
 from azureml_elastic.ipc.shards import HeldShard
 from azureml_elastic.ipc.worker_messages import HeldShards, HoldShard, RetainSnapshot
 from tests.support.shards import describe, memory_of

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from azureml_elastic.checkpoint.format.catalogue import newest_whole
 from azureml_elastic.checkpoint.format.manifest import FolderName, Manifest
-from azureml_elastic.checkpoint.snapshots.recovery_from_replicas import (
+from azureml_elastic.checkpoint.snapshots.replication import (
     ReplicaShard,
     choose_replicas,
+    partners,
     recover_from_replicas,
 )
-from azureml_elastic.checkpoint.snapshots.replication import partners
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.errors import CheckpointError, Fenced, TableUnavailable

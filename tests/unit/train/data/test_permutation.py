@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_elastic.train.data.permutation import Permutation
+from azureml_elastic.train.data.sampling import Permutation
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))

@@ -18,8 +18,7 @@ from azureml_elastic.train import Shards
 from azureml_elastic.train.data.loader import LoaderContext
 from azureml_elastic.train.data.position import Batching, Position
 from azureml_elastic.train.data.sampling import Cursor
-from azureml_elastic.train.data.shard_loader import ShardLoader
-from azureml_elastic.train.data.shard_streams import ShardSpec
+from azureml_elastic.train.data.shard_loader import ShardLoader, ShardSpec
 
 SIZES = st.lists(st.integers(0, 12), min_size=9, max_size=30)
 POLICIES = st.sampled_from(

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from azureml_elastic.train.integrations.transformers import checkpoint_folders
-from azureml_elastic.train.integrations.transformers.checkpoint_folders import INCOMPLETE, newest, save
+from azureml_elastic.train.integrations.transformers import attachment
+from azureml_elastic.train.integrations.transformers.attachment import INCOMPLETE, newest, save
 
 
 def folder(parent, step, *, complete=True):
@@ -59,7 +59,7 @@ def test_a_folder_is_incomplete_until_it_is_written(tmp_path):
 
 def test_no_rank_goes_on_before_the_folder_is_complete(tmp_path, monkeypatch):
     found = []
-    monkeypatch.setattr(checkpoint_folders, "all_arrive", lambda: found.append(newest(str(tmp_path))))
+    monkeypatch.setattr(attachment, "all_arrive", lambda: found.append(newest(str(tmp_path))))
     save(trainer(tmp_path), lambda: None)
     assert found[-1] == str(tmp_path / "checkpoint-45")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.train.integrations.deepspeed.checkpoint_folders import CheckpointFolders, client_state_bytes
+from azureml_elastic.train.integrations.deepspeed.training_loop import CheckpointFolders, client_state_bytes
 
 
 def test_plain_values_and_tensors_are_kept(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from azureml_elastic.train.integrations.transformers.label_count import LabelCount, count_labels
+from azureml_elastic.train.integrations.transformers.progress import LabelCount, count_labels
 
 
 @pytest.fixture

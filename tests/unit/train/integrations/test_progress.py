@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from azureml_elastic.train.integrations.script_loop.progress import RepetitionLog
+from azureml_elastic.train.integrations.script_loop.repeated_steps import RepetitionLog
 
 
 def test_a_long_repetition_says_how_far_it_is(caplog):

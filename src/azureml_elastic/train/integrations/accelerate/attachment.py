@@ -13,8 +13,7 @@ from wrapt import wrap_function_wrapper
 
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.environment.worker import WorkerEnvironment
-from azureml_elastic.train.integrations.accelerate.parallelism import fit_to_round
-from azureml_elastic.train.integrations.accelerate.training_data import SequentialLoader, TrainingData
+from azureml_elastic.train.integrations.accelerate.training_data import SequentialLoader, TrainingData, fit_to_round
 from azureml_elastic.train.integrations.deepspeed.other_stacks import preparing
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
 from azureml_elastic.train.session.stack_session import stack_session

@@ -3,6 +3,8 @@
 The first loader with random order is the one. Without any it is the first in the data's own order that the script
 iterates over while its models are in training mode. All others are accelerate's own; where a script trains their
 batches, a warning says so.
+
+Where the script has accelerate shard its models, the sizes of its ``ParallelismConfig`` are those of the round.
 """
 
 from __future__ import annotations
@@ -15,20 +17,66 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from azureml_elastic.train.integrations.accelerate.divided_loader import DividedLoader
-from azureml_elastic.train.integrations.accelerate.parallelism import obstacle
-from azureml_elastic.train.integrations.accelerate.training_loop import TrainingLoop, batches_of_epoch
+from azureml_elastic.errors import UsageError
+from azureml_elastic.plurals import counted
+from azureml_elastic.train.integrations.accelerate.training_loop import DividedLoader, TrainingLoop, batches_of_epoch
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
 from azureml_elastic.train.session.stack_session import StackSession
 
-__all__ = ["TrainingData"]
+__all__ = ["TrainingData", "fit_to_round", "obstacle"]
 
 _LOG = logging.getLogger(__name__)
+
+_SHARDING = {
+    "MEGATRON_LM": "Megatron-LM has checkpoints of its own",
+    "XLA": "the device is an XLA device",
+}
 
 _WARNED = ""
 """In place of the reason, once a warning has named it."""
 
 _ANOTHER = "another loader is the one of the training"
+
+
+def obstacle(accelerator: Any) -> str | None:
+    """Return why the model of an accelerator is left to the stack alone, ``None`` if it is not."""
+    if accelerator.distributed_type.value == "FSDP" and not getattr(accelerator, "is_fsdp2", False):
+        return "FSDP version 1 shards the model"
+    config = getattr(accelerator, "parallelism_config", None)  # not in accelerate before 1.9
+    if config is not None and config.non_data_parallel_size > 1:
+        return "several ranks compute the same samples, by tensor, context or sequence parallelism"
+    return _SHARDING.get(accelerator.distributed_type.value)
+
+
+def fit_to_round(session: StackSession, config: Any) -> None:
+    """Set the numbers of replicas and shards to those of the round: accelerate refuses others than there are ranks.
+
+    A collective, where the script has replicas that are sharded.
+
+    Args:
+        session: session
+        config: the script's ``ParallelismConfig``, before it makes its mesh
+
+    Raises:
+        UsageError: the replicas of the round cannot be sharded.
+    """
+    if config.total_size == 1 or config.non_data_parallel_size > 1:
+        return
+    replicas, shards = 1, session.world_size
+    if config.dp_shard_size == 1:
+        replicas, shards = session.world_size, 1
+    elif config.dp_replicate_size > 1:
+        replicas, shards = session.replicas_and_shards()
+        if shards == 1 and replicas > 1:
+            raise UsageError(
+                f"ParallelismConfig(dp_replicate_size={config.dp_replicate_size}, dp_shard_size="
+                f"{config.dp_shard_size}) shards each replica, but those of this run have {counted(shards, 'worker')} "
+                "each. Give ElasticDistribution(nodes_per_replica=...) or process_count_per_instance a larger number."
+            )
+    if (config.dp_replicate_size, config.dp_shard_size) != (replicas, shards) and session.is_main:
+        _LOG.info("ParallelismConfig has %d replicas of %d shards in this round.", replicas, shards)
+    config._set_size("dp_replicate", replicas)  # noqa: SLF001
+    config._set_size("dp_shard", shards)  # noqa: SLF001
 
 
 class TrainingData:
@@ -162,8 +210,8 @@ class SequentialLoader:
         prepared = self.accelerator
         return (
             torch.is_grad_enabled()
-            and bool(prepared._optimizers)  # noqa: SLF001
             and any(model.training for model in prepared._models)  # noqa: SLF001
+            and bool(prepared._optimizers)  # noqa: SLF001
         )
 
     def __len__(self) -> int:

@@ -15,16 +15,33 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
-from azureml_elastic.train.data.window_loader import loader_options
-from azureml_elastic.train.integrations.accelerate.divided_loader import DividedLoader
+from azureml_elastic.train.data.map_loader import loader_options
 from azureml_elastic.train.integrations.script_loop.loop import ScriptLoop
 from azureml_elastic.train.session.stack_session import StackSession
 
-__all__ = ["TrainingLoop", "batches_of_epoch"]
+__all__ = ["DividedLoader", "TrainingLoop", "batches_of_epoch"]
 
 Wrapped = Callable[..., Any]
 
 _NESTED = (torch.Tensor, Mapping, list, tuple)
+
+
+class DividedLoader:
+    """A loader that accelerate prepares once it is needed.
+
+    Args:
+        prepare: accelerate's own preparation of the loader
+    """
+
+    def __init__(self, prepare: Callable[[], Any]) -> None:
+        self._prepare = prepare
+        self._prepared: Any = None
+
+    def get(self) -> Any:
+        """Return the prepared loader."""
+        if self._prepared is None:
+            self._prepared = self._prepare()
+        return self._prepared
 
 
 class TrainingLoop(ScriptLoop):

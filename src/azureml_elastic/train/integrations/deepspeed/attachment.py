@@ -19,8 +19,7 @@ from wrapt import wrap_function_wrapper
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train.integrations.deepspeed import other_stacks
 from azureml_elastic.train.integrations.deepspeed.batch_sizes import BatchSizes, batch_sizes, for_engine, show
-from azureml_elastic.train.integrations.deepspeed.checkpoint_folders import CheckpointFolders
-from azureml_elastic.train.integrations.deepspeed.training_loop import TrainingLoop
+from azureml_elastic.train.integrations.deepspeed.training_loop import CheckpointFolders, TrainingLoop
 from azureml_elastic.train.session.stack_session import StackSession, stack_session
 
 __all__ = ["attach_to_engine", "attach_to_package"]

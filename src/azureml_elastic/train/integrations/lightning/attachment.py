@@ -10,7 +10,7 @@ from typing import Any
 from wrapt import wrap_function_wrapper
 
 from azureml_elastic.environment.worker import WorkerEnvironment
-from azureml_elastic.train.integrations.lightning import loggers
+from azureml_elastic.train.integrations.lightning import training_loop
 from azureml_elastic.train.integrations.lightning.training_loop import (
     PROGRESS,
     TrainingLoop,
@@ -82,10 +82,10 @@ def attach_to_epoch_loop(module: ModuleType) -> None:
 
 
 def attach_to_csv_logger(module: ModuleType) -> None:
-    """Attach to ``loggers.csv_logs``: a file of the run is continued, where Lightning would remove it."""
+    """Attach to ``training_loop.csv_logs``: a file of the run is continued, where Lightning would remove it."""
 
     def check(wrapped: Wrapped, writer: Any, args: Any, kwargs: Any) -> Any:
-        return None if loggers.continue_file(writer) else wrapped(*args, **kwargs)
+        return None if training_loop.continue_file(writer) else wrapped(*args, **kwargs)
 
     wrap_function_wrapper(module, "ExperimentWriter._check_log_dir_exists", check)
 
@@ -136,7 +136,7 @@ def _initialize(wrapped: Wrapped, trainer: Any, args: Any, kwargs: Any) -> Any:
         kwargs = {**kwargs, **_sizes(session.world_size)}
     result = wrapped(*args, **kwargs)
     if not session.trains and (found := session.find(PROGRESS, "loggers")):
-        loggers.continue_from(trainer, found)  # before callbacks and the script ask for their folders
+        training_loop.continue_from(trainer, found)  # before callbacks and the script ask for their folders
     return result
 
 

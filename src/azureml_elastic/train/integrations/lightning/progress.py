@@ -2,23 +2,186 @@
 
 A step is complete before its hooks have run, and they before its validation and the end of its epoch. The stage says
 how far a process has got with what belongs to the last step, so that the next process does the rest, once.
+
+A rank adds up what ``self.log(..., on_epoch=True)`` logs for its own batches. The next process goes on from the sums of
+the rank whose state it continues, as those of a lost rank are gone: a mean is then one over the batches of that rank,
+and a sum is what they make of all batches.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
-from azureml_elastic.distributed.device import Fetched
-from azureml_elastic.train.integrations.lightning import epoch_metrics, replay
+import torch
 
-__all__ = ["Progress", "Stage"]
+from azureml_elastic.distributed.device import Fetched, device_of
+
+__all__ = [
+    "Progress",
+    "Stage",
+    "Sums",
+    "continue_with",
+    "divided",
+    "forget",
+    "numbers",
+    "recorded",
+    "run_hooks",
+    "same_names",
+]
+
+_SUM, _COUNT = "value", "cumulated_batch_size"
+_FIELDS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx")
+
+Sums = dict[str, dict[str, Any]]
 
 _BATCHES = "epoch_loop.batch_progress"
 _METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 _UNSAVED = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation", "current_score")
 """What ``ModelCheckpoint`` leaves out of its state, or does not restore from it."""
+
+
+def added_up(trainer: Any, earlier: Sums) -> Sums:
+    """Return the sums of the epoch by metric; ``torchmetrics`` objects have states of their own and are left out.
+
+    Args:
+        trainer: trainer in an epoch
+        earlier: sums of former processes
+    """
+    found = dict(earlier)
+    for key, metric in trainer.fit_loop.epoch_loop._results.items():  # noqa: SLF001
+        meta = metric.meta
+        if metric.is_tensor and meta.on_epoch and not metric.has_reset and meta.dataloader_idx is None:
+            found[key] = {
+                **{name: getattr(meta, name) for name in _FIELDS},
+                "reduce_fx": meta.reduce_fx.__name__,
+                "sync_dist": meta.sync.should,
+                "rank_zero_only": meta.sync.rank_zero_only,
+                _SUM: _joined(metric, key, _SUM, earlier),
+                _COUNT: _joined(metric, key, _COUNT, earlier) if meta.is_mean_reduction else 0,
+            }
+    return found
+
+
+def divided(sums: Sums, ranks: int, ranks_now: int) -> Sums:
+    """Return what a rank would have added up if there had been the present number of ranks."""
+    share = ranks / ranks_now
+    return {
+        key: {
+            **state,
+            _SUM: state[_SUM] * (share if state["reduce_fx"] in ("mean", "sum") else 1),
+            _COUNT: state[_COUNT] * share,
+        }
+        for key, state in sums.items()
+    }
+
+
+def continue_with(trainer: Any, earlier: Sums) -> list[str]:
+    """Add the sums of former processes to those of this one, once; return the metrics that only those know."""
+    results, unknown = trainer.fit_loop.epoch_loop._results, []  # noqa: SLF001
+    for key, state in earlier.items():
+        if key not in results or results[key].has_reset:
+            unknown.append(key)
+            names = (*_FIELDS, "reduce_fx", "sync_dist", "rank_zero_only")
+            reduce = trainer.strategy.reduce
+            first = torch.as_tensor(state[_SUM], device=trainer.strategy.root_device)
+            results.pop(key, None)
+            results.log(value=first, batch_size=1, sync_dist_fn=reduce, **{name: state[name] for name in names})
+            results[key].reset()
+            results[key].has_reset = False
+        metric = results[key]
+        joined = {name: _joined(metric, key, name, earlier) for name in (_SUM, _COUNT) if hasattr(metric, name)}
+        for name, value in joined.items():
+            setattr(metric, name, value)
+        metric._computed, metric._update_count = None, 1  # noqa: SLF001 - as after an update
+    return unknown
+
+
+def forget(trainer: Any, keys: list[str]) -> None:
+    """Remove metrics that :func:`continue_with` has made: the script will make them as it wants them."""
+    for key in keys:
+        trainer.fit_loop.epoch_loop._results.pop(key, None)  # noqa: SLF001
+
+
+def _joined(metric: Any, key: str, name: str, earlier: Sums) -> Any:
+    own = getattr(metric, name)
+    if key not in earlier:
+        return own
+    other = torch.as_tensor(earlier[key][name], device=own.device)
+    if metric.meta.is_max_reduction or metric.meta.is_min_reduction:
+        return metric.meta.reduce_fx(own, other)
+    return own + other
+
+
+def recorded(trainer: Any, outputs: Any) -> dict[str, dict[str, float | Fetched]]:
+    """Return the metrics of the current step as they are before its hooks, and the numbers among its outputs.
+
+    Those of a GPU are on their way, so that no step waits for them; see :func:`numbers`.
+    """
+    metrics = trainer._logger_connector.metrics["log"]  # noqa: SLF001
+    found = outputs.items() if isinstance(outputs, Mapping) else ()
+    outputs = {name: _fetched(value) for name, value in found if isinstance(value, torch.Tensor) and value.numel() == 1}
+    return {"metrics": {name: _fetched(value) for name, value in metrics.items()}, "outputs": outputs}
+
+
+def numbers(record: Mapping[str, Mapping[str, float | Fetched]]) -> dict[str, dict[str, float]]:
+    """Return what :func:`recorded` has returned, and wait for what has not arrived."""
+    return {
+        part: {name: float(value.read()) if isinstance(value, Fetched) else value for name, value in values.items()}
+        for part, values in record.items()
+    }
+
+
+def _fetched(value: Any) -> float | Fetched:
+    return device_of(value.device).fetch(value) if isinstance(value, torch.Tensor) else float(value)
+
+
+def run_hooks(trainer: Any, batch: Any, record: Mapping[str, Mapping[str, float]]) -> None:
+    """Run the hooks after a batch, and log the metrics of its step.
+
+    Args:
+        trainer: trainer whose loops are as after these hooks
+        batch: collated batch, on the CPU
+        record: what :func:`recorded` returned in the former process, as numbers
+    """
+    loop, module, connector = trainer.fit_loop.epoch_loop, trainer.lightning_module, trainer._logger_connector  # noqa: SLF001
+    call = importlib.import_module(type(trainer.fit_loop).__module__.replace("loops.fit_loop", "trainer.call"))
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)  # noqa: SLF001
+    batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)  # noqa: SLF001
+    outputs = {name: torch.tensor(value) for name, value in record["outputs"].items()} or None
+    connector.on_batch_start(batch)
+    with same_names(trainer, repeated=True):
+        call._call_callback_hooks(trainer, "on_train_batch_end", outputs, batch, loop.batch_idx)  # noqa: SLF001
+        call._call_lightning_module_hook(trainer, "on_train_batch_end", outputs, batch, loop.batch_idx)  # noqa: SLF001
+    connector.on_batch_end()
+    if connector.should_update_logs:
+        values = {name: torch.tensor(value) for name, value in record["metrics"].items()}
+        connector.log_metrics({**values, **connector.metrics["log"]})
+
+
+@contextmanager
+def same_names(trainer: Any, *, repeated: bool) -> Iterator[None]:
+    """Have files of ``ModelCheckpoint`` replaced that a former process may have written for the same step.
+
+    Args:
+        trainer: trainer with the callbacks
+        repeated: whether code is repeated; else nothing is changed
+    """
+    name = "_enable_version_counter"
+    callbacks = [each for each in trainer.checkpoint_callbacks if repeated and hasattr(each, name)]
+    before = [getattr(each, name) for each in callbacks]
+    for each in callbacks:
+        setattr(each, name, False)
+    try:
+        yield
+    finally:
+        for each, value in zip(callbacks, before, strict=True):
+            setattr(each, name, value)
 
 
 class Stage(Enum):
@@ -58,7 +221,7 @@ class Progress:
         self.versions: list[Any] = []
         self.loaded = False
         self.stage = Stage.DONE
-        self.sums: epoch_metrics.Sums = {}
+        self.sums: Sums = {}
         self.record: dict[str, dict[str, float | Fetched]] = {}
 
     def capture(self, stage: Stage) -> None:
@@ -74,7 +237,7 @@ class Progress:
                 for each in trainer.checkpoint_callbacks
             },
             "metrics": {name: dict(getattr(trainer._logger_connector, name)) for name in _METRICS},  # noqa: SLF001
-            "sums": {} if stage is Stage.EPOCH else epoch_metrics.added_up(trainer, self.sums),
+            "sums": {} if stage is Stage.EPOCH else added_up(trainer, self.sums),
             "ranks": trainer.world_size,
             "record": self.record if stage is Stage.STEP else {},
             "should_stop": trainer.should_stop,
@@ -91,7 +254,7 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the last capture."""
-        record = {"record": replay.numbers(self._captured["record"])} if self._captured else {}
+        record = {"record": numbers(self._captured["record"])} if self._captured else {}
         return {**self._captured, **record}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -100,7 +263,7 @@ class Progress:
             return
         trainer, self._captured, self.loaded = self._trainer, state_dict, True
         self.stage, self.record = Stage(state_dict["stage"]), state_dict["record"]
-        self.sums = epoch_metrics.divided(state_dict["sums"], state_dict["ranks"], trainer.world_size)
+        self.sums = divided(state_dict["sums"], state_dict["ranks"], trainer.world_size)
         self._load_loops(copy.deepcopy(state_dict["loops"]), state_dict["micro_batches"])
         for callback in trainer.callbacks:
             if callback.state_key in state_dict["callbacks"]:

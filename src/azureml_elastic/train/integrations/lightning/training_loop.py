@@ -1,21 +1,34 @@
-"""One call of ``Trainer.fit`` within a run."""
+"""One call of ``Trainer.fit`` within a run.
+
+Loggers, and callbacks that write to their folders, go on where the former process has ended.
+"""
 
 from __future__ import annotations
 
+import csv
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.train.data.window_loader import WindowLoader, loader_options
-from azureml_elastic.train.integrations.lightning import epoch_metrics, loggers, replay
+from azureml_elastic.train.data.map_loader import WindowLoader, loader_options
+from azureml_elastic.train.integrations.lightning import progress
 from azureml_elastic.train.integrations.lightning.progress import Progress, Stage
 from azureml_elastic.train.session.stack_session import StackSession
 
-__all__ = ["PROGRESS", "TrainingLoop", "obstacle", "tensor_parallel_size"]
+__all__ = ["PROGRESS", "TrainingLoop", "continue_file", "continue_from", "obstacle", "tensor_parallel_size"]
+
+_VERSIONS = {"TensorBoardLogger": "_version", "CSVLogger": "_version", "MLFlowLogger": "_run_id"}
+"""Attribute with the version or the run, by class; other loggers take theirs from the script."""
+
+_EMPTY_CHECK = "_ModelCheckpoint__warn_if_dir_not_empty"
+
+_continued: dict[str, int] = {}
+"""Number of steps that are logged in a folder."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -25,6 +38,68 @@ PROGRESS = "lightning"
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 
 Wrapped = Callable[..., Any]
+
+
+def versions_of(trainer: Any) -> list[Any]:
+    """Return class and version of each logger; on rank 0, which makes its folder or run if there is none."""
+    return [[type(logger).__name__, logger.version if _attribute(logger) else None] for logger in trainer.loggers]
+
+
+def set_versions(trainer: Any, versions: list[Any]) -> list[Any]:
+    """Set the versions of loggers that have not begun to write, and return those loggers."""
+    found = []
+    for logger, (kind, version) in zip(trainer.loggers, versions, strict=False):
+        name = _attribute(logger)
+        begun = name == "_version" and getattr(logger, "_experiment", None) is not None
+        if name and kind == type(logger).__name__ and version is not None and not begun:
+            setattr(logger, name, version)
+            found.append(logger)
+    return found
+
+
+def continue_from(trainer: Any, state: Mapping[str, Any]) -> None:
+    """Have the loggers of a new trainer continue those of the former process, and callbacks accept its files.
+
+    Args:
+        trainer: trainer whose loggers have not begun to write
+        state: ``versions`` of the loggers, and the number of steps that they have logged as ``lines``
+    """
+    for logger in set_versions(trainer, state["versions"]):
+        if getattr(logger, "log_dir", None) is not None:
+            _continued[str(logger.log_dir)] = state["lines"]
+    for callback in trainer.callbacks:
+        if any(kind.__name__ == "SaveConfigCallback" for kind in type(callback).__mro__):
+            callback.overwrite = True  # LightningCLI would refuse to write the same file again
+        if hasattr(callback, _EMPTY_CHECK):
+            setattr(callback, _EMPTY_CHECK, lambda _: None)
+
+
+def continue_file(writer: Any) -> bool:
+    """Have a writer of a CSV file append to it after the lines of the steps that are logged; return whether it will.
+
+    Args:
+        writer: writer of a folder, about to remove the file that is there
+    """
+    path, lines = Path(writer.metrics_file_path), _continued.get(str(writer.log_dir))
+    if lines is None:
+        return False
+    if path.is_file():
+        with path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            names, found = list(reader.fieldnames or ()), list(reader)
+        # Later steps are trained again, or their lines have not all been written.
+        kept = [line for line in found if not (line.get("step") or "").isdigit() or int(line["step"]) < lines]
+        if len(kept) < len(found):
+            with path.open("w", newline="") as file:
+                rest = csv.DictWriter(file, fieldnames=names)
+                rest.writeheader()
+                rest.writerows(kept)
+        writer.metrics_keys = names
+    return True
+
+
+def _attribute(logger: Any) -> str | None:
+    return next((_VERSIONS[each.__name__] for each in type(logger).__mro__ if each.__name__ in _VERSIONS), None)
 
 
 def obstacle(session: StackSession, trainer: Any, model: Any, *_: Any) -> str | None:
@@ -84,9 +159,9 @@ class TrainingLoop:
             ckpt_path = trainer.ckpt_path = None
             trainer._checkpoint_connector._loaded_checkpoint = {}  # noqa: SLF001 - read before this call
             trainer.num_sanity_val_steps = 0  # they were run when the training began
-        versions = loggers.versions_of(trainer) if self._session.is_main else None
+        versions = versions_of(trainer) if self._session.is_main else None
         self._progress.versions = self._session.from_main(versions)
-        loggers.set_versions(trainer, self._progress.versions)
+        set_versions(trainer, self._progress.versions)
         try:
             return wrapped(model, ckpt_path, *args, **kwargs)
         finally:
@@ -194,7 +269,7 @@ class TrainingLoop:
         self._completed = True
         due = epoch_loop._should_check_val_fx(self._trainer.fit_loop._data_fetcher)  # noqa: SLF001
         self._changes_state = bool(due or epoch_loop.batch_progress.is_last_batch)
-        self._progress.record = replay.recorded(self._trainer, outputs)
+        self._progress.record = progress.recorded(self._trainer, outputs)
         self._progress.capture(Stage.STEP)
         self._session.complete_step(changes_state=self._changes_state)
 
@@ -206,7 +281,7 @@ class TrainingLoop:
         epoch_loop = self._trainer.fit_loop.epoch_loop
         epoch_loop.val_loop.restarting = False
         if self._pending is Stage.STEP and self._loader is not None:
-            replay.run_hooks(self._trainer, self._loader.repeat(), replay.numbers(self._progress.record))
+            progress.run_hooks(self._trainer, self._loader.repeat(), progress.numbers(self._progress.record))
         epoch_loop.on_advance_end(fetcher)
         epoch_loop.on_iteration_done()
 
@@ -221,7 +296,7 @@ class TrainingLoop:
                 self._session.all_have_arrived()
                 if self._changes_state:
                     self._advance(Stage.HOOKS)
-            with replay.same_names(self._trainer, repeated=self._repeats):
+            with progress.same_names(self._trainer, repeated=self._repeats):
                 wrapped(*args, **kwargs)
             if self._changes_state:
                 self._session.all_have_arrived()
@@ -241,10 +316,10 @@ class TrainingLoop:
         """Run what belongs to the epoch's end, then end it."""
         fit_loop = self._trainer.fit_loop
         fit_loop._restarting = False  # noqa: SLF001 - else Lightning leaves out schedulers that follow a metric
-        with replay.same_names(self._trainer, repeated=self._repeats):
-            added, self._progress.sums = epoch_metrics.continue_with(self._trainer, self._progress.sums), {}
+        with progress.same_names(self._trainer, repeated=self._repeats):
+            added, self._progress.sums = progress.continue_with(self._trainer, self._progress.sums), {}
             result = wrapped(*args, **kwargs)
-            epoch_metrics.forget(self._trainer, added)
+            progress.forget(self._trainer, added)
         self._session.all_have_arrived()
         self._completed = self._repeats = False
         self._progress.capture(Stage.EPOCH)

@@ -23,17 +23,18 @@ import torch
 from torch import nn
 
 from azureml_elastic.train.data.loader import to_device
+from azureml_elastic.train.data.map_loader import WindowLoader
 from azureml_elastic.train.data.position import MicroBatch
 from azureml_elastic.train.data.sampling import Cursor
-from azureml_elastic.train.data.window_loader import WindowLoader
 from azureml_elastic.train.integrations.script_loop import state_folders
 from azureml_elastic.train.integrations.script_loop.collective_results import CollectiveResults
 from azureml_elastic.train.integrations.script_loop.divided_forward import divide_forward
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
-from azureml_elastic.train.integrations.script_loop.progress import Progress, RepetitionLog
 from azureml_elastic.train.integrations.script_loop.repeated_steps import (
     FirstForward,
+    Progress,
     RepeatedModels,
+    RepetitionLog,
     StepHistory,
     own_loss,
 )

@@ -1,4 +1,4 @@
-"""The folders that a script has its stack write: whether they are complete, and the position that they hold."""
+"""Folders that a training stack writes: on their device, complete on all ranks, and the position that they hold."""
 
 from __future__ import annotations
 
@@ -11,11 +11,26 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from azureml_elastic.train.integrations.durable_files import all_arrive, flush
+import torch.distributed as dist
 
-__all__ = ["Place", "read", "save", "set_aside"]
+__all__ = ["Place", "all_arrive", "flush", "read", "save", "set_aside"]
 
 _NAME = "azureml-elastic.json"
+
+
+def all_arrive() -> None:
+    """Wait until all ranks have called this. A collective."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def flush(path: Path) -> None:
+    """Have the kernel write a file or folder to its device."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,76 @@
-"""Wraps the functions of transformers on which the integration depends, when the script imports them."""
+"""Wraps the functions of transformers on which the integration depends, when the script imports them.
+
+The checkpoint folders that ``Trainer`` writes for people are complete, or not taken for a checkpoint: a folder holds a
+marker while it is written, which has the name that transformers gives it for checkpoints on
+SIGTERM.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import re
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from wrapt import wrap_function_wrapper
 
 from azureml_elastic.distributed.device import device_of
-from azureml_elastic.train.data.window_loader import WindowLoader
-from azureml_elastic.train.integrations.transformers import checkpoint_folders
+from azureml_elastic.train.data.map_loader import WindowLoader
+from azureml_elastic.train.integrations.script_loop.state_folders import all_arrive, flush
 from azureml_elastic.train.integrations.transformers.evaluation import evaluating
 from azureml_elastic.train.integrations.transformers.training_loop import TrainingLoop, obstacle
 from azureml_elastic.train.session.stack_session import stack_session
 
-__all__ = ["attach_to_arguments", "attach_to_trainer", "attach_to_utilities"]
+__all__ = ["INCOMPLETE", "attach_to_arguments", "attach_to_trainer", "attach_to_utilities", "newest", "save"]
+
+INCOMPLETE = "checkpoint-is-incomplete.txt"
+
+_NAME = re.compile(r"checkpoint-(\d+)")
 
 _LOOP = "_azureml_elastic_loop"
 """Attribute of a trainer with the :class:`TrainingLoop` while it trains."""
 
 Wrapped = Callable[..., Any]
+
+
+def newest(folder: str) -> str | None:
+    """Return the complete checkpoint folder of the highest step; see ``transformers.trainer_utils``.
+
+    Raises:
+        OSError: the folder cannot be listed.
+    """
+    found: list[tuple[int, str]] = []
+    for name in os.listdir(folder):  # noqa: PTH208 - as the stack's function: a relative path stays one
+        matched, path = _NAME.fullmatch(name), os.path.join(folder, name)  # noqa: PTH118
+        if matched and Path(path).is_dir() and not Path(path, INCOMPLETE).exists():
+            found.append((int(matched[1]), path))
+    return max(found)[1] if found else None
+
+
+def save(trainer: Any, write: Callable[[], Any]) -> Any:
+    """Have a checkpoint folder of the current step written, marked as incomplete meanwhile. A collective."""
+    folder = Path(trainer._get_output_dir(trial=None)) / f"checkpoint-{trainer.state.global_step}"  # noqa: SLF001
+    if trainer.args.should_save:
+        folder.mkdir(parents=True, exist_ok=True)
+        marker = folder / INCOMPLETE
+        marker.write_text("This checkpoint is being written, or its writer has ended meanwhile.\n")
+        flush(marker)
+        flush(folder)
+    all_arrive()
+    result = write()
+    all_arrive()
+    if trainer.args.should_save:
+        with contextlib.suppress(OSError):  # save_total_limit may have removed the folder
+            for path in folder.rglob("*"):
+                flush(path)
+            (folder / INCOMPLETE).unlink()
+            flush(folder)
+    all_arrive()  # were the others to go on and rank 0 lost before this, nobody would write the folder again
+    return result
 
 
 def attach_to_arguments(module: ModuleType) -> None:
@@ -41,7 +90,7 @@ def attach_to_utilities(module: ModuleType) -> None:
     wrap_function_wrapper(
         module,
         "get_last_checkpoint",
-        lambda wrapped, instance, args, kwargs: checkpoint_folders.newest(*args, **kwargs),
+        lambda wrapped, instance, args, kwargs: newest(*args, **kwargs),
     )
 
 
@@ -118,4 +167,4 @@ def _skip_first_batches(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any)
 def _save_checkpoint(wrapped: Wrapped, trainer: Any, args: Any, kwargs: Any) -> Any:
     if stack_session() is None:
         return wrapped(*args, **kwargs)
-    return checkpoint_folders.save(trainer, functools.partial(wrapped, *args, **kwargs))
+    return save(trainer, functools.partial(wrapped, *args, **kwargs))

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader
 
-from azureml_elastic.train.data.window_loader import loader_options
+from azureml_elastic.train.data.map_loader import loader_options
 
 __all__ = ["EvaluationLoader", "evaluating"]
 

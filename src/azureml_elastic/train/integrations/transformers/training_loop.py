@@ -21,10 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.train.data.window_loader import WindowLoader, loader_options
-from azureml_elastic.train.integrations.accelerate import parallelism
-from azureml_elastic.train.integrations.transformers.label_count import LabelCount, count_labels
-from azureml_elastic.train.integrations.transformers.progress import Progress, Stage
+from azureml_elastic.train.data.map_loader import WindowLoader, loader_options
+from azureml_elastic.train.integrations.accelerate import training_data
+from azureml_elastic.train.integrations.transformers.progress import LabelCount, Progress, Stage, count_labels
 from azureml_elastic.train.session.stack_session import StackSession
 
 __all__ = ["TrainingLoop", "obstacle"]
@@ -48,7 +47,7 @@ def obstacle(session: StackSession, trainer: Any, args: tuple[Any, ...], kwargs:
     trial = args[1] if len(args) > 1 else kwargs.get("trial")
     reasons = {
         "another training of this process has used the session": session.trains,
-        parallelism.obstacle(trainer.accelerator): True,
+        training_data.obstacle(trainer.accelerator): True,
         "transformers has sharded the model when it was loaded": getattr(
             trainer, "is_distributed_loading_by_transformers", False
         ),

@@ -11,17 +11,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.optim import Optimizer
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from azureml_elastic.checkpoint.format.manifest import FLAT
 from azureml_elastic.checkpoint.state import tree
-from azureml_elastic.checkpoint.state.deepspeed.fragment import Fragment
-from azureml_elastic.checkpoint.state.deepspeed.partitions import Slot, Whole, partitions_of, size_of
+from azureml_elastic.checkpoint.state.deepspeed_partitions import Slot, Whole, partitions_of, size_of
 from azureml_elastic.checkpoint.state.tracked import Tensors, Tracked, restore_settings, settings_of
 from azureml_elastic.errors import UsageError
 
@@ -30,6 +31,51 @@ __all__ = ["EngineState", "is_engine"]
 _LOG = logging.getLogger(__name__)
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+
+class Fragment(torch.Tensor):
+    """A one-dimensional tensor of which this rank holds a range of elements, which may be empty.
+
+    It has the size of the whole tensor but no memory of its own, and does not support computations.
+
+    Args:
+        held: elements of this rank, a flat view of the live memory.
+        start: index of the first of them in the whole tensor.
+        total: number of elements of the whole tensor.
+    """
+
+    held: torch.Tensor
+    start: int
+
+    def __new__(cls, held: torch.Tensor, start: int, total: int) -> Self:
+        whole: Self = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
+            cls, (total,), dtype=held.dtype, device=held.device
+        )
+        whole.held, whole.start = held, start
+        return whole
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        if not self.held.numel() and self.numel():
+            return []
+        return [ChunkStorageMetadata(torch.Size([self.start]), torch.Size([self.held.numel()]))]
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=torch.Size([self.numel()])),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, _: MetadataIndex) -> torch.Tensor:
+        return self.held
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Any, *_: Any) -> NoReturn:
+        raise TypeError(f"{operation} is not supported on a Fragment, whose other elements are on other ranks")
 
 
 def is_engine(value: Any) -> bool:

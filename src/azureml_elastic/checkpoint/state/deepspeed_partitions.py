@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from azureml_elastic.errors import UsageError
 
-__all__ = ["Partitions", "Slot", "Whole", "partitions_of", "size_of"]
+__all__ = ["Slot", "Whole", "partitions_of", "size_of"]
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""DeepSpeed engines: their sharded state as boxes of flat tensors, saved and restored at any world size and stage."""
