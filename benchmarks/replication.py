@@ -19,7 +19,7 @@ import xxhash
 
 from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
 from azureml_elastic.ipc import KEY_BYTES, Authenticator, Connection, MessageServer, Peer, listen
-from azureml_elastic.ipc.shards import ShardDescription
+from azureml_elastic.ipc.message import ShardDescription
 from azureml_elastic.ipc.worker_messages import Accepted, ReplicateShard
 from azureml_elastic.node.agent.shard_receiver import ShardReceiver
 from azureml_elastic.node.agent.shard_sender import ShardSender

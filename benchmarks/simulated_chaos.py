@@ -21,7 +21,7 @@ from azureml_elastic.local.faults.schedule import ChaosState, due, random_schedu
 from azureml_elastic.node.core.round import Limits  # noqa: E402
 from azureml_elastic.simulate.calibration import calibrate  # noqa: E402
 from azureml_elastic.simulate.elastic import ElasticRun  # noqa: E402
-from azureml_elastic.simulate.parameters import Parameters  # noqa: E402
+from azureml_elastic.simulate.scenario import Parameters  # noqa: E402
 from tests.support.node_server import FORKED  # noqa: E402
 from tests.support.paths import PROGRAMS  # noqa: E402
 

@@ -25,9 +25,8 @@ from simulated_chaos import Prediction, median_error, predict_all, run_chaos
 from azureml_elastic.checkpoint.save.schedule import optimal_interval
 from azureml_elastic.config import CheckpointPolicy, NodePool, ReplacementPolicy
 from azureml_elastic.simulate.comparison import simulate
-from azureml_elastic.simulate.hazard import Hazard, synthetic_trace
-from azureml_elastic.simulate.parameters import Parameters
-from azureml_elastic.simulate.scenario import Outcome, Scenario, SimulatedPool, Strategy
+from azureml_elastic.simulate.scenario import Outcome, Parameters, Scenario, SimulatedPool, Strategy
+from azureml_elastic.simulate.traces import Hazard, synthetic_trace
 
 HERE = Path(__file__).parent
 PAGE = HERE / "results" / "simulation.md"

@@ -24,8 +24,8 @@ from measurements import machine
 
 from azureml_elastic.config import CheckpointPolicy, Plan
 from azureml_elastic.ledger.summary import Paths
+from azureml_elastic.local.azurite import TableChoice
 from azureml_elastic.local.cluster import LocalCluster
-from azureml_elastic.local.table_choice import TableChoice
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE / "results" / "steps.md"

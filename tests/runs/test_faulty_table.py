@@ -14,7 +14,7 @@ from azureml_elastic.ledger.events import CheckpointCommitted, Event, Progress, 
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.cluster import LocalCluster
-from azureml_elastic.local.faults.disturbance import Disturbance
+from azureml_elastic.local.faults.model import Disturbance
 from azureml_elastic.local.faults.schedule import parse_schedule
 from azureml_elastic.local.faults.table_proxy import TableProxy
 from azureml_elastic.node.rendezvous.state.row_keys import MEMBER_PREFIX, ROUND_KEY

@@ -8,9 +8,8 @@ from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.ledger.events import HangDetected, Progress, RoundEntered, RoundReopened, read_event
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.ledger.timeline import recoveries
-from azureml_elastic.local.board import Board
 from azureml_elastic.local.cluster import LocalCluster
-from azureml_elastic.local.view import describe
+from azureml_elastic.local.view import Board, describe
 from tests.support.paths import PROGRAMS
 
 TRAINING = PROGRAMS

@@ -19,8 +19,7 @@ from typing import IO, Any
 
 from azureml_elastic.config.command.program import parse_program
 from azureml_elastic.environment import names as variables
-from azureml_elastic.local.fork_server.client import ForkedProcess, ForkServer, Imports, read_early
-from azureml_elastic.local.fork_server.start import ForkStart
+from azureml_elastic.local.fork_server.client import ForkedProcess, ForkServer, ForkStart, Imports, read_early
 from azureml_elastic.local.node_start import AgentProcess, NodeStart
 from azureml_elastic.local.processes import set_subreaper
 from tests.support.paths import ROOT

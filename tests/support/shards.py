@@ -6,7 +6,7 @@ import os
 
 import xxhash
 
-from azureml_elastic.ipc.shards import ShardDescription
+from azureml_elastic.ipc.message import ShardDescription
 
 __all__ = ["describe", "memory_of"]
 

@@ -34,7 +34,7 @@ def serve(reports: RunReports, *, host: str, port: int) -> None:
         host: address to listen on.
         port: port; 0 for a free one.
     """
-    from azureml_elastic.local.page_server import PageServer
+    from azureml_elastic.local.http_server import PageServer
 
     local = isinstance(reports, LocalRunReports)
     page = LivePage(reports, _LOCAL_SECONDS if local else _SERVICE_SECONDS)

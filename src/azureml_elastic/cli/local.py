@@ -114,9 +114,9 @@ def local(
 
     from rich.console import Console
 
+    from azureml_elastic.local.azurite import check_table
     from azureml_elastic.local.cluster import LocalCluster
     from azureml_elastic.local.faults.schedule import load_schedule
-    from azureml_elastic.local.table_choice import check_table
     from azureml_elastic.local.view import choose_view
     from azureml_elastic.report.terminal import summary
 

@@ -41,7 +41,7 @@ def run_locally(
 
     from rich.console import Console
 
-    from azureml_elastic.local.run_dir import new_run_dir
+    from azureml_elastic.local.cluster import new_run_dir
     from azureml_elastic.local.run_end import command_exit_code
     from azureml_elastic.local.view import choose_view
     from azureml_elastic.report.terminal import summary
@@ -49,8 +49,7 @@ def run_locally(
     from azureml_elastic.submit.resumption import check_earlier_run
     from azureml_elastic.submit.yaml.job_file import load_elastic_job
     from azureml_elastic.testing import LocalWorkspace
-    from azureml_elastic.testing.jobs.evictions import parse_eviction
-    from azureml_elastic.testing.jobs.machines import parse_pool
+    from azureml_elastic.testing.jobs.machines import parse_eviction, parse_pool
 
     evictions = [parse_eviction(text) for text in evict]
     given = dict(map(parse_pool, pools))

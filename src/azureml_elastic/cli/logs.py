@@ -103,7 +103,7 @@ class _FolderLogs:
 
     def choose(self, node: str | None) -> str:
         from azureml_elastic.ledger.reading import read_events
-        from azureml_elastic.local.board import Board
+        from azureml_elastic.local.view import Board
 
         if node is None:
             board = Board()

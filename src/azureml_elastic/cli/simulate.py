@@ -13,8 +13,7 @@ from azureml_elastic.errors import UsageError
 
 if TYPE_CHECKING:
     from azureml_elastic.simulate.comparison import Candidate
-    from azureml_elastic.simulate.parameters import Parameters
-    from azureml_elastic.simulate.scenario import Outcome, Scenario, SimulatedPool
+    from azureml_elastic.simulate.scenario import Outcome, Parameters, Scenario, SimulatedPool
     from azureml_elastic.simulate.traces import Trace
 
 __all__ = ["simulate"]
@@ -70,8 +69,7 @@ def simulate(
 
     The elastic run follows the decisions of this library's own agents and of its replacement policy.
     """
-    from azureml_elastic.simulate.notation import parse_hazard, parse_nodes, parse_seconds
-    from azureml_elastic.simulate.traces import write_trace
+    from azureml_elastic.simulate.traces import parse_hazard, parse_nodes, parse_seconds, write_trace
 
     minimum, maximum = parse_nodes(nodes)
     count = maximum if machines is None else machines
@@ -79,7 +77,7 @@ def simulate(
         raise UsageError("Give either --trace FILE or --hazard loss_every=6h,..., not both or none.")
     drawn = None if hazard is None else parse_hazard(hazard)
     if synthesize is not None:
-        from azureml_elastic.simulate.hazard import synthetic_trace
+        from azureml_elastic.simulate.traces import synthetic_trace
 
         if drawn is None:
             raise UsageError("--synthesize writes a trace of a hazard; give --hazard instead of --trace.")
@@ -143,8 +141,8 @@ def _parameters(
     """Return the durations: those of a file, then of runs, then single ones."""
     from azureml_elastic.ledger.reading import read_events
     from azureml_elastic.simulate.calibration import calibrate
-    from azureml_elastic.simulate.notation import parse_seconds, parse_step_seconds
-    from azureml_elastic.simulate.parameters import Parameters
+    from azureml_elastic.simulate.scenario import Parameters
+    from azureml_elastic.simulate.traces import parse_seconds, parse_step_seconds
 
     found = Parameters()
     if path is not None:
@@ -175,8 +173,7 @@ def _parameters(
 
 def _trace(path: Path | None, hazard: Any, machines: int, seconds: float, seed: int) -> Trace:
     """Return the trace of a file, repeated for as long as is simulated, or one of the hazard."""
-    from azureml_elastic.simulate.hazard import synthetic_trace
-    from azureml_elastic.simulate.traces import read_trace
+    from azureml_elastic.simulate.traces import read_trace, synthetic_trace
 
     if path is not None:
         return read_trace(path).repeated(seconds)
@@ -198,8 +195,8 @@ def _scenario(
 ) -> Scenario:
     from azureml_elastic.config import NodePool, ReplacementPolicy
     from azureml_elastic.ledger.bill import load_prices
-    from azureml_elastic.simulate.notation import parse_checkpoint, parse_work
     from azureml_elastic.simulate.scenario import Scenario, SimulatedPool
+    from azureml_elastic.simulate.traces import parse_checkpoint, parse_work
 
     if work is None:
         raise UsageError("--work is missing; give steps, as in --work 20000, or node-hours, as in --work 500nh.")

@@ -105,7 +105,7 @@ def _lines_of_folder(found: RunReport) -> Iterable[str]:
 def _table_of_folder(found: RunReport) -> Table:
     from rich.table import Table
 
-    from azureml_elastic.local.board import Board
+    from azureml_elastic.local.view import Board
     from azureml_elastic.report.cells import ending_text
 
     board = Board()

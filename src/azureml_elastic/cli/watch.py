@@ -58,7 +58,7 @@ class _Watched(Protocol):
 
 def _show(run: _Watched, view: View, interval: float) -> bool:
     """Show a run until its end; return whether it succeeded."""
-    from azureml_elastic.local.board import Board
+    from azureml_elastic.local.view import Board
 
     board = Board()
     with view:

@@ -81,8 +81,7 @@ def start(
         )
 
     from azureml_elastic.testing import LocalWorkspace
-    from azureml_elastic.testing.jobs.evictions import parse_eviction, read_trace
-    from azureml_elastic.testing.jobs.machines import parse_pool
+    from azureml_elastic.testing.jobs.machines import parse_eviction, parse_pool, read_trace
 
     evictions = [*map(parse_eviction, evict or ()), *(read_trace(trace) if trace is not None else ())]
     pools = dict(map(parse_pool, pool)) if pool else None

@@ -12,8 +12,7 @@ from importlib.util import find_spec
 
 from azureml_elastic.config import Plan
 from azureml_elastic.config.exit_codes import FAILED, USAGE
-from azureml_elastic.engines.engine import Engine
-from azureml_elastic.engines.node_engine import NodeEngine
+from azureml_elastic.engines.engine import Engine, NodeEngine
 from azureml_elastic.environment.engine import EngineEnvironment
 from azureml_elastic.errors import ElasticError, EngineError, MissingExtra
 from azureml_elastic.ipc.agent_interface import WorkerIdentity

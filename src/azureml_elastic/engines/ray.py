@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from azureml_elastic.engines.children import Child
+from azureml_elastic.engines.cluster import Child
 from azureml_elastic.errors import EngineError
 
 __all__ = ["Ray"]

@@ -13,9 +13,8 @@ that authenticates it; see :mod:`~azureml_elastic.ipc.authentication`.
 """
 
 from azureml_elastic.ipc.authentication import KEY_BYTES, Authenticator, Peer
-from azureml_elastic.ipc.connection import Connection
+from azureml_elastic.ipc.connection import MAX_LINE, Connection, LineReader, encode
 from azureml_elastic.ipc.endpoints import Address, MessageClient, MessageServer, listen
-from azureml_elastic.ipc.line_codec import MAX_LINE, LineReader, encode
 
 __all__ = [
     "KEY_BYTES",

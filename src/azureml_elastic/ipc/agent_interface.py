@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.config.exit_codes import AGENT_LOST, PREEMPTED
-from azureml_elastic.ipc.shards import HeldShard, ShardDescription
+from azureml_elastic.ipc.message import HeldShard, ShardDescription
 
 if TYPE_CHECKING:
     from azureml_elastic.ipc.worker_messages import Report  # which has the types below in its fields

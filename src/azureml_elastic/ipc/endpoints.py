@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from azureml_elastic.ipc.authentication import ANY, Authenticator, Peer
-from azureml_elastic.ipc.connection import Connection
+from azureml_elastic.ipc.connection import Connection, encode
 from azureml_elastic.ipc.event_loop import Loop, OnClose, OnMessage, OnTick
-from azureml_elastic.ipc.line_codec import encode
 
 __all__ = ["Address", "MessageClient", "MessageServer", "listen"]
 

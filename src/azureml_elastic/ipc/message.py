@@ -5,13 +5,24 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from azureml_elastic.ipc.connection import Connection
 
-__all__ = ["Count", "FileName", "MalformedMessage", "MessageCodec", "Name", "Seconds", "Text"]
+__all__ = [
+    "Count",
+    "FileName",
+    "HeldShard",
+    "MalformedMessage",
+    "MessageCodec",
+    "Name",
+    "Seconds",
+    "ShardDescription",
+    "Text",
+]
 
 _LOG = logging.getLogger(__name__)
 _M = TypeVar("_M")
@@ -109,3 +120,39 @@ class MessageCodec(Generic[_M]):
 
 def _shorten(text: str) -> str:
     return text if len(text) <= _LONGEST_PROBLEM else f"{text[:_LONGEST_PROBLEM]}..."
+
+
+@dataclass(frozen=True)
+class ShardDescription:
+    """A shard of a snapshot.
+
+    Args:
+        folder: name of the snapshot.
+        file: file name of the shard in a checkpoint.
+        step: optimizer steps completed.
+        world_size: world size of the round that took the snapshot, which is the number of its shards.
+        rank: rank whose shard it is.
+        size: size of the file in bytes.
+        tail: size in bytes of what follows the file: the manifest, in the shard of rank 0.
+        xxh3: XXH3-128 checksum of the file, in hexadecimal digits.
+    """
+
+    folder: FileName
+    file: FileName
+    step: Count
+    world_size: Count
+    rank: Count
+    size: Count
+    tail: Count
+    xxh3: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+
+
+@dataclass(frozen=True)
+class HeldShard(ShardDescription):
+    """A shard in the memory or on the disk of a node.
+
+    Args:
+        path: path of the memory or of the file on that node.
+    """
+
+    path: Text

@@ -14,8 +14,7 @@ from pydantic import Field, PlainSerializer
 
 from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.ipc.agent_interface import Action, HandedOverState
-from azureml_elastic.ipc.message import Count, FileName, MessageCodec, Seconds, Text
-from azureml_elastic.ipc.shards import HeldShard, ShardDescription
+from azureml_elastic.ipc.message import Count, FileName, HeldShard, MessageCodec, Seconds, ShardDescription, Text
 from azureml_elastic.ledger.metric_names import ALLOWED_NAME, LONGEST_NAME, MOST_VALUES
 
 __all__ = [

@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import secrets
 import signal
+import tempfile
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
+from azureml_elastic.checkpoint.format.catalogue import furthest, newest_committed
+from azureml_elastic.checkpoint.storage.opening import open_storage
+from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.config import (
     BatchPolicy,
     CheckpointPolicy,
@@ -26,24 +30,131 @@ from azureml_elastic.config.base import positive_duration
 from azureml_elastic.config.command.program import Program, parse_program
 from azureml_elastic.config.command.worker_variables import refuse_changing, words_with_placeholders
 from azureml_elastic.config.exit_codes import FAILED
+from azureml_elastic.config.plan import EarlierRun
 from azureml_elastic.environment.names import AZURE_STORAGE_CONNECTION_STRING as CONNECTION_STRING
 from azureml_elastic.environment.user import UserEnvironment
-from azureml_elastic.errors import CommandError, ElasticError
-from azureml_elastic.free_space import is_full
-from azureml_elastic.ledger.summary import Paths, Report
-from azureml_elastic.local.earlier_run import continued_runs, find_earlier_run
+from azureml_elastic.errors import CommandError, ElasticError, TableError, TableForbidden, TableNotFound, UsageError
+from azureml_elastic.free_space import free_bytes, is_full
+from azureml_elastic.ledger.summary import Paths, Report, load_report
+from azureml_elastic.local.azurite import SQLITE_TABLE, TableChoice, check_table, open_table_choice
 from azureml_elastic.local.faults.model import Schedule
-from azureml_elastic.local.fork_server.start import are_forked, open_fork_start
+from azureml_elastic.local.fork_server.client import are_forked, open_fork_start
 from azureml_elastic.local.launch import Launch
 from azureml_elastic.local.node_start import NODE_COMMAND, CommandStart, NodeStart, StartMethod
 from azureml_elastic.local.processes import NodeProcesses
-from azureml_elastic.local.run_dir import new_run_dir, prepare_run_dir, require_space
-from azureml_elastic.local.stop_signals import StopSignals
-from azureml_elastic.local.table_choice import TableChoice, check_table, open_table_choice
+from azureml_elastic.local.run_end import StopSignals
 from azureml_elastic.local.view import UntilBroken, View
 from azureml_elastic.node.agent.session_detection import opens_session
+from azureml_elastic.node.table.checkpoint_pointer import CHECKPOINT_KEY
+from azureml_elastic.node.table.sqlite import SqliteTable
 
-__all__ = ["NODE_COMMAND", "LocalCluster"]
+__all__ = [
+    "NODE_COMMAND",
+    "LocalCluster",
+    "continued_runs",
+    "find_earlier_run",
+    "new_run_dir",
+    "prepare_run_dir",
+    "require_space",
+]
+
+
+def find_earlier_run(folder: Path) -> EarlierRun:
+    """Return the run of a folder, to be continued.
+
+    Raises:
+        UsageError: the folder is not a run folder, or has no committed checkpoint.
+    """
+    report, path = load_report(folder.absolute()), Paths.of(folder.absolute()).checkpoints
+    try:
+        storage = open_storage(path)
+        reference = furthest(storage, _pointer(folder / SQLITE_TABLE, report.name) or newest_committed(storage))
+    except OSError as error:
+        raise UsageError(f"The checkpoints of the run {folder} cannot be read: {error}") from error
+    if reference is None:
+        raise UsageError(
+            f"The run {folder} has no committed checkpoint in {path}, so there is nothing to continue from. Start the "
+            "program without --resume-from, or give another run."
+        )
+    run_id = report.name or folder.absolute().name
+    return EarlierRun(name=run_id, path=str(path), checkpoint=reference.to_json())
+
+
+def _pointer(table: Path, run_id: str) -> Reference | None:
+    """Return the committed checkpoint that the run's table file names; ``None`` if the table was another one."""
+    if not table.is_file() or not run_id:
+        return None
+    try:
+        with contextlib.closing(SqliteTable(table, TableRendezvous().table, run_id)) as rows:
+            row = rows.get(CHECKPOINT_KEY)
+    except (TableError, TableNotFound, TableForbidden):  # the folder may be read-only
+        return None
+    pointer = None if row is None else row.value["pointer"]
+    return None if pointer is None else Reference.from_json(pointer)
+
+
+def continued_runs(folder: Path | None) -> tuple[Path, ...]:
+    """Return the folders of a run and of those that it has continued, the first run first."""
+    found: list[Path] = []
+    while folder is not None:
+        found.insert(0, folder.absolute())
+        folder = load_report(folder).resumed_from
+    return tuple(found)
+
+
+_MIB = 1 << 20
+_REPORT_BYTES = 1 << 18
+"""Space that is taken for the report when the run begins: a disk that fills up must not hide why the run has ended."""
+
+
+def new_run_dir(parent: Path = Path("runs")) -> Path:
+    """Return an unused name for a run folder, without creating it."""
+    return parent / f"{datetime.now().astimezone():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def prepare_run_dir(run_dir: Path) -> Paths:
+    """Create the folder of a run and return its paths.
+
+    Raises:
+        UsageError: the folder already contains a run, or cannot be created.
+    """
+    paths = Paths.of(run_dir.absolute())
+    if paths.events.exists():
+        raise UsageError(
+            f"The folder {run_dir} already contains a run. Choose another one with --run-dir, or delete it first."
+        )
+    try:
+        for folder in (paths.events, paths.logs, paths.samples, paths.checkpoints):
+            folder.mkdir(parents=True, exist_ok=True)
+        paths.report_part.write_bytes(bytes(_REPORT_BYTES))
+    except OSError as error:
+        raise UsageError(
+            f"The run folder {run_dir} cannot be created: {error}. Choose another one with --run-dir."
+        ) from error
+    return paths
+
+
+def require_space(run_dir: Path, disk_mib: int | None) -> None:
+    """Check that the nodes of a run will not wait for space as soon as they start.
+
+    Args:
+        run_dir: folder of the run, which need not exist.
+        disk_mib: free MiB that the nodes' health check requires, ``None`` for any.
+
+    Raises:
+        UsageError: less is free.
+    """
+    for what, option, folder in (
+        ("run folder", "another one with --run-dir", run_dir),
+        ("folder for temporary files", "another one with TMPDIR", Path(tempfile.gettempdir())),
+    ):
+        free = free_bytes(folder)
+        if free is not None and free // _MIB < (disk_mib or 0):
+            raise UsageError(
+                f"The disk of the {what} {folder} has {free // _MIB:,} MiB free, and each node requires {disk_mib:,} "
+                f"MiB (HealthPolicy.disk_mib). Free space on it, or choose {option}."
+            )
+
 
 _CHECKPOINT_EVERY = timedelta(seconds=10)
 """Local runs are shorter than a job's default checkpoint interval."""

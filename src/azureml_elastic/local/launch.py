@@ -20,16 +20,13 @@ from azureml_elastic.ledger.summary import (
     RunState,
     audit_folder,
 )
-from azureml_elastic.local.board import Board
-from azureml_elastic.local.faults.missed import reason_missed
+from azureml_elastic.local.azurite import TableChoice
 from azureml_elastic.local.faults.model import Add, Freeze, Kill, Preempt, Schedule, TableTrouble
-from azureml_elastic.local.faults.schedule import ChaosState, Due, due, may_add, training_seconds
+from azureml_elastic.local.faults.schedule import ChaosState, Due, due, may_add, reason_missed, training_seconds
 from azureml_elastic.local.launched_node import LaunchedNode, node_environment
 from azureml_elastic.local.processes import NodeProcesses
-from azureml_elastic.local.run_end import TIMED_OUT, RunEnd, outcome_of, phase
-from azureml_elastic.local.stop_signals import StopSignals
-from azureml_elastic.local.table_choice import TableChoice
-from azureml_elastic.local.view import View
+from azureml_elastic.local.run_end import TIMED_OUT, RunEnd, StopSignals, outcome_of, phase
+from azureml_elastic.local.view import Board, View
 
 __all__ = ["Launch"]
 

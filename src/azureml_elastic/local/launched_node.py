@@ -10,9 +10,9 @@ from azureml_elastic.environment import names as environment
 from azureml_elastic.environment.user import UserEnvironment
 from azureml_elastic.ledger.reading import LineReader
 from azureml_elastic.ledger.summary import NodeEnding, NodeSummary, Paths
+from azureml_elastic.local.azurite import TableChoice
 from azureml_elastic.local.processes import NodeProcess
 from azureml_elastic.local.run_end import NodeStatus
-from azureml_elastic.local.table_choice import TableChoice
 
 __all__ = ["LaunchedNode", "node_environment"]
 

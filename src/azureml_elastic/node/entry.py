@@ -24,7 +24,7 @@ from azureml_elastic.config.exit_codes import UNHEALTHY
 from azureml_elastic.environment import names as variables
 from azureml_elastic.errors import MissingExtra, NodeLeaving, RunFailed, RunSucceeded
 from azureml_elastic.ipc import Connection
-from azureml_elastic.ipc.shards import ShardDescription
+from azureml_elastic.ipc.message import ShardDescription
 from azureml_elastic.ledger.events import HealthChecked, NodeLeft, NodeStarted
 from azureml_elastic.node.agent.agent import NodeAgent
 from azureml_elastic.node.agent.agent_table import AgentTable

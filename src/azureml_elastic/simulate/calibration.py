@@ -23,7 +23,7 @@ from azureml_elastic.ledger.events import (
     RoundReopened,
     RunEnded,
 )
-from azureml_elastic.simulate.parameters import Parameters
+from azureml_elastic.simulate.scenario import Parameters
 
 __all__ = ["calibrate"]
 

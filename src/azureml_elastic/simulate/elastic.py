@@ -8,8 +8,11 @@ taken away by the caller.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 from azureml_elastic.config import CheckpointPolicy, PreemptionPolicy, RendezvousTimings
@@ -20,13 +23,86 @@ from azureml_elastic.node.core.pauses import SilenceLimit
 from azureml_elastic.node.core.round import Limits, Member, Round, reopened
 from azureml_elastic.node.core.sealing import SealTimer, candidates, seal
 from azureml_elastic.node.preemption.notices import Announcement, Notice
-from azureml_elastic.simulate.accounts import Accounts, exact, later
-from azureml_elastic.simulate.parameters import Parameters
-from azureml_elastic.simulate.processes import Process, Processes
-from azureml_elastic.simulate.timers import Timers
+from azureml_elastic.simulate.scenario import Accounts, Life, Parameters, exact, later
 from azureml_elastic.simulate.training import Training
 
-__all__ = ["ElasticRun"]
+__all__ = ["ElasticRun", "Process", "Processes", "Timers"]
+
+
+@dataclass
+class Process:
+    """Process of a node. Its seconds are accounted up to ``at``; those of members while they train, by ``Training``.
+
+    Args:
+        pool: index of its pool.
+        began: start of the process.
+        at: time up to which its seconds are accounted.
+        ready: whether it may be in a round.
+        entered: whether it has been in one.
+        waiting_since: time since which it waits for a round.
+        activity: what it does since ``at``.
+        cause: cause of that.
+    """
+
+    name: str
+    pool: int
+    began: float
+    at: float
+    ready: bool = False
+    entered: bool = False
+    waiting_since: float = 0.0
+    activity: Activity = "starting"
+    cause: Cause | None = None
+
+
+class Processes(dict[str, Process]):
+    """Running processes by the name of their node.
+
+    Args:
+        accounts: accounts of the run.
+    """
+
+    def __init__(self, accounts: Accounts) -> None:
+        super().__init__()
+        self._accounts = accounts
+
+    def start(self, name: str, pool: int, now: float) -> Process:
+        """Start the process of a node."""
+        process = self[name] = Process(name, pool, now, now)
+        return process
+
+    def mark(self, process: Process, now: float, activity: Activity, cause: Cause | None = None) -> None:
+        """Account for a process's time until now, and continue with an activity."""
+        self._accounts.add(process.activity, now - process.at, process.cause)
+        process.at, process.activity, process.cause = now, activity, cause
+
+    def end(self, name: str, now: float) -> None:
+        """End the process of a node."""
+        process = self.pop(name)
+        self.mark(process, now, "idle")
+        self._accounts.lives.append(Life(name, process.pool, process.began, now))
+
+
+class Timers:
+    """Actions in the order of their time; those of the same time in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    @property
+    def next(self) -> float:
+        """Time of the next action; infinite without one."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    def add(self, time: float, action: Callable[[], None]) -> None:
+        """Add an action."""
+        heapq.heappush(self._heap, (time, next(self._numbers), action))
+
+    def fire(self) -> None:
+        """Do the next action."""
+        heapq.heappop(self._heap)[2]()
+
 
 _Phase = Literal["open", "entering", "training", "broken", "ended"]
 """``entering`` lasts from the seal to the first step, ``broken`` from a silent loss to its detection."""

@@ -9,11 +9,8 @@ from functools import partial
 from azureml_elastic.config.resources import first_nodes, step_names
 from azureml_elastic.node.core.round import Limits
 from azureml_elastic.node.replacement.policy import JobState, NodeJob, Start, decide, limit_reached, next_change
-from azureml_elastic.simulate.accounts import exact
-from azureml_elastic.simulate.elastic import ElasticRun
-from azureml_elastic.simulate.machines import Machine, MachineChange, machine_changes
-from azureml_elastic.simulate.scenario import Outcome, Scenario, outcome
-from azureml_elastic.simulate.timers import Timers
+from azureml_elastic.simulate.elastic import ElasticRun, Timers
+from azureml_elastic.simulate.scenario import Machine, MachineChange, Outcome, Scenario, exact, machine_changes, outcome
 
 __all__ = ["simulate_elastic"]
 

@@ -1,22 +1,180 @@
-"""What is simulated: pools of machines with their availability, the work, the policies; and what came of it."""
+"""What is simulated: pools of machines with their availability, the program, the work and policies; and the outcome.
+
+Accounting of simulated nodes: each second of each node has one activity, as in :mod:`ledger.accounting`.
+
+Times are multiples of 2^-20 s, about a microsecond. Sums and differences of such floats are exact up to 2^33 s, which
+is two million node-hours: the accounted node-seconds are the delivered ones to the last bit.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
 
 from azureml_elastic.config import CheckpointPolicy, NodePool, RendezvousTimings, ReplacementPolicy
+from azureml_elastic.config.base import ConfigModel
 from azureml_elastic.errors import UsageError
-from azureml_elastic.ledger.accounting import Total, goodput
+from azureml_elastic.ledger.accounting import Activity, Cause, Total, goodput
 from azureml_elastic.ledger.bill import Bill, NodeUse, Prices, Tier, bill
-from azureml_elastic.simulate.accounts import Accounts
-from azureml_elastic.simulate.parameters import Parameters
 from azureml_elastic.simulate.traces import Trace
 
-__all__ = ["Outcome", "Scenario", "SimulatedPool", "Strategy", "outcome"]
+__all__ = [
+    "Accounts",
+    "Life",
+    "Machine",
+    "MachineChange",
+    "Outcome",
+    "Parameters",
+    "Scenario",
+    "SimulatedPool",
+    "Strategy",
+    "exact",
+    "later",
+    "machine_changes",
+    "outcome",
+]
+
+_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_StepSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_CAUSES: tuple[Cause, ...] = ("preemption", "node loss", "worker crash", "scale-up", "hang", "connection")
+
+
+class Parameters(ConfigModel):
+    """Durations in seconds. The defaults are guesses for a GPU node; :mod:`calibration` measures them.
+
+    Args:
+        step_seconds: duration of a step by number of nodes, at least one entry. Between entries a step's duration is
+            linear in 1/nodes; outside of them it follows from ``serial_fraction``.
+        serial_fraction: share of a step on one node that more nodes do not shorten (Amdahl's law).
+        provisioning_seconds: time from a free machine to the start of the node's process, which is not billed.
+        start_seconds: time from the start of a node's process until it is ready.
+        preload_seconds: further time of a node that joins a run that has begun, for its imports.
+        first_step_seconds: time from the last node's readiness to the first step of a round without a survivor.
+        restore_seconds: further time to read a checkpoint.
+        recovery_seconds: time from the end of a round to the first step of the next one, by cause.
+        checkpoint_pause_seconds: pause of training for a checkpoint.
+        checkpoint_write_seconds: time after the pause until the checkpoint is committed.
+        notice_seconds: time between the announcement and the loss of a machine; 0 for losses without announcement.
+        finish_seconds: time from the last step to the end of the nodes.
+    """
+
+    step_seconds: Mapping[int, _StepSeconds] = Field(default={1: 1.0}, min_length=1)
+    serial_fraction: float = Field(default=0.05, ge=0, le=1)
+    provisioning_seconds: _Seconds = 180.0
+    start_seconds: _Seconds = 30.0
+    preload_seconds: _Seconds = 10.0
+    first_step_seconds: _Seconds = 10.0
+    restore_seconds: _Seconds = 10.0
+    recovery_seconds: Mapping[Cause, _Seconds] = dict.fromkeys(_CAUSES, 5.0)
+    checkpoint_pause_seconds: _Seconds = 1.0
+    checkpoint_write_seconds: _Seconds = 10.0
+    notice_seconds: _Seconds = 0.0
+    finish_seconds: _Seconds = 5.0
+
+    @field_validator("step_seconds")
+    @classmethod
+    def _counts_are_positive(cls, value: Mapping[int, float]) -> Mapping[int, float]:
+        if (least := min(value)) < 1:
+            raise ValueError(f"step_seconds has {least} nodes; the smallest number of nodes is 1")
+        return dict(sorted(value.items()))
+
+    @field_validator("recovery_seconds")
+    @classmethod
+    def _all_causes_are_known(cls, value: Mapping[Cause, float]) -> Mapping[Cause, float]:
+        """Complete missing causes by the longest known recovery."""
+        if not value:
+            raise ValueError(f"recovery_seconds is empty; give the seconds of one of {', '.join(_CAUSES)} or more")
+        return {cause: value.get(cause, max(value.values())) for cause in _CAUSES}
+
+    def step_time(self, nodes: int) -> float:
+        """Return the duration of a step on a number of nodes, in seconds."""
+        known = list(self.step_seconds)
+        below = max((count for count in known if count <= nodes), default=None)
+        above = min((count for count in known if count >= nodes), default=None)
+        if below is None or above is None:
+            nearest = above if below is None else below
+            assert nearest is not None
+            return self.step_seconds[nearest] * self._amdahl(nodes) / self._amdahl(nearest)
+        if below == above:
+            return self.step_seconds[below]
+        share = (1 / below - 1 / nodes) / (1 / below - 1 / above)
+        return self.step_seconds[below] + share * (self.step_seconds[above] - self.step_seconds[below])
+
+    def _amdahl(self, nodes: int) -> float:
+        return self.serial_fraction + (1 - self.serial_fraction) / nodes
+
+
+_RESOLUTION = 2.0**-20
+
+
+def exact(seconds: float) -> float:
+    """Return a time rounded to the resolution of the simulation."""
+    return seconds if math.isinf(seconds) else round(seconds / _RESOLUTION) * _RESOLUTION
+
+
+def later(now: float, seconds: float) -> float:
+    """Return a time that is at least this much later than ``now``, and not equal to it."""
+    return seconds if math.isinf(seconds) else now + max(1, math.ceil(seconds / _RESOLUTION)) * _RESOLUTION
+
+
+@dataclass(frozen=True)
+class Life:
+    """Lifetime of the process of a simulated node.
+
+    Args:
+        node: name of the node.
+        pool: index of its pool.
+        began: start in seconds since the submission of the run.
+        ended: end in seconds since the submission of the run.
+    """
+
+    node: str
+    pool: int
+    began: float
+    ended: float
+
+    @property
+    def seconds(self) -> float:
+        """Time for which the node was delivered."""
+        return self.ended - self.began
+
+
+@dataclass
+class Accounts:
+    """Node-seconds of a run by activity and cause.
+
+    Attributes:
+        lives: lifetimes of the nodes that have ended.
+    """
+
+    lives: list[Life] = field(default_factory=list)
+    _seconds: dict[tuple[Activity, Cause | None], float] = field(default_factory=dict)
+
+    def add(self, activity: Activity, node_seconds: float, cause: Cause | None = None) -> None:
+        """Add node-seconds to an activity."""
+        key = activity, cause
+        self._seconds[key] = self._seconds.get(key, 0.0) + node_seconds
+
+    def lose(self, node_seconds: float, cause: Cause) -> None:
+        """Make training that has to be repeated lost work."""
+        self.add("training", -node_seconds)
+        self.add("lost work", node_seconds, cause)
+
+    @property
+    def delivered(self) -> float:
+        """Node-seconds of the lifetimes."""
+        return sum(life.seconds for life in self.lives)
+
+    def totals(self) -> tuple[Total, ...]:
+        """Return the node-seconds by activity and cause, the largest first."""
+        found: Iterable[Total] = (Total(*key, seconds) for key, seconds in self._seconds.items() if seconds)
+        return tuple(sorted(found, key=lambda total: -total.seconds))
+
 
 Strategy = Literal["rigid", "restart", "elastic"]
 """How a run deals with losses.
@@ -170,3 +328,40 @@ def outcome(
         activities=accounts.totals(),
         bill=bill(uses, scenario.prices),
     )
+
+
+Machine = tuple[int, int]
+"""Index of the pool, and of the machine within it."""
+
+
+@dataclass(frozen=True)
+class MachineChange:
+    """A machine becomes available, is about to be reclaimed, or is gone."""
+
+    time: float
+    machine: Machine
+    kind: Literal["up", "notice", "down"]
+
+
+def machine_changes(pools: Sequence[SimulatedPool], notice_seconds: float = 0.0) -> list[MachineChange]:
+    """Return the changes of all machines; those without a trace are available from the beginning.
+
+    Args:
+        pools: pools in the order of preference.
+        notice_seconds: time between the announcement of a loss and the loss; 0 for none.
+    """
+    found: list[MachineChange] = []
+    for number, pool in enumerate(pools):
+        if pool.trace is None:
+            found += [MachineChange(0.0, (number, index), "up") for index in range(pool.machines)]
+            continue
+        up_since: dict[int, float] = {}
+        for change in pool.trace.changes:
+            time, machine = exact(change.time), (number, change.machine)
+            if change.up:
+                up_since[change.machine] = time
+            elif notice_seconds:
+                noticed = max(up_since.get(change.machine, -math.inf), time - exact(notice_seconds))
+                found.append(MachineChange(noticed, machine, "notice"))
+            found.append(MachineChange(time, machine, "up" if change.up else "down"))
+    return sorted(found, key=lambda change: change.time)  # stable: changes of a machine keep their order

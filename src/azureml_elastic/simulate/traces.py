@@ -1,4 +1,4 @@
-"""Traces of availability: when the machines of a pool can be had, read from the two shapes of public spot traces.
+"""When the machines of a pool can be had: traces of availability, recorded or synthetic, and the notation of durations.
 
 The times of a trace start at 0. A machine that a trace does not have up at first is down. After the end of a trace its
 last state continues; :meth:`Trace.repeated` makes one that is longer.
@@ -9,14 +9,33 @@ from __future__ import annotations
 import csv
 import json
 import math
+import random
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from azureml_elastic.config import CheckpointPolicy
+from azureml_elastic.config.base import parse_duration
 from azureml_elastic.errors import UsageError
 
-__all__ = ["Change", "Trace", "from_counts", "read_trace", "write_trace"]
+__all__ = [
+    "Change",
+    "Hazard",
+    "Trace",
+    "from_counts",
+    "parse_checkpoint",
+    "parse_hazard",
+    "parse_nodes",
+    "parse_seconds",
+    "parse_step_seconds",
+    "parse_work",
+    "read_trace",
+    "synthetic_trace",
+    "write_trace",
+]
 
 _HEADER = ("time", "node", "event")
 _EVENTS = {"up": True, "down": False}
@@ -183,3 +202,189 @@ def _seconds(value: object, what: str) -> float:
     if not math.isfinite(seconds) or seconds < 0:
         raise ValueError(f"{what}, {value!r}, is no number of seconds from 0")
     return seconds
+
+
+@dataclass(frozen=True)
+class Hazard:
+    """Rates at which the machines of a pool are lost and come back. All times are exponentially distributed.
+
+    Args:
+        loss_every: mean seconds between two losses of one machine, independent of the others; infinite for none.
+        back_after: mean seconds until such a machine is available again.
+        reclaim_every: mean seconds between two events that reclaim machines of the whole pool; infinite for none.
+        reclaim_share: probability with which each machine is reclaimed by such an event.
+        reclaim_lasts: mean seconds until the machines of one event are available again, all at the same time.
+    """
+
+    loss_every: float = math.inf
+    back_after: float = 1200.0
+    reclaim_every: float = math.inf
+    reclaim_share: float = 0.5
+    reclaim_lasts: float = 3600.0
+
+    def __post_init__(self) -> None:
+        for name in ("loss_every", "back_after", "reclaim_every", "reclaim_lasts"):
+            value = getattr(self, name)
+            if math.isnan(value) or value <= 0:
+                raise UsageError(f"{name}={value} of the hazard is not above 0; give a number of seconds.")
+        if not 0 <= self.reclaim_share <= 1:
+            raise UsageError(f"reclaim_share={self.reclaim_share} of the hazard is not within 0 and 1.")
+
+
+def synthetic_trace(hazard: Hazard, machines: int, seconds: float, seed: int = 0) -> Trace:
+    """Return a trace in which all machines are available at first. Equal arguments give equal traces.
+
+    Args:
+        hazard: rates of the losses.
+        machines: number of machines.
+        seconds: length of the trace.
+        seed: start value of the random numbers.
+    """
+    if machines < 1 or not 0 < seconds < math.inf:
+        raise UsageError(f"A trace of {machines} machines and {seconds:g} s is empty; give 1 machine and 1 s or more.")
+    # A machine's losses and the pool's events have generators of their own: one more machine changes no other's.
+    pool = random.Random(f"{seed} pool")
+    draws = [random.Random(f"{seed} {machine}") for machine in range(machines)]
+    gaps: list[list[tuple[float, float]]] = [_own_losses(hazard, draw, seconds) for draw in draws]
+    choices = [random.Random(f"{seed} {machine} reclaimed") for machine in range(machines)]
+    time = _after(pool, hazard.reclaim_every)
+    while time < seconds:
+        until = time + _after(pool, hazard.reclaim_lasts)
+        for machine, choice in enumerate(choices):
+            if choice.random() < hazard.reclaim_share:
+                gaps[machine].append((time, until))
+        time += _after(pool, hazard.reclaim_every)
+    changes = [Change(0.0, machine, True) for machine in range(machines)]
+    for machine, periods in enumerate(gaps):
+        for start, end in _union(periods):
+            changes.append(Change(start, machine, False))
+            if end < seconds:
+                changes.append(Change(end, machine, True))
+    return Trace(tuple(sorted(changes)), machines, seconds)
+
+
+def _after(draw: random.Random, mean: float) -> float:
+    return math.inf if math.isinf(mean) else draw.expovariate(1 / mean)
+
+
+def _own_losses(hazard: Hazard, draw: random.Random, seconds: float) -> list[tuple[float, float]]:
+    periods: list[tuple[float, float]] = []
+    time = _after(draw, hazard.loss_every)
+    while time < seconds:
+        back = time + _after(draw, hazard.back_after)
+        periods.append((time, back))
+        time = back + _after(draw, hazard.loss_every)
+    return periods
+
+
+def _union(periods: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the periods in the order of time, with overlapping ones as one."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(periods):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def parse_seconds(text: str, what: str) -> float:
+    """Return the seconds of a duration such as ``90``, ``90s``, ``1.5m``, ``6h`` or ``7d``.
+
+    Raises:
+        UsageError: the text is no duration.
+    """
+    duration = parse_duration(text)
+    if duration is None:
+        raise UsageError(f"{what}={text!r} is no duration; give a number with ms, s, m, h or d, as in 90s or 6h.")
+    return duration.total_seconds()
+
+
+def parse_hazard(text: str) -> Hazard:
+    """Return the hazard of a text such as ``loss_every=6h,reclaim_every=1d,reclaim_share=0.5``.
+
+    Raises:
+        UsageError: a name is unknown, or a value is no duration or share.
+    """
+    names = [each.name for each in fields(Hazard)]
+    values: dict[str, float] = {}
+    for entry in filter(None, (entry.strip() for entry in text.split(","))):
+        name, separator, value = (part.strip() for part in entry.partition("="))
+        if not separator or name not in names:
+            raise UsageError(
+                f"The hazard has {entry!r}; give NAME=VALUE with one of {', '.join(names)}, as in "
+                "loss_every=6h,reclaim_every=1d,reclaim_share=0.5."
+            )
+        values[name] = _share(value) if name == "reclaim_share" else parse_seconds(value, name)
+    if not values.keys() & {"loss_every", "reclaim_every"}:
+        raise UsageError(
+            f"The hazard {text!r} has no losses; give loss_every, reclaim_every or both, as in loss_every=6h."
+        )
+    return Hazard(**values)
+
+
+def parse_nodes(text: str) -> tuple[int, int]:
+    """Return minimum and maximum of a text such as ``1:16``, or twice the number of ``16``.
+
+    Raises:
+        UsageError: the text is no range of numbers of nodes.
+    """
+    match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text.strip())
+    if match is None:
+        raise UsageError(f"--nodes={text!r} is no range; give minimum and maximum, as in 1:16.")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def parse_step_seconds(text: str) -> dict[int, float]:
+    """Return the seconds of a step by number of nodes of a text such as ``1=2s,4=0.6s``, or ``2s`` for one node.
+
+    Raises:
+        UsageError: an entry is not of this form.
+    """
+    found: dict[int, float] = {}
+    for entry in text.split(","):
+        nodes, separator, value = entry.rpartition("=")
+        if separator and not nodes.strip().isdecimal():
+            raise UsageError(f"--step-seconds has {entry!r}; give NODES=SECONDS, as in 1=2s,4=0.6s.")
+        found[int(nodes) if separator else 1] = parse_seconds(value, "--step-seconds")
+    return found
+
+
+def parse_work(text: str, seconds_per_step: float) -> int:
+    """Return the number of steps of a text such as ``20000``, or ``500nh`` for the steps of 500 hours of one node.
+
+    Args:
+        text: number of steps, or of node-hours.
+        seconds_per_step: duration of a step on one node.
+
+    Raises:
+        UsageError: the text is neither.
+    """
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*nh", text.strip()):
+        return max(1, math.ceil(float(match[1]) * 3600 / seconds_per_step))
+    if not re.fullmatch(r"[1-9]\d{0,14}", text.strip()):
+        raise UsageError(f"--work={text!r} is no amount of work; give steps, as in 20000, or node-hours, as in 500nh.")
+    return int(text)
+
+
+def parse_checkpoint(text: str) -> CheckpointPolicy:
+    """Return the policy of a text such as ``auto``, ``5m`` or ``100steps``.
+
+    Raises:
+        UsageError: the text is none of them, or the interval is 0.
+    """
+    if text == "auto":
+        return CheckpointPolicy(every="auto")
+    if match := re.fullmatch(r"([1-9]\d{0,14})\s*steps?", text.strip()):
+        return CheckpointPolicy(every=None, every_steps=int(match[1]))
+    seconds = parse_seconds(text, "--checkpoint-every")
+    if seconds == 0:
+        raise UsageError("--checkpoint-every=0 is not above 0; give auto, a duration such as 5m, or 100steps.")
+    return CheckpointPolicy(every=timedelta(seconds=seconds))
+
+
+def _share(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise UsageError(f"reclaim_share={text!r} is no number; give one from 0 to 1.") from error

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from azureml_elastic.checkpoint.save.schedule import CheckpointSchedule, Decision
 from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.ledger.accounting import Cause
-from azureml_elastic.simulate.accounts import Accounts, exact
-from azureml_elastic.simulate.parameters import Parameters
+from azureml_elastic.simulate.scenario import Accounts, Parameters, exact
 
 __all__ = ["Training"]
 

@@ -18,30 +18,25 @@ from azureml_elastic.environment.process import changed
 from azureml_elastic.environment.user import UserEnvironment
 from azureml_elastic.errors import UsageError, needs_extra
 from azureml_elastic.ledger.summary import Report
+from azureml_elastic.local.cluster import prepare_run_dir
 from azureml_elastic.local.faults.metadata_service import MetadataService
-from azureml_elastic.local.fork_server.start import ForkStart
+from azureml_elastic.local.fork_server.client import ForkStart
 from azureml_elastic.local.node_start import StartMethod
 from azureml_elastic.local.processes import NodeProcesses
-from azureml_elastic.local.run_dir import prepare_run_dir
-from azureml_elastic.local.stop_signals import StopSignals
+from azureml_elastic.local.run_end import StopSignals
 from azureml_elastic.local.view import UntilBroken, View
 from azureml_elastic.testing.api.assets import Assets
-from azureml_elastic.testing.api.gateway import Gateway
+from azureml_elastic.testing.api.gateway import Gateway, StaticCredential, answer_node, signed_in
 from azureml_elastic.testing.api.history import API_HOST, History
-from azureml_elastic.testing.api.resources import ARM_HOST, Resources
-from azureml_elastic.testing.api.schedules import Schedules
-from azureml_elastic.testing.api.tokens import StaticCredential, answer_node, signed_in
+from azureml_elastic.testing.api.resources import ARM_HOST, Resources, Schedules
 from azureml_elastic.testing.api.tracking import TRACKING_PATH, Logged, Tracking
-from azureml_elastic.testing.forks.listener import NodeForks
-from azureml_elastic.testing.forks.start import open_fork_start
-from azureml_elastic.testing.jobs.evictions import Evicted, Eviction
+from azureml_elastic.testing.forks.listener import NodeForks, open_fork_start
 from azureml_elastic.testing.jobs.followed_run import FollowedRun
-from azureml_elastic.testing.jobs.machines import Machines, Pool
+from azureml_elastic.testing.jobs.machines import Evicted, Eviction, Machines, Pool
 from azureml_elastic.testing.jobs.nodes import Setting
 from azureml_elastic.testing.jobs.runs import Run, Runs
 from azureml_elastic.testing.jobs.service import Service
-from azureml_elastic.testing.storage.account import StorageAccount
-from azureml_elastic.testing.storage.mirror import Mirror
+from azureml_elastic.testing.storage import Mirror, StorageAccount
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient

@@ -11,8 +11,7 @@ import sys
 import psutil
 import pytest
 
-from azureml_elastic.engines.credentials import derive_credentials, tls_context, write_credentials
-from azureml_elastic.engines.dask import Dask
+from azureml_elastic.engines.dask import Dask, derive_credentials, tls_context, write_credentials
 from azureml_elastic.errors import EngineError
 from tests.support.listening import reachable_addresses
 from tests.support.waiting import until

@@ -7,7 +7,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from azureml_elastic.config import ElasticResources, Plan
-from azureml_elastic.engines.round_store import RoundStore
+from azureml_elastic.engines.engine import RoundStore
 from azureml_elastic.environment import names as variables
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.ipc.worker_messages import Step

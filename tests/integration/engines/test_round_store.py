@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from azureml_elastic.engines.round_store import RoundStore
+from azureml_elastic.engines.engine import RoundStore
 from azureml_elastic.environment import names as variables
 
 SERVER = """

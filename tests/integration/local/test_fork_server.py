@@ -19,8 +19,7 @@ from azureml_elastic.ledger.events import Progress
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
-from azureml_elastic.local.fork_server.client import ForkRefused, ForkServer, Imports
-from azureml_elastic.local.fork_server.start import ForkStart
+from azureml_elastic.local.fork_server.client import ForkRefused, ForkServer, ForkStart, Imports
 from azureml_elastic.local.node_start import NODE_COMMAND
 from azureml_elastic.local.processes import MARKER, set_subreaper
 from azureml_elastic.local.view import View

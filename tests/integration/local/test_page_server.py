@@ -17,7 +17,7 @@ from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.summary import Paths, load_report
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
-from azureml_elastic.local.page_server import PageServer
+from azureml_elastic.local.http_server import PageServer
 from tests.support.chromium import Elements, dom
 from tests.support.node_server import FORKED
 from tests.support.paths import SAMPLES

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.local.faults.disturbance import LIES, TROUBLES, Disturbance, draw
+from azureml_elastic.local.faults.model import LIES, TROUBLES, Disturbance, draw
 from azureml_elastic.local.faults.table_proxy import TableProxy
 from tests.support.waiting import until
 

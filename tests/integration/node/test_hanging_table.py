@@ -22,7 +22,7 @@ from azureml_elastic.config.resources import ElasticResources
 from azureml_elastic.environment import names as variables
 from azureml_elastic.ledger.events import NodeLeft, NodeReady
 from azureml_elastic.ledger.reading import read_events
-from azureml_elastic.local.faults.disturbance import Disturbance
+from azureml_elastic.local.faults.model import Disturbance
 from azureml_elastic.local.faults.table_proxy import TableProxy
 from tests.support.waiting import until
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from azureml_elastic.ipc import KEY_BYTES, Authenticator, Peer
-from azureml_elastic.ipc.message_stream import MessageStream
+from azureml_elastic.ipc.connection import MessageStream
 from azureml_elastic.ipc.tls import derive_credentials
 from azureml_elastic.ipc.worker_messages import Accepted, HeldShards, ReplicateShard
 from azureml_elastic.node.agent.shard_sender import ShardSender

@@ -15,7 +15,7 @@ import pytest
 from azureml_elastic.testing import LocalWorkspace, Pool
 from azureml_elastic.testing.api.history import API_HOST
 from azureml_elastic.testing.api.resources import ARM_HOST
-from azureml_elastic.testing.storage.account import StorageAccount
+from azureml_elastic.testing.storage import StorageAccount
 from tests.support.http_attacks import (
     BATCH,
     REQUESTS,

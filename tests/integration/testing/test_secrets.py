@@ -21,7 +21,7 @@ from azureml_elastic.cli import app
 from azureml_elastic.errors import ElasticError
 from azureml_elastic.node.table import open_table
 from azureml_elastic.testing import Eviction, LocalWorkspace, Pool
-from azureml_elastic.testing.api.tokens import StaticCredential
+from azureml_elastic.testing.api.gateway import StaticCredential
 from tests.support.tiny_training import tiny_training
 from tests.support.waiting import until
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from azureml_elastic.ipc import Authenticator, Peer
-from azureml_elastic.ipc.line_codec import encode
+from azureml_elastic.ipc.connection import encode
 from azureml_elastic.node.rendezvous.runtime import Runtime
 from tests.support.rendezvous.simulated_time import Scheduler, SimulatedEvent, SimulatedThread
 

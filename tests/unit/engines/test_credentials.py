@@ -9,7 +9,7 @@ from threading import Thread
 import pytest
 from cryptography import x509
 
-from azureml_elastic.engines.credentials import derive_credentials, tls_context, write_credentials
+from azureml_elastic.engines.dask import derive_credentials, tls_context, write_credentials
 from azureml_elastic.errors import EngineError
 
 KEY = bytes(range(32))

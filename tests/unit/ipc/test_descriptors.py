@@ -9,7 +9,7 @@ import time
 import pytest
 
 from azureml_elastic.ipc import MessageClient, MessageServer, encode, listen
-from azureml_elastic.ipc.admission import limits
+from azureml_elastic.ipc.event_loop import limits
 from tests.support.descriptors import no_free_descriptor
 from tests.support.waiting import until
 

@@ -10,8 +10,7 @@ import pytest
 
 from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.config.command.program import parse_program
-from azureml_elastic.local.fork_server.client import ForkedProcess, read_early
-from azureml_elastic.local.fork_server.start import are_forked
+from azureml_elastic.local.fork_server.client import ForkedProcess, are_forked, read_early
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,7 @@
 
 import pytest
 
-from azureml_elastic.local.faults.missed import reason_missed
-from azureml_elastic.local.faults.schedule import ChaosState, parse_schedule
+from azureml_elastic.local.faults.schedule import ChaosState, parse_schedule, reason_missed
 
 TRAINED = ChaosState(step=40, seconds=12.34)
 ONE = {"node-0": "exited"}

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from azureml_elastic.local.stop_signals import StopSignals
+from azureml_elastic.local.run_end import StopSignals
 
 ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

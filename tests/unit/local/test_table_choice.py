@@ -7,14 +7,14 @@ import pytest
 from azureml_elastic.config import TableRendezvous
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.summary import Paths
-from azureml_elastic.local.cluster import LocalCluster
-from azureml_elastic.local.faults.schedule import parse_schedule
-from azureml_elastic.local.table_choice import (
+from azureml_elastic.local.azurite import (
     TableChoice,
     check_table,
     connection_endpoint,
     open_table_choice,
 )
+from azureml_elastic.local.cluster import LocalCluster
+from azureml_elastic.local.faults.schedule import parse_schedule
 from azureml_elastic.node.table import open_table
 
 SECRET = "AccountName=acc;AccountKey=c2VjcmV0;TableEndpoint=http://127.0.0.1:9/acc"

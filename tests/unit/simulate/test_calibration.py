@@ -17,7 +17,7 @@ from azureml_elastic.ledger.events import (
     WorkersStarted,
 )
 from azureml_elastic.simulate.calibration import calibrate
-from azureml_elastic.simulate.parameters import Parameters
+from azureml_elastic.simulate.scenario import Parameters
 
 
 def steps(node, number, first, last, start, pace):

@@ -9,17 +9,19 @@ import pytest
 from azureml_elastic.config import CheckpointPolicy, NodePool
 from azureml_elastic.errors import UsageError
 from azureml_elastic.simulate.comparison import candidates, pareto_front, recommend, sweep
-from azureml_elastic.simulate.hazard import Hazard, synthetic_trace
-from azureml_elastic.simulate.notation import (
+from azureml_elastic.simulate.scenario import Scenario, SimulatedPool
+from azureml_elastic.simulate.traces import (
+    Change,
+    Hazard,
+    Trace,
     parse_checkpoint,
     parse_hazard,
     parse_nodes,
     parse_seconds,
     parse_step_seconds,
     parse_work,
+    synthetic_trace,
 )
-from azureml_elastic.simulate.scenario import Scenario, SimulatedPool
-from azureml_elastic.simulate.traces import Change, Trace
 
 TRACE = synthetic_trace(Hazard(loss_every=3600), 8, 86400, seed=2)
 POOLS = (

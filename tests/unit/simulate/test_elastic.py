@@ -7,7 +7,7 @@ import pytest
 from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.node.core.round import Limits
 from azureml_elastic.simulate.elastic import ElasticRun
-from azureml_elastic.simulate.parameters import Parameters
+from azureml_elastic.simulate.scenario import Parameters
 
 DURATIONS = Parameters(
     step_seconds={1: 1.0, 2: 0.5, 3: 0.25},

@@ -13,10 +13,8 @@ from azureml_elastic.config import CheckpointPolicy, NodePool, RendezvousTimings
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.bill import Prices
 from azureml_elastic.simulate.comparison import compare, simulate
-from azureml_elastic.simulate.hazard import Hazard, synthetic_trace
-from azureml_elastic.simulate.parameters import Parameters
-from azureml_elastic.simulate.scenario import Scenario, SimulatedPool
-from azureml_elastic.simulate.traces import Change, Trace
+from azureml_elastic.simulate.scenario import Parameters, Scenario, SimulatedPool
+from azureml_elastic.simulate.traces import Change, Hazard, Trace, synthetic_trace
 
 DURATIONS = Parameters(
     step_seconds={1: 7.3},

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.simulate.hazard import Hazard, synthetic_trace
-from azureml_elastic.simulate.traces import Change, from_counts, read_trace, write_trace
+from azureml_elastic.simulate.traces import Change, Hazard, from_counts, read_trace, synthetic_trace, write_trace
 
 
 def test_csv_names_machines_in_the_order_of_appearance_and_ignores_repeated_events(tmp_path):

@@ -9,9 +9,8 @@ import pytest
 from azureml_elastic.checkpoint.save.schedule import optimal_interval
 from azureml_elastic.config import CheckpointPolicy, NodePool
 from azureml_elastic.simulate.comparison import simulate
-from azureml_elastic.simulate.hazard import Hazard, synthetic_trace
-from azureml_elastic.simulate.parameters import Parameters
-from azureml_elastic.simulate.scenario import Scenario, SimulatedPool
+from azureml_elastic.simulate.scenario import Parameters, Scenario, SimulatedPool
+from azureml_elastic.simulate.traces import Hazard, synthetic_trace
 
 FACTORS = (0.3, 0.55, 1.0, 1.8, 3.3)
 

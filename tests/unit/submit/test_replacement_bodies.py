@@ -10,7 +10,7 @@ from azureml_elastic.config import ElasticDistribution, ElasticResources, NodePo
 from azureml_elastic.environment import names as variables
 from azureml_elastic.node.replacement.job_document import NodeSlot, plan_of, replacement_job
 from azureml_elastic.submit import ElasticCommandJob
-from azureml_elastic.testing.api.job_document import job_properties
+from azureml_elastic.testing.api.history import job_properties
 from azureml_elastic.testing.jobs.body import read_job
 from azureml_elastic.testing.jobs.runs import Run
 

@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from azureml_elastic.errors import UsageError
 from azureml_elastic.testing import Eviction, read_trace
-from azureml_elastic.testing.jobs.evictions import Target, due
+from azureml_elastic.testing.jobs.machines import Target, due
 
 
 def job(seconds=0.0, step=0, nodes=(0, 1, 2)):

@@ -3,7 +3,7 @@
 import pytest
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.testing.jobs.expressions import Binding, expand, read_binding, with_values
+from azureml_elastic.testing.jobs.search_space import Binding, expand, read_binding, with_values
 
 INPUTS = {"data": "/mnt/data", "lr": "0.1"}
 

@@ -3,9 +3,7 @@
 import pytest
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.testing.storage.account import BLOBS, StorageAccount
-from azureml_elastic.testing.storage.locations import Location, locate
-from azureml_elastic.testing.storage.mirror import Mirror
+from azureml_elastic.testing.storage import BLOBS, Location, Mirror, StorageAccount, locate
 
 WORKSPACE = "/subscriptions/s/resourceGroups/g/providers/Microsoft.MachineLearningServices/workspaces/w"
 PLACE = Location(BLOBS, "a/b")

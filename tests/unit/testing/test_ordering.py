@@ -3,7 +3,7 @@
 import pytest
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.testing.jobs.ordering import Due, Step, check_order, due_steps
+from azureml_elastic.testing.jobs.planning import Due, Step, check_order, due_steps
 
 DONE, RUNS, FAILED, WAITS = (
     Step("Completed", started=True, cancelled=False, reads=()),

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from azureml_elastic.testing.jobs.verdicts import TERMINAL, NodeState, pipeline_status, unlike_the_run, verdict
+from azureml_elastic.testing.jobs.runs import TERMINAL, NodeState, pipeline_status, unlike_the_run, verdict
 
 RUNS, DONE, CRASHED = NodeState(None, False), NodeState(0, False), NodeState(1, False)
 LEFT, KILLED, GOING = NodeState(143, True), NodeState(-9, True), NodeState(None, True)

@@ -31,7 +31,7 @@ from pydantic import TypeAdapter
 from azureml_elastic.errors import ElasticError
 from azureml_elastic.file_lock import is_abandoned, lock
 from azureml_elastic.ipc.agent_interface import HandedOverState
-from azureml_elastic.ipc.shards import HeldShard, ShardDescription
+from azureml_elastic.ipc.message import HeldShard, ShardDescription
 from azureml_elastic.ipc.worker_messages import (
     Accepted,
     DiscardSnapshot,

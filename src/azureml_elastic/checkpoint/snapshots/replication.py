@@ -41,7 +41,7 @@ from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import CheckpointDamaged, CheckpointError, ElasticError, Fenced
 from azureml_elastic.ipc.agent_interface import Agent, WorkerIdentity
-from azureml_elastic.ipc.shards import HeldShard, ShardDescription
+from azureml_elastic.ipc.message import HeldShard, ShardDescription
 from azureml_elastic.ipc.worker_messages import DiscardSnapshot, RetainSnapshot
 from azureml_elastic.plurals import counted
 

@@ -22,12 +22,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from azureml_elastic.engines.children import Child
-from azureml_elastic.engines.horovod.notification import Notifications
+from azureml_elastic.engines.cluster import Child
+from azureml_elastic.engines.engine import RoundStore
 from azureml_elastic.engines.horovod.rendezvous import LocalRendezvous, Status
-from azureml_elastic.engines.horovod.server import HOST, CommitAgent, WorkerServer
+from azureml_elastic.engines.horovod.server import HOST, CommitAgent, Notifications, WorkerServer
 from azureml_elastic.engines.horovod.slots import Slot, slots_of
-from azureml_elastic.engines.round_store import RoundStore
 from azureml_elastic.environment import names as variables
 from azureml_elastic.environment.engine import EngineEnvironment
 from azureml_elastic.ipc.agent_interface import WorkerIdentity

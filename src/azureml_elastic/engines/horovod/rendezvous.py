@@ -15,9 +15,9 @@ from enum import Enum
 
 from typing_extensions import override
 
+from azureml_elastic.engines.engine import RoundStore
 from azureml_elastic.engines.horovod.server import WorkerRequests
 from azureml_elastic.engines.horovod.slots import Slot
-from azureml_elastic.engines.round_store import RoundStore
 
 __all__ = ["LocalRendezvous", "Status"]
 

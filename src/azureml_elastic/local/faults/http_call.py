@@ -11,7 +11,7 @@ from http.client import HTTPConnection, HTTPMessage, parse_headers
 from typing import BinaryIO
 from urllib.parse import unquote
 
-from azureml_elastic.local.faults.disturbance import Lie, Trouble
+from azureml_elastic.local.faults.model import Lie, Trouble
 from azureml_elastic.local.http_server import RequestRefused, read_body
 
 __all__ = ["Answer", "Exchange", "Request", "busy", "forward", "lie", "page", "read_request", "refused"]

@@ -11,7 +11,7 @@ A schedule is a list of faults, separated by commas or line ends::
 
 The kinds of table faults are ``outage``, ``throttle``, ``timeout``, ``reset``, ``slow``, ``half``, ``garbage``,
 ``any``, ``missing``, ``keyless``, ``refused`` and ``foreign``; see
-:class:`~azureml_elastic.local.faults.disturbance.Disturbance`. They require a table that is reached over plain HTTP,
+:class:`~azureml_elastic.local.faults.model.Disturbance`. They require a table that is reached over plain HTTP,
 such as the emulator.
 
 The target is ``node-<k>``, ``rank0`` (the node of rank 0) or ``any`` (drawn from the living nodes with the seed). The
@@ -24,15 +24,16 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from azureml_elastic.errors import ChaosError
-from azureml_elastic.local.faults.disturbance import TROUBLES
+from azureml_elastic.ledger.summary import NodeEnding
 from azureml_elastic.local.faults.model import (
     DEFAULT_NOTICE_S,
     MOST_NODES,
+    TROUBLES,
     Add,
     AfterSeconds,
     AtStep,
@@ -55,6 +56,7 @@ __all__ = [
     "parse_schedule",
     "random_schedule",
     "reached",
+    "reason_missed",
     "training_seconds",
 ]
 
@@ -331,3 +333,34 @@ def _seconds(text: str, meaning: str) -> float:
             raise ValueError(f"has a {meaning} of {len(seconds[1])} digits, which is infinite; give fewer")
         return value
     raise ValueError(f"has the invalid {meaning} {text!r}")
+
+
+def reason_missed(fault: Fault, state: ChaosState, endings: Mapping[str, NodeEnding]) -> str:
+    """Return why a fault had not been injected when the run ended.
+
+    Args:
+        fault: the fault.
+        state: state at the end of the run.
+        endings: started nodes, in the order of their starts, and how they ended.
+    """
+    if not reached(fault.when, state):
+        return _too_early(fault, state)
+    if isinstance(fault, (Add, TableTrouble)):
+        return "the run was already ending when its time came"
+    if fault.target.startswith("node-") and fault.target not in endings:
+        names = list(endings)
+        started = " to ".join(dict.fromkeys((names[0], names[-1])))
+        return f"there was no {fault.target}; started were {started}"
+    if endings.get(fault.target) == "frozen":
+        return f"{fault.target} was frozen"
+    return "the run was already ending, or had no such node left, when its time came"
+
+
+def _too_early(fault: Fault, state: ChaosState) -> str:
+    if isinstance(fault.when, AtStep):
+        if state.step == 0:
+            return "the run reported no step; a script without a session needs times in seconds, such as @20s"
+        return f"the run ended at step {state.step}"
+    if state.seconds is None:
+        return "the run ended before it trained"
+    return f"the run ended after {state.seconds:.1f} s of training"

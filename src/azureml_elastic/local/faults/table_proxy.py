@@ -33,7 +33,6 @@ from urllib.parse import urlsplit
 from typing_extensions import Self
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.local.faults.disturbance import LIES, Disturbance, Fate, draw
 from azureml_elastic.local.faults.http_call import (
     Answer,
     Exchange,
@@ -45,6 +44,7 @@ from azureml_elastic.local.faults.http_call import (
     read_request,
     refused,
 )
+from azureml_elastic.local.faults.model import LIES, Disturbance, Fate, draw
 from azureml_elastic.local.http_server import RequestRefused
 
 __all__ = ["Disturbance", "Exchange", "TableProxy"]

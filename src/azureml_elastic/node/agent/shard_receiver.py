@@ -22,8 +22,8 @@ import xxhash
 from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
 from azureml_elastic.errors import ElasticError
 from azureml_elastic.ipc import Connection
-from azureml_elastic.ipc.message_stream import MessageStream
-from azureml_elastic.ipc.shards import ShardDescription
+from azureml_elastic.ipc.connection import MessageStream
+from azureml_elastic.ipc.message import ShardDescription
 from azureml_elastic.memory import available_memory
 from azureml_elastic.node.core import messages
 

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
 from azureml_elastic.errors import ElasticError
 from azureml_elastic.ipc import Authenticator, Peer
-from azureml_elastic.ipc.message_stream import MessageStream
-from azureml_elastic.ipc.shards import ShardDescription
+from azureml_elastic.ipc.connection import MessageStream
+from azureml_elastic.ipc.message import ShardDescription
 from azureml_elastic.ipc.worker_messages import Accepted, Refused, ReplicateShard, Reply
 from azureml_elastic.node.agent.shard_receiver import MAX_TRANSFERS, PIECE_BYTES, TIMEOUT_SECONDS
 from azureml_elastic.node.core import messages

@@ -26,8 +26,7 @@ from typing import Annotated
 from pydantic import PlainSerializer, PlainValidator
 
 from azureml_elastic.ipc.agent_messages import BROADCASTS, REPORTS, BroadcastBody, ReportBody
-from azureml_elastic.ipc.message import Count, MessageCodec, Name, Text
-from azureml_elastic.ipc.shards import ShardDescription
+from azureml_elastic.ipc.message import Count, MessageCodec, Name, ShardDescription, Text
 from azureml_elastic.node.core.round import Member, Round
 
 __all__ = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from azureml_elastic.ipc import Connection
-from azureml_elastic.ipc.shards import ShardDescription
+from azureml_elastic.ipc.message import ShardDescription
 from azureml_elastic.node.host.identity import new_incarnation
 
 __all__ = ["LocalNode", "Surroundings"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from azureml_elastic.testing.messages import Answer, Request, document, properties_of, refusal, unsupported
-from azureml_elastic.testing.storage.account import StorageAccount
+from azureml_elastic.testing.storage import StorageAccount
 
 __all__ = ["Assets", "is_listed"]
 

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from azureml_elastic.testing.jobs.runs import Run, Runs
-from azureml_elastic.testing.jobs.verdicts import TERMINAL
+from azureml_elastic.testing.jobs.runs import TERMINAL, Run, Runs
 from azureml_elastic.testing.messages import Answer, MalformedRequest, Request, document
 
 __all__ = ["TRACKING_PATH", "Logged", "Tracking"]

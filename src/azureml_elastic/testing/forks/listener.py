@@ -20,19 +20,27 @@ import threading
 import time
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from typing_extensions import Self
 
 import azureml_elastic
-from azureml_elastic.local.fork_server.client import MARKER_BYTES, ForkedProcess, ForkRefused, ForkServer
-from azureml_elastic.local.fork_server.start import ForkStart
+from azureml_elastic.local.fork_server.client import (
+    MARKER_BYTES,
+    ForkedProcess,
+    ForkRefused,
+    ForkServer,
+    ForkStart,
+    Imports,
+    read_early,
+)
 from azureml_elastic.local.processes import MARKER
 from azureml_elastic.testing.forks import wrapper
+from azureml_elastic.testing.jobs.nodes import inherited_variables
 
-__all__ = ["NodeForks"]
+__all__ = ["NodeForks", "open_fork_start"]
 
 _DOCTOR = "azureml_elastic.node.diagnostics.doctor"
 _PACKAGE = Path(azureml_elastic.__file__).parent
@@ -320,3 +328,27 @@ def _inherited(proc: Path) -> Mapping[str, str]:
         "nice": str(os.getpriority(os.PRIO_PROCESS, int(proc.name))),
         "root": str((proc / "root").readlink()),
     }
+
+
+_IMPORTS = Imports(modules=("azureml_elastic.testing.forks.imports",))
+
+
+@contextlib.contextmanager
+def open_fork_start() -> Iterator[ForkStart]:
+    """Yield what forks nodes from one server, which starts with the first of them.
+
+    Nodes with other variables that are read early than those of the first one are refused.
+    """
+    servers: list[ForkServer] = []
+
+    def server_for(environ: Mapping[str, str]) -> ForkServer:
+        if not servers:
+            # Forks show in /proc the environment that the server was started with: not what belongs to one job.
+            servers.append(ForkServer(_IMPORTS, {**inherited_variables(), **read_early(environ)}))
+        return servers[0]
+
+    try:
+        yield ForkStart(server_for)
+    finally:
+        for server in servers:
+            server.close()

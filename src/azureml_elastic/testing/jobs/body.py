@@ -8,8 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.testing.jobs.expressions import as_searched, read_binding, with_values
-from azureml_elastic.testing.jobs.search_space import SearchSpace, read_search_space
+from azureml_elastic.testing.jobs.search_space import (
+    SearchSpace,
+    as_searched,
+    read_binding,
+    read_search_space,
+    with_values,
+)
 
 __all__ = [
     "CommandBody",

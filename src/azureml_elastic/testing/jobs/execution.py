@@ -12,9 +12,8 @@ from datetime import datetime, timezone
 from azureml_elastic.errors import UsageError
 from azureml_elastic.testing.jobs.machines import Machine
 from azureml_elastic.testing.jobs.nodes import CommandJob, Node, Setting, start_node
-from azureml_elastic.testing.jobs.verdicts import NodeState, Verdict, verdict
-from azureml_elastic.testing.storage.account import ARTIFACTS
-from azureml_elastic.testing.storage.locations import Location
+from azureml_elastic.testing.jobs.runs import NodeState, Verdict, verdict
+from azureml_elastic.testing.storage import ARTIFACTS, Location
 
 __all__ = ["Execution"]
 

@@ -11,14 +11,11 @@ from azureml_elastic.ledger.events import Event
 from azureml_elastic.ledger.node_names import NodeNames
 from azureml_elastic.ledger.reading import EventReader, LineReader
 from azureml_elastic.ledger.summary import FaultRecord, Paths, Report, report_of_events
-from azureml_elastic.local.board import Board
-from azureml_elastic.local.view import View
-from azureml_elastic.testing.jobs.evictions import Evicted
+from azureml_elastic.local.view import Board, View
+from azureml_elastic.testing.jobs.machines import Evicted
 from azureml_elastic.testing.jobs.nodes import LEDGER, Setting
-from azureml_elastic.testing.jobs.runs import Run, Runs
-from azureml_elastic.testing.jobs.verdicts import unlike_the_run
-from azureml_elastic.testing.storage.account import ARTIFACTS
-from azureml_elastic.testing.storage.locations import Location, locate
+from azureml_elastic.testing.jobs.runs import Run, Runs, unlike_the_run
+from azureml_elastic.testing.storage import ARTIFACTS, Location, locate
 
 __all__ = ["FollowedRun"]
 

@@ -6,6 +6,7 @@ import json
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal
 
 from azureml_elastic.errors import UsageError
@@ -18,14 +19,85 @@ from azureml_elastic.testing.jobs.body import (
     Reference,
     SweepBody,
 )
-from azureml_elastic.testing.jobs.expressions import with_values
 from azureml_elastic.testing.jobs.machines import Pool
 from azureml_elastic.testing.jobs.nodes import CommandJob
-from azureml_elastic.testing.jobs.ordering import check_order
-from azureml_elastic.testing.jobs.runs import Run
-from azureml_elastic.testing.storage.locations import locate
+from azureml_elastic.testing.jobs.runs import TERMINAL, Run, Status
+from azureml_elastic.testing.jobs.search_space import with_values
+from azureml_elastic.testing.storage import locate
 
-__all__ = ["Plan", "Planner"]
+__all__ = ["Due", "Plan", "Planner", "Step", "check_order", "due_steps"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that decisions depend on.
+
+    Args:
+        status: its state.
+        started: whether it was started.
+        cancelled: whether its cancellation was requested.
+        reads: states of the steps whose outputs it reads.
+    """
+
+    status: Status
+    started: bool
+    cancelled: bool
+    reads: tuple[Status, ...]
+
+
+@dataclass(frozen=True)
+class Due:
+    """What is to be done with the steps of a pipeline: those to start, those that never will, and those to cancel."""
+
+    start: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    cancel: tuple[str, ...] = ()
+
+
+def due_steps(steps: Mapping[str, Step], *, cancelled: bool, continues: bool) -> Due:
+    """Return what is due in a pipeline.
+
+    Args:
+        steps: all commands of the pipeline and of the pipelines in it, by run.
+        cancelled: whether the cancellation of the pipeline was requested.
+        continues: whether the others go on after the failure of one step.
+    """
+    stops = cancelled or (not continues and any(step.status == "Failed" for step in steps.values()))
+    waiting = {name: step for name, step in steps.items() if not step.started and step.status not in TERMINAL}
+    skip = {
+        name
+        for name, step in waiting.items()
+        if stops or step.cancelled or any(status in TERMINAL and status != "Completed" for status in step.reads)
+    }
+    ready = {name for name, step in waiting.items() if all(status == "Completed" for status in step.reads)}
+    return Due(
+        start=tuple(name for name in waiting if name in ready - skip),
+        skip=tuple(name for name in waiting if name in skip),
+        cancel=tuple(
+            name
+            for name, step in steps.items()
+            if stops and step.started and not step.cancelled and step.status not in TERMINAL
+        ),
+    )
+
+
+def check_order(reads: Mapping[str, frozenset[str]]) -> None:
+    """Check that steps can be brought into an order.
+
+    Args:
+        reads: names of the runs that must complete before it, by run.
+
+    Raises:
+        UsageError: steps wait for each other.
+    """
+    try:
+        TopologicalSorter(reads).prepare()
+    except CycleError as error:
+        raise UsageError(
+            f"Steps of the pipeline wait for each other: {' reads '.join(reversed(error.args[1]))}. Remove one of "
+            "these bindings."
+        ) from error
+
 
 _OUTPUTS = "azureml://datastores/workspaceblobstore/paths/azureml"
 _KINDS: Mapping[type[JobBody], Literal["Command", "Pipeline", "Sweep"]] = {

@@ -11,14 +11,13 @@ from typing import Any
 
 from azureml_elastic.errors import UsageError
 from azureml_elastic.testing.jobs.body import JobBody, PipelineBody, SweepBody, read_job
-from azureml_elastic.testing.jobs.evictions import Evicted, Eviction, Target, due
 from azureml_elastic.testing.jobs.execution import Execution
+from azureml_elastic.testing.jobs.machines import Evicted, Eviction, Target, due
 from azureml_elastic.testing.jobs.nodes import CommandJob, Node, Setting
-from azureml_elastic.testing.jobs.ordering import Step, due_steps
-from azureml_elastic.testing.jobs.planning import Plan, Planner
+from azureml_elastic.testing.jobs.planning import Plan, Planner, Step, due_steps
 from azureml_elastic.testing.jobs.runs import Run, Runs
 from azureml_elastic.testing.jobs.search_space import best_trial
-from azureml_elastic.testing.storage.locations import locate
+from azureml_elastic.testing.storage import locate
 
 __all__ = ["Service"]
 

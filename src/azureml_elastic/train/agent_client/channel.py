@@ -34,8 +34,7 @@ from azureml_elastic.errors import ElasticError, Fenced, RoundBroken, TableUnava
 from azureml_elastic.ipc import Connection, MessageClient
 from azureml_elastic.ipc import worker_messages as messages
 from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, Action, HandedOverState, WorkerIdentity
-from azureml_elastic.ipc.message import MalformedMessage
-from azureml_elastic.ipc.shards import HeldShard, ShardDescription
+from azureml_elastic.ipc.message import HeldShard, MalformedMessage, ShardDescription
 from azureml_elastic.sigterm_filter import filter_sigterm_in_children, ignore_signal, sigterm_blocked
 
 __all__ = ["ChannelAgent", "end_group", "leave_sigterm_to_the_agent", "sigterm_blocked"]

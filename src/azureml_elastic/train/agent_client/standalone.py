@@ -27,7 +27,7 @@ from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.errors import CheckpointDamaged, ElasticError, Fenced
 from azureml_elastic.ipc.agent_interface import EXIT_TERMINATED, Action, HandedOverState, WorkerIdentity
-from azureml_elastic.ipc.shards import HeldShard, ShardDescription
+from azureml_elastic.ipc.message import HeldShard, ShardDescription
 from azureml_elastic.ipc.worker_messages import Report
 
 __all__ = ["POINTER", "StandaloneAgent"]

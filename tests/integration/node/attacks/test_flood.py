@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from azureml_elastic.config import RendezvousTimings
-from azureml_elastic.ipc.admission import HANDSHAKE_SECONDS
+from azureml_elastic.ipc.event_loop import HANDSHAKE_SECONDS
 from azureml_elastic.node.core import messages
 from tests.support.flood import flood
 from tests.support.waiting import until

@@ -19,8 +19,8 @@ from dataclasses import replace
 import pytest
 
 from azureml_elastic.ipc import MessageClient
-from azureml_elastic.ipc.admission import HANDSHAKE_SECONDS
 from azureml_elastic.ipc.authentication import Authenticator, Peer
+from azureml_elastic.ipc.event_loop import HANDSHAKE_SECONDS
 from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous

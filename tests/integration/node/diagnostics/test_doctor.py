@@ -19,10 +19,9 @@ from azureml_elastic.node.diagnostics.checks.identity import claims_of, why_refu
 from azureml_elastic.node.diagnostics.checks.network import check_host, check_peer
 from azureml_elastic.node.diagnostics.doctor import examine
 from azureml_elastic.node.diagnostics.findings import DiagnosticReport, Finding
-from azureml_elastic.testing.api.gateway import Gateway
-from azureml_elastic.testing.api.tokens import answer_node
+from azureml_elastic.testing.api.gateway import Gateway, answer_node
 from azureml_elastic.testing.messages import Answer, document, refusal
-from azureml_elastic.testing.storage.account import StorageAccount
+from azureml_elastic.testing.storage import StorageAccount
 
 HERE = "127.0.0.1"
 OBJECT = "11111111-2222-3333-4444-555555555555"

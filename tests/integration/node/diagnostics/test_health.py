@@ -26,8 +26,7 @@ from azureml_elastic.config.exit_codes import UNHEALTHY
 from azureml_elastic.environment import names as variables
 from azureml_elastic.errors import NodeLeaving
 from azureml_elastic.ledger.events import HealthChecked, HostQuarantined, HostStruck, read_event
-from azureml_elastic.local.board import Board
-from azureml_elastic.local.view import describe
+from azureml_elastic.local.view import Board, describe
 from azureml_elastic.memory import available_memory
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.diagnostics.admission import Admission

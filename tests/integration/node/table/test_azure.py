@@ -17,7 +17,7 @@ from azureml_elastic.errors import (
     TableUnavailable,
     UsageError,
 )
-from azureml_elastic.local.faults.disturbance import Disturbance
+from azureml_elastic.local.faults.model import Disturbance
 from azureml_elastic.local.faults.table_proxy import TableProxy
 from azureml_elastic.node.azure.credentials import TableCredential
 from azureml_elastic.node.table.azure import AzureTable

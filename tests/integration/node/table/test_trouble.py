@@ -12,7 +12,7 @@ import pytest
 
 from azureml_elastic.config.rendezvous import TableRendezvous
 from azureml_elastic.errors import RowChanged, RowExists, TableNotFound, TableUnavailable
-from azureml_elastic.local.faults.disturbance import Disturbance
+from azureml_elastic.local.faults.model import Disturbance
 from azureml_elastic.local.faults.table_proxy import TableProxy
 from azureml_elastic.node.azure.credentials import TableCredential
 from azureml_elastic.node.table import open_table

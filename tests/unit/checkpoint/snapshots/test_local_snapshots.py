@@ -12,7 +12,7 @@ import pytest
 import xxhash
 
 from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory, LocalSnapshots
-from azureml_elastic.ipc.shards import HeldShard
+from azureml_elastic.ipc.message import HeldShard
 from azureml_elastic.ipc.worker_messages import HeldShards, HoldShard, RetainSnapshot
 from tests.support.shards import describe, memory_of
 

@@ -23,7 +23,7 @@ from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.errors import CheckpointError, Fenced, TableUnavailable
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
-from azureml_elastic.ipc.shards import HeldShard
+from azureml_elastic.ipc.message import HeldShard
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from tests.support.shards import describe, memory_of
 from tests.support.train import damages

@@ -13,7 +13,7 @@ import pytest
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.errors import RunFailed, TableForbidden, TableNotFound, TableUnavailable, ValueTooLarge
 from azureml_elastic.ipc import Authenticator, Peer
-from azureml_elastic.ipc.line_codec import MAX_LINE, encode
+from azureml_elastic.ipc.connection import MAX_LINE, encode
 from azureml_elastic.node.core.joining import is_landmark
 from azureml_elastic.node.core.messages import CODEC, RoundChanged, unpack
 from azureml_elastic.node.core.newest_round import NewestRound

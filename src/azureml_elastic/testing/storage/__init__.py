@@ -1,1 +1,0 @@
-"""The storage account of the local workspace."""
