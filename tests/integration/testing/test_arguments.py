@@ -5,6 +5,7 @@
 
 from azureml_elastic import ElasticCommandJob, ElasticDistribution, ElasticResources
 from azureml_elastic.testing import LocalWorkspace
+from tests.support.node_server import FORKED
 
 SCRIPT = """
 import os, sys
@@ -31,7 +32,7 @@ def test_each_worker_of_a_job_receives_its_own_arguments(script):
         resources=ElasticResources(min_instance_count=2, max_instance_count=2),
         distribution=ElasticDistribution(process_count_per_instance=2),
     )
-    with LocalWorkspace() as workspace:
+    with LocalWorkspace(start=FORKED) as workspace:
         submitted = workspace.ml_client.jobs.create_or_update(job)
         status = workspace.wait(submitted.name, 200)
         children = list(workspace.ml_client.jobs.list(parent_job_name=submitted.name))

@@ -150,7 +150,11 @@ def test_a_request_without_a_reply_times_out_and_one_without_a_peer_fails(server
     assert recorder.next_closed().reason == "enough"
 
 
-@pytest.mark.parametrize("torn", [b"{\n", b"[1]\n", b"x" * (MAX_LINE + 1), b"[" * 100_000 + b"\n"])
+@pytest.mark.parametrize(
+    "torn",
+    [b"{\n", b"[1]\n", b"x" * (MAX_LINE + 1), b"[" * 100_000 + b"\n"],
+    ids=["half a message", "no object", "too long", "too deep"],  # pytest and xdist send a test's name to and fro
+)
 def test_torn_input_ends_that_connection_only(server, recorder, torn):
     with closing(raw(server)) as bad, closing(MessageClient(server.address, recorder.on_message)) as good:
         bad.sendall(encode({"n": 1}))

@@ -36,7 +36,7 @@ def copied(tmp_path, *writes: bytes, console=None) -> str:
         (("h\u00e9".encode()[:2], "h\u00e9".encode()[2:] + b"\n"), "[0]: h\u00e9\n"),
         ((b"bad \xff byte\n",), "[0]: bad \ufffd byte\n"),
         ((b"\n\n",), "[0]: \n[0]: \n"),
-        ((b"x" * 3_000_000 + b"\nend",), f"[0]: {'x' * 3_000_000}\n[0]: end\n"),
+        pytest.param((b"x" * 3_000_000 + b"\nend",), f"[0]: {'x' * 3_000_000}\n[0]: end\n", id="a long line"),
     ],
 )
 def test_lines_get_their_prefix(tmp_path, writes, expected):
