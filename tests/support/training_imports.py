@@ -15,5 +15,7 @@ for package in (node, train):
             importlib.import_module(module.name)
 for name in import_loader.LATER:
     importlib.import_module(name)
-with contextlib.suppress(ImportError):  # the samples' data; it takes longer than their training
-    importlib.import_module("sklearn.datasets")
+# The samples' data take longer than their training, and MLflow longer than all that an agent does.
+for name in ("sklearn.datasets", "mlflow"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)

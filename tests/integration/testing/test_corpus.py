@@ -58,8 +58,8 @@ REFUSED = {
 }
 """A part of the message that each job is refused with."""
 
-PLAIN = ["elastic.distribution.preload_workers=false"]
-"""Without a preload server the workers start in less time, since they import nothing."""
+PLAIN = ["elastic.distribution.preload_workers=false", "elastic.metrics.mlflow=false"]
+"""Without a preload server the workers start in less time, since they import nothing; their agents without MLflow."""
 
 
 def test_the_corpus_has_a_result_for_each_file():

@@ -65,7 +65,8 @@ def test_a_job_whose_nodes_the_service_starts_loses_the_first_and_completes(tmp_
 
 def test_a_gang_that_the_service_starts_again_goes_on_from_its_checkpoint():
     eviction = Eviction(node=1, at_step=15)
-    with LocalWorkspace(evictions=[eviction], pools={"cluster": Pool(nodes=2)}, requeue=True) as workspace:
+    pools = {"cluster": Pool(nodes=2)}
+    with LocalWorkspace(evictions=[eviction], pools=pools, requeue=True, start=FORKED) as workspace:
         job = workspace.ml_client.jobs.create_or_update(make("gang", most=2))
         assert workspace.wait(job.name, 200) == "Completed", workspace.log(job.name)
         text = workspace.log(job.name)

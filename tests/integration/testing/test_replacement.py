@@ -125,7 +125,7 @@ def test_a_dedicated_node_goes_when_the_spot_node_that_it_stands_in_for_has_come
 
 def test_nodes_that_the_service_does_not_start_come_as_jobs_of_their_own(tmp_path):
     job = make(epochs=40, resources=ElasticResources(max_instance_count=2, placement="service"))
-    with LocalWorkspace(pools=MACHINES, grows=False, folder=tmp_path / "workspace") as workspace:
+    with LocalWorkspace(pools=MACHINES, grows=False, folder=tmp_path / "workspace", start=FORKED) as workspace:
         client = workspace.ml_client
         run = client.jobs.create_or_update(job)
         until(lambda: any(each.name == f"{run.name}-job-2" for each in client.jobs.list()))
