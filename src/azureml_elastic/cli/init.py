@@ -42,7 +42,7 @@ def init(
 
 def starter_files() -> dict[str, str]:
     """Return the texts of the project's files by their paths."""
-    from azureml_elastic.submit.yaml.block_schema import schema_text
+    from azureml_elastic.submit.yaml.elastic_block import schema_text
 
     template = resources.files("azureml_elastic") / "templates" / "starter"
     files = {name: template.joinpath(source).read_text(encoding="utf-8") for source, name in _FILES.items()}

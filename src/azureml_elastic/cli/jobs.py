@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from azureml_elastic.cli.failures import CONTINUES, explained
+from azureml_elastic.cli.failures import CONTINUES, explained, require
 from azureml_elastic.cli.local import LiveOption, RunFolder
-from azureml_elastic.cli.local_submission import run_locally
 from azureml_elastic.cli.workspace import EvictOption, PoolOption
 from azureml_elastic.cli.workspaces import current_workspace
 from azureml_elastic.errors import UsageError
@@ -19,8 +20,11 @@ if TYPE_CHECKING:
     from azure.ai.ml.entities import Sweep
 
     from azureml_elastic.submit import ElasticCommandJob
+    from azureml_elastic.testing import Pool
 
 __all__ = ["compile_", "schema", "submit"]
+
+_FEWEST_MACHINES = 8
 
 JobFile = Annotated[Path, typer.Argument(help="The YAML file of the job, with its elastic: block.", metavar="JOB.YML")]
 Overrides = Annotated[
@@ -31,6 +35,60 @@ Overrides = Annotated[
         metavar="PATH=VALUE",
     ),
 ]
+
+
+def run_locally(
+    job_file: Path,
+    overrides: Sequence[str],
+    *,
+    evict: Sequence[str],
+    pools: Sequence[str],
+    run_dir: Path | None,
+    live: bool | None,
+) -> None:
+    """Run a job file in a local workspace that exists for this run, and exit with 0 if the run succeeded.
+
+    Args:
+        job_file: YAML file.
+        overrides: values to set in the file first.
+        evict: evictions, such as ``1@step:30``.
+        pools: computes, such as ``spot=2``; by default those that the job names have as many machines as it needs.
+        run_dir: new folder for the run's files; ``None`` for one below ``./runs``.
+        live: whether to show a live table; ``None`` for what the terminal supports.
+    """
+    require(("azure.ai.ml", "azure-ai-ml", "submit"), ("torch", "torch", "node"), ("psutil", "psutil", "node"))
+
+    from rich.console import Console
+
+    from azureml_elastic.local.cluster import new_run_dir
+    from azureml_elastic.local.run_end import command_exit_code
+    from azureml_elastic.local.view import choose_view
+    from azureml_elastic.report.terminal import summary
+    from azureml_elastic.submit.client import readable_errors
+    from azureml_elastic.submit.submitted import check_earlier_run
+    from azureml_elastic.submit.yaml.job_file import load_elastic_job
+    from azureml_elastic.testing import LocalWorkspace
+    from azureml_elastic.testing.jobs.machines import parse_eviction, parse_pool
+
+    evictions = [parse_eviction(text) for text in evict]
+    given = dict(map(parse_pool, pools))
+    job = load_elastic_job(job_file, overrides)
+    console = Console()
+    machines = {**_pools_of(job), **given}
+    with LocalWorkspace(pools=machines, evictions=evictions) as workspace, readable_errors(f"run {job_file}"):
+        job = check_earlier_run(workspace.ml_client, job)
+        report = workspace.run(job, run_dir or new_run_dir(), choose_view(console, live=live))
+    console.print(summary(report))
+    sys.exit(command_exit_code(report))
+
+
+def _pools_of(job: ElasticCommandJob) -> Mapping[str, Pool]:
+    """Return the computes that a job names, each with machines for all nodes that the job may request there."""
+    from azureml_elastic.testing import Pool
+
+    most = max(_FEWEST_MACHINES, job.resources.max_instance_count)
+    names = [pool.compute for pool in job.pools] or [str(job.compute or "serverless")]
+    return {name.removeprefix("azureml:").rpartition("/")[2]: Pool(nodes=most) for name in names}
 
 
 @explained()
@@ -106,8 +164,8 @@ def submit(
         return
     name = current_workspace()
 
-    from azureml_elastic.submit.resumption import check_earlier_run
     from azureml_elastic.submit.sdk_hooks import quiet_uploads
+    from azureml_elastic.submit.submitted import check_earlier_run
     from azureml_elastic.submit.yaml.job_file import is_sweep_file, load_elastic_job, load_elastic_sweep
 
     client = connect(name.subscription, name.group, name.name)
@@ -140,6 +198,6 @@ def _check_combination(*, local: bool, dry_run: bool, stream: bool, **of_local: 
 @explained()
 def schema() -> None:
     """Print the JSON schema of job files, by which editors complete and check the elastic: block."""
-    from azureml_elastic.submit.yaml.block_schema import schema_text
+    from azureml_elastic.submit.yaml.elastic_block import schema_text
 
     typer.echo(schema_text(), nl=False)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import typer
 
 from azureml_elastic.cli.failures import CONTINUES, explained
-from azureml_elastic.cli.run_argument import RunArgument, run_folder
-from azureml_elastic.cli.submitted_run import open_run, read_state
+from azureml_elastic.cli.submitted_run import RunArgument, open_run, read_state, run_folder
 from azureml_elastic.errors import ElasticError, UsageError
 
 if TYPE_CHECKING:
@@ -160,12 +159,12 @@ class _JobLogs:
         return self._nodes[node].active
 
     def text(self, node: str) -> str:
-        from azureml_elastic.submit.node_logs import joined
+        from azureml_elastic.submit.run import joined
 
         return joined(self._texts(node))
 
     def follow(self, node: str) -> None:
-        from azureml_elastic.submit.node_logs import GrowingLog
+        from azureml_elastic.submit.run import GrowingLog
 
         chosen, log = self._nodes[node], GrowingLog()
         while True:
@@ -178,13 +177,13 @@ class _JobLogs:
         typer.echo(f"azureml-elastic: {chosen.node}, {chosen.status}", err=True)
 
     def _texts(self, node: str) -> dict[str, str]:
-        from azureml_elastic.submit.node_logs import read_logs
+        from azureml_elastic.submit.run import read_logs
 
         return read_logs(self._jobs.log_files(node))
 
     def _leading_job(self) -> str | None:
         """Return the job of rank 0's node by the run's table, else by the logs of the running nodes."""
-        from azureml_elastic.submit.node_logs import leading_node
+        from azureml_elastic.submit.run import leading_node
 
         with contextlib.suppress(ElasticError):
             state = read_state(self._run, self._variables)

@@ -9,8 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from azureml_elastic.cli.run_argument import run_folder
-from azureml_elastic.cli.submitted_run import open_run, open_run_table
+from azureml_elastic.cli.submitted_run import open_run, open_run_table, run_folder
 from azureml_elastic.errors import UsageError
 
 if TYPE_CHECKING:
@@ -159,7 +158,7 @@ class SubmittedRunReports:
         Raises:
             ElasticError: they cannot be read, or no node has started.
         """
-        from azureml_elastic.ledger.node_names import NodeNames
+        from azureml_elastic.ledger.reading import NodeNames
         from azureml_elastic.ledger.summary import report_of_events
         from azureml_elastic.node.observation.event_rows import read_event_rows
 

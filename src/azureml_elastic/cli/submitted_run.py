@@ -1,18 +1,24 @@
-"""The run that a command's argument names, in the workspace that its options select."""
+"""The run that a command's argument names, in the workspace that its options select.
+
+A name is the folder of a run on this machine, or that of a submitted run. Shells complete it by the folders on this
+machine and the newest jobs of the workspace.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from azureml_elastic.cli.completion import complete_submitted_run
 from azureml_elastic.cli.failures import require
-from azureml_elastic.cli.workspaces import current_workspace
+from azureml_elastic.cli.workspaces import WorkspaceOptions, current_workspace, find_workspace
+from azureml_elastic.errors import ElasticError, UsageError
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
@@ -23,13 +29,76 @@ if TYPE_CHECKING:
     from azureml_elastic.submit.run import ElasticRun
     from azureml_elastic.submit.submitted import SubmittedRun
 
-__all__ = ["RunName", "open_client_run", "open_run", "open_run_table", "read_state"]
+__all__ = [
+    "RunArgument",
+    "RunName",
+    "complete_run",
+    "open_client_run",
+    "open_run",
+    "open_run_table",
+    "read_state",
+    "run_folder",
+]
+
+_LONGEST_WAIT_SECONDS = 4.0
+"""Time for the workspace to answer: who presses the key waits for it."""
+
+_TABLE_TIMEOUT = timedelta(seconds=10)
+
+
+def complete_run(context: typer.Context, incomplete: str) -> Iterator[tuple[str, str]]:
+    """Yield the runs on this machine and those of the workspace, with what describes them."""
+    yield from _local_runs(incomplete)
+    yield from complete_submitted_run(context, incomplete)
+
+
+def complete_submitted_run(context: typer.Context, incomplete: str) -> Iterator[tuple[str, str]]:
+    """Yield the names of the workspace's newest jobs, with their display names; none if it does not answer."""
+    given = context.find_root().params  # the root command does not run for a completion
+    options = WorkspaceOptions(given.get("subscription"), given.get("resource_group"), given.get("workspace_name"))
+    found: list[tuple[str, str]] = []
+    asking = threading.Thread(target=_ask, args=(options, found), daemon=True)
+    asking.start()
+    asking.join(_LONGEST_WAIT_SECONDS)
+    yield from ((name, text) for name, text in list(found) if name.startswith(incomplete))
+
+
+def _local_runs(incomplete: str) -> Iterator[tuple[str, str]]:
+    for events in sorted(Path("runs").glob("*/events"), reverse=True):
+        name = str(events.parent)
+        if name.startswith(incomplete):
+            yield name, "run on this machine"
+
+
+def _ask(options: WorkspaceOptions, found: list[tuple[str, str]]) -> None:
+    with contextlib.suppress(ElasticError, ImportError):
+        from azureml_elastic.cli.workspace_jobs import open_jobs
+
+        found += open_jobs(find_workspace(options)).newest()
+
+
+RunArgument = Annotated[
+    str,
+    typer.Argument(help="Folder of a run on this machine, or name of a submitted run.", autocompletion=complete_run),
+]
 
 RunName = Annotated[
     str, typer.Argument(help="Name of the run, as printed by 'submit'.", autocompletion=complete_submitted_run)
 ]
 
-_TABLE_TIMEOUT = timedelta(seconds=10)
+
+def run_folder(run: str) -> Path | None:
+    """Return the folder that an argument names, ``None`` for the name of a submitted run.
+
+    Raises:
+        UsageError: it is the path of a folder that does not exist.
+    """
+    folder = Path(run)
+    if folder.is_dir():
+        return folder
+    if folder.name != run:
+        raise UsageError(f"There is no folder {run}. Give the folder of a local run, or the name of a submitted one.")
+    return None
 
 
 def open_run(

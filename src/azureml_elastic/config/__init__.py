@@ -10,17 +10,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from azureml_elastic.config.batch import BatchPolicy, FixedGlobalBatch, FixedPerWorkerBatch, Ramp
-    from azureml_elastic.config.checkpoint import CheckpointPolicy
     from azureml_elastic.config.distribution import ElasticDistribution, Framework, Recovery
-    from azureml_elastic.config.health import HealthPolicy
-    from azureml_elastic.config.metrics import MetricsPolicy
     from azureml_elastic.config.plan import PLAN_VERSION, Plan
-    from azureml_elastic.config.preemption import PreemptionPolicy
+    from azureml_elastic.config.policies import (
+        BatchPolicy,
+        CheckpointPolicy,
+        FixedGlobalBatch,
+        FixedPerWorkerBatch,
+        HealthPolicy,
+        MetricsPolicy,
+        PreemptionPolicy,
+        Profile,
+        Ramp,
+        ReplacementPolicy,
+    )
     from azureml_elastic.config.presets import Presets
-    from azureml_elastic.config.profile import Profile
     from azureml_elastic.config.rendezvous import Credential, RendezvousTimings, TableRendezvous
-    from azureml_elastic.config.replacement import ReplacementPolicy
     from azureml_elastic.config.resources import ElasticResources, NodePool, Placement
 
 __all__ = [
@@ -49,18 +54,18 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(("BatchPolicy", "FixedGlobalBatch", "FixedPerWorkerBatch", "Ramp"), "batch"),
+    **dict.fromkeys(("BatchPolicy", "FixedGlobalBatch", "FixedPerWorkerBatch", "Ramp"), "policies"),
     **dict.fromkeys(("ElasticDistribution", "Framework", "Recovery"), "distribution"),
     **dict.fromkeys(("PLAN_VERSION", "Plan"), "plan"),
     **dict.fromkeys(("Credential", "RendezvousTimings", "TableRendezvous"), "rendezvous"),
     **dict.fromkeys(("ElasticResources", "NodePool", "Placement"), "resources"),
-    "CheckpointPolicy": "checkpoint",
-    "HealthPolicy": "health",
-    "MetricsPolicy": "metrics",
-    "PreemptionPolicy": "preemption",
+    "CheckpointPolicy": "policies",
+    "HealthPolicy": "policies",
+    "MetricsPolicy": "policies",
+    "PreemptionPolicy": "policies",
     "Presets": "presets",
-    "Profile": "profile",
-    "ReplacementPolicy": "replacement",
+    "Profile": "policies",
+    "ReplacementPolicy": "policies",
 }
 """Module of each name."""
 

@@ -10,15 +10,18 @@ from pydantic import Field, ValidationError, model_validator
 from typing_extensions import Self
 
 from azureml_elastic.config.base import ConfigModel
-from azureml_elastic.config.batch import BatchPolicy, FixedGlobalBatch
-from azureml_elastic.config.checkpoint import CheckpointPolicy
 from azureml_elastic.config.distribution import ElasticDistribution
-from azureml_elastic.config.health import HealthPolicy
-from azureml_elastic.config.metrics import MetricsPolicy
-from azureml_elastic.config.preemption import PreemptionPolicy
-from azureml_elastic.config.profile import Profile
+from azureml_elastic.config.policies import (
+    BatchPolicy,
+    CheckpointPolicy,
+    FixedGlobalBatch,
+    HealthPolicy,
+    MetricsPolicy,
+    PreemptionPolicy,
+    Profile,
+    ReplacementPolicy,
+)
 from azureml_elastic.config.rendezvous import TableRendezvous
-from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.config.resources import ElasticResources, NodePool
 from azureml_elastic.environment import names as environment
 from azureml_elastic.errors import PlanError

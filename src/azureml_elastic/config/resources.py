@@ -91,7 +91,7 @@ class NodePool(ConfigModel):
     A job lists its pools in the order of preference. Each pool provides its minimum at once; the remaining nodes up to
     the run's ``max_instance_count`` are requested from the first pools with capacity. Capacity of later pools beyond
     that is the fallback: it is used when nodes of earlier pools do not arrive, see
-    :class:`~azureml_elastic.config.replacement.ReplacementPolicy`.
+    :class:`~azureml_elastic.config.policies.ReplacementPolicy`.
 
     Args:
         compute: name of the cluster, or ``"serverless"``.

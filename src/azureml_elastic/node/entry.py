@@ -18,8 +18,7 @@ import psutil
 from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory, LocalSnapshots
 from azureml_elastic.config import Plan
 from azureml_elastic.config.command.fixed_ranks import describe_fixed_ranks, find_fixed_ranks
-from azureml_elastic.config.command.program import Program, require_script
-from azureml_elastic.config.command.program_files import program_files
+from azureml_elastic.config.command.program import Program, program_files, require_script
 from azureml_elastic.config.exit_codes import UNHEALTHY
 from azureml_elastic.environment import names as variables
 from azureml_elastic.errors import MissingExtra, NodeLeaving, RunFailed, RunSucceeded

@@ -18,7 +18,7 @@ from azureml_elastic.ledger.events import (
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.ledger.timeline import headline
 from azureml_elastic.plurals import counted
-from azureml_elastic.report.numbers import duration_text
+from azureml_elastic.report.cells import duration_text
 
 __all__ = ["Failure", "failures"]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -9,19 +12,33 @@ from rich.text import Text
 from azureml_elastic.ledger.bill import Bill
 from azureml_elastic.ledger.samples import SampleAudit
 from azureml_elastic.ledger.summary import Report
-from azureml_elastic.ledger.timeline import reason_and_losses
+from azureml_elastic.ledger.timeline import RoundSpan, reason_and_losses
 from azureml_elastic.plurals import counted
 from azureml_elastic.report.cells import (
     MEASURED_FROM,
     OUTCOMES,
     activity_text,
     bill_rows,
+    duration_text,
+    ending_text,
     goodput_text,
     steps_text,
 )
-from azureml_elastic.report.picture import KEY, TimeColumns, lifelines, size_chart, time_axis
 
-__all__ = ["audit_text", "bill_table", "summary", "timeline_picture"]
+__all__ = [
+    "KEY",
+    "TimeColumns",
+    "audit_text",
+    "bill_table",
+    "lifelines",
+    "size_chart",
+    "summary",
+    "time_axis",
+    "timeline_picture",
+]
+
+KEY = "█ rank 0, ━ another rank, · in no round"
+"""Meaning of the characters of a bar."""
 
 _WIDTH = 50
 _NAME = 12
@@ -31,6 +48,100 @@ _STYLES = {
     "interrupted": "bold yellow",
     "unfinished": "bold yellow",
 }
+
+
+@dataclass(frozen=True)
+class Lifeline:
+    """The life of a node as one bar of text.
+
+    Args:
+        node: node name.
+        bar: one character per unit of time: ``█`` as rank 0, ``━`` with another rank, ``·`` where the node starts,
+            waits or recovers, and a blank while it does not exist.
+        end: end of the node, in words.
+    """
+
+    node: str
+    bar: str
+    end: str
+
+
+@dataclass(frozen=True)
+class TimeColumns:
+    """The time of a run in equal parts, one column of text for each.
+
+    Args:
+        start: begin of the first column.
+        end: end of the last one.
+        count: number of columns.
+    """
+
+    start: float
+    end: float
+    count: int
+
+    @classmethod
+    def of(cls, report: Report, count: int) -> TimeColumns:
+        """Return the columns from the start of the first node to the end of the last."""
+        times = [(round_.started, round_.ended) for round_ in report.rounds if round_.ran]
+        times += [(n.began, n.ended) for n in report.nodes if n.began is not None and n.ended is not None]
+        return cls(min(start for start, _ in times), max(end for _, end in times), count)
+
+    def within(self, started: float, ended: float) -> slice:
+        """Return the columns of a time span, at least one."""
+        length = max(self.end - self.start, 1e-9) / self.count
+        first = max(0, min(self.count - 1, int((started - self.start) / length)))
+        return slice(first, max(first + 1, min(self.count, round((ended - self.start) / length))))
+
+
+def size_chart(rounds: Sequence[RoundSpan], columns: TimeColumns) -> list[tuple[int, str]]:
+    """Return world sizes and their bars, the largest first; each column is filled up to the size at its time."""
+    sizes = [0 if round_ is None else round_.world_size for round_ in _by_column(rounds, columns)]
+    # Only sizes that occurred: with 8 workers per node these are 8, 16, 24, ...
+    levels = sorted({round_.world_size for round_ in rounds}, reverse=True)
+    return [(level, "".join("█" if size >= level else " " for size in sizes)) for level in levels]
+
+
+def time_axis(columns: TimeColumns) -> tuple[str, str]:
+    """Return the axis, and its texts below it."""
+    label = duration_text(columns.end - columns.start)
+    return "─" * columns.count, "0" + label.rjust(columns.count - 1)
+
+
+def lifelines(report: Report, columns: TimeColumns) -> list[Lifeline]:
+    """Return one line per node in the order of their starts."""
+    rounds = [round_ for round_ in report.rounds if round_.ran]
+    by_column = _by_column(rounds, columns)
+    lives = {node.name: [" "] * columns.count for node in report.nodes}
+    for node in report.nodes:
+        if node.began is not None and node.ended is not None:
+            part = columns.within(node.began, node.ended)
+            lives[node.name][part] = "·" * (part.stop - part.start)
+    ends = {node.name: ending_text(node.ending, node.exit_code) or "unknown" for node in report.nodes}
+    names = list(lives) or list(dict.fromkeys(name for r in rounds for name in r.members))
+    return [
+        Lifeline(
+            name,
+            "".join(map(_mark, [name] * columns.count, by_column, lives.get(name, " " * columns.count))),
+            ends.get(name, "unknown"),
+        )
+        for name in names
+    ]
+
+
+def _mark(node: str, round_: RoundSpan | None, alone: str) -> str:
+    if round_ is None or node not in round_.members:
+        return alone
+    return "█" if round_.members[0] == node else "━"
+
+
+def _by_column(rounds: Sequence[RoundSpan], columns: TimeColumns) -> list[RoundSpan | None]:
+    """Return the round in each column, the newer one where two overlap."""
+    found: list[RoundSpan | None] = [None] * columns.count
+    for round_ in rounds:
+        part = columns.within(round_.started, round_.ended)
+        found[part] = [round_] * (part.stop - part.start)
+    return found
 
 
 def summary(report: Report) -> RenderableType:

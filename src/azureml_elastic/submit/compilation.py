@@ -19,10 +19,10 @@ from azureml_elastic.submit.bindings import LITERALS
 from azureml_elastic.submit.expressions import without_options
 from azureml_elastic.submit.fields import JobFields, field_of
 from azureml_elastic.submit.local_files import checked_code
+from azureml_elastic.submit.node_launch import compile_services
 from azureml_elastic.submit.runtime.staging import stage_runtime
 from azureml_elastic.submit.sdk_hooks import outside_pipelines
 from azureml_elastic.submit.sdk_values import made_environment, made_identity, made_input, made_output
-from azureml_elastic.submit.services import compile_services
 from azureml_elastic.submit.validation import check
 
 with needs_extra("azure-ai-ml", "submit"):

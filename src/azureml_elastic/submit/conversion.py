@@ -1,7 +1,8 @@
 """Conversion of a command job of azure-ai-ml to the fields of an elastic job.
 
 Settings that an elastic job expresses differently (``instance_count``, a ``PyTorchDistribution``, ``torchrun``) are
-translated; settings without an equivalent are rejected by name. The given job is not modified.
+translated; settings without an equivalent are rejected by name. The given job is not modified. A sweep is
+converted to its trial, a command job, and to the options of its search.
 """
 
 from __future__ import annotations
@@ -10,17 +11,21 @@ import copy
 import os
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from azureml_elastic.config.distribution import ElasticDistribution
 from azureml_elastic.config.resources import ElasticResources
-from azureml_elastic.errors import SubmitError
-from azureml_elastic.submit.distributions import translated
+from azureml_elastic.errors import SubmitError, needs_extra
+from azureml_elastic.submit.fields import translated
 from azureml_elastic.submit.launchers import Launched, read_launcher, refuse_launcher
-from azureml_elastic.submit.sdk_hooks import component_of, fields_of_command, plain_command_job
+from azureml_elastic.submit.sdk_hooks import component_of, fields_of_command, plain_command_job, plain_sweep_job
 
-__all__ = ["FIELDS_OF_COMMAND", "FIELDS_OF_RESOURCES", "fields_of", "located", "refuse_unknown"]
+if TYPE_CHECKING:
+    from azure.ai.ml.entities import CommandJob
+
+__all__ = ["FIELDS_OF_COMMAND", "FIELDS_OF_RESOURCES", "fields_of", "is_sweep", "located", "refuse_unknown", "trial_of"]
 
 _SAME = ("name", "description", "display_name", "experiment_name", "compute", "parent_job_name")
 FIELDS_OF_COMMAND = frozenset(
@@ -39,6 +44,10 @@ FIELDS_OF_RESOURCES = ("instance_type", "shm_size", "docker_args", "locations", 
 _SCHEME = re.compile(r"[A-Za-z][\w+.-]+:", re.ASCII)
 _ASSET = re.compile(r"[\w.-]+(?::[\w.-]+|@[\w.-]+)", re.ASCII)
 _RESOURCE = re.compile(r"/subscriptions/", re.IGNORECASE)
+
+_SEARCHED = re.compile(r"\$\{\{\s*search_space\.(\w+)\s*\}\}", re.ASCII)
+_SAME_OF_SWEEP = ("name", "description", "display_name", "experiment_name", "tags", "properties", "compute", "identity")
+_LIMITS = ("max_concurrent_trials", "max_total_trials", "timeout", "trial_timeout")
 
 
 def fields_of(
@@ -217,3 +226,56 @@ def located(path: str, base: Path) -> str:
         return path
     # Without normalization, azure-ai-ml would name an asset '..' after such a folder.
     return os.path.normpath((base / path).absolute())
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a sweep runs, and how it searches.
+
+    Args:
+        command_job: job of a trial, whose inputs are those of the sweep and its search expressions.
+        options: arguments of azure-ai-ml's ``Command.sweep``, without the search space.
+    """
+
+    command_job: CommandJob
+    options: dict[str, Any]
+
+
+def is_sweep(job: Any) -> bool:
+    """Return whether a job of azure-ai-ml is a sweep."""
+    with needs_extra("azure-ai-ml", "submit"):
+        from azure.ai.ml.entities import Sweep
+        from azure.ai.ml.sweep import SweepJob
+    return isinstance(job, (Sweep, SweepJob))
+
+
+def trial_of(sweep: Any) -> Trial:
+    """Return the trial of a sweep, which is not modified.
+
+    Raises:
+        SubmitError: the sweep was submitted already, or calls a registered component, whose command is unknown.
+        MissingExtra: azure-ai-ml is not installed.
+    """
+    with needs_extra("azure-ai-ml", "submit"):
+        from azure.ai.ml.entities import CommandJob
+    job = plain_sweep_job(sweep)
+    trial: Any = job.trial
+    command_job = CommandJob(
+        command=_SEARCHED.sub(r"${{inputs.\1}}", str(trial.command or "")),
+        code=trial.code,
+        environment=trial.environment,
+        environment_variables=dict(trial.environment_variables or {}),
+        distribution=trial.distribution,
+        resources=job.resources or trial.resources,
+        inputs={**(job.inputs or {}), **(job.search_space or {})},
+        outputs=job.outputs,
+        queue_settings=job.queue_settings,
+        base_path=getattr(trial, "base_path", None) or job.base_path,
+        **{name: getattr(job, name) for name in _SAME_OF_SWEEP if getattr(job, name, None) is not None},
+    )
+    options = {name: value for name in _LIMITS if (value := getattr(job.limits, name, None)) is not None}
+    if job.early_termination is not None:
+        options["early_termination_policy"] = job.early_termination
+    if job.objective is not None:
+        options |= {"primary_metric": job.objective.primary_metric, "goal": job.objective.goal}
+    return Trial(command_job, {**options, "sampling_algorithm": job.sampling_algorithm or "random"})

@@ -1,4 +1,7 @@
-"""The expressions of Azure ML (``${{inputs.data}}``) in a command, which it replaces before the shell reads them."""
+"""The expressions of Azure ML (``${{inputs.data}}``) in a command, which it replaces before the shell reads them.
+
+The variables of the workers become placeholders, which the node replaces.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,12 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from azureml_elastic.config.command.program import FoundProgram
+from azureml_elastic.config.command.worker_variables import Translated, refuse_changing, with_placeholders
 from azureml_elastic.errors import CommandError
-from azureml_elastic.submit.fields import field_of
+from azureml_elastic.submit.fields import JobFields, field_of
 
-__all__ = ["check_expressions", "literal_of", "with_literals", "without_options"]
+__all__ = ["check_expressions", "translated_command", "with_literals", "without_options"]
 
 _OTHER_EXPRESSION = re.compile(r"\$\{\{(?!\s*(?:inputs|outputs)\.)\s*([\w.]*).*?\}\}", re.ASCII)
 _OPTION = re.compile(r"\$\[\[(.*?)\]\]", re.DOTALL)
@@ -83,3 +88,15 @@ def literal_of(value: Any) -> bool | float | str | None:
         return value
     literal = field_of(value, "default")
     return literal if isinstance(literal, (bool, int, float, str)) else None
+
+
+def translated_command(job: JobFields, found: FoundProgram) -> Translated:
+    """Return the job's command with placeholders for the variables of its workers.
+
+    Raises:
+        CommandError: such a variable is used where it has no value.
+    """
+    literals = [str(literal_of(value) or "") for value in job.inputs.values()]
+    translated = with_placeholders(found, [*literals, *job.environment_variables.values()], job.environment_variables)
+    refuse_changing(translated.variables, job.distribution)
+    return translated

@@ -1,4 +1,7 @@
-"""The fields of an elastic job and their validation, without any behaviour; azure-ai-ml is not imported."""
+"""The fields of an elastic job and their validation, without any behaviour; azure-ai-ml is not imported.
+
+Distributions of azure-ai-ml, given as objects or as dictionaries of their fields, are translated.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +25,34 @@ from pydantic import (
 from pydantic_core import PydanticSerializationError
 
 from azureml_elastic.config.base import ConfigModel, PositiveDuration
-from azureml_elastic.config.batch import BatchPolicy, FixedGlobalBatch
-from azureml_elastic.config.checkpoint import CheckpointPolicy
 from azureml_elastic.config.distribution import ElasticDistribution
-from azureml_elastic.config.health import HealthPolicy
-from azureml_elastic.config.metrics import MetricsPolicy
 from azureml_elastic.config.plan import EarlierRun, Plan, SubmittedNames
-from azureml_elastic.config.preemption import PreemptionPolicy
+from azureml_elastic.config.policies import (
+    BatchPolicy,
+    CheckpointPolicy,
+    FixedGlobalBatch,
+    HealthPolicy,
+    MetricsPolicy,
+    PreemptionPolicy,
+    Profile,
+    ReplacementPolicy,
+)
 from azureml_elastic.config.presets import Presets
-from azureml_elastic.config.profile import Profile
 from azureml_elastic.config.rendezvous import TableRendezvous
-from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.config.resources import SERVERLESS, ElasticResources, NodePool
 from azureml_elastic.errors import SubmitError
 from azureml_elastic.submit.bindings import bound
-from azureml_elastic.submit.distributions import translated
 
-__all__ = ["JobFields", "field_of", "resources_of_pools"]
+__all__ = ["JobFields", "field_of", "given_fields", "merged_fields", "translated"]
+
+_OF_RAY = (
+    "address",
+    "include_dashboard",
+    "dashboard_port",
+    "head_node_additional_args",
+    "worker_node_additional_args",
+)
+"""Options of Ray that the elastic agents choose themselves."""
 
 _MOVED = {
     "docker_args": "give resources=ElasticResources(docker_args=...)",
@@ -69,6 +83,54 @@ _POOLS: TypeAdapter[tuple[NodePool, ...]] = TypeAdapter(tuple[NodePool, ...])
 
 _NO_RESOURCES: Any = None
 """Default of ``resources``, which passes validation only where the node pools determine the counts."""
+
+_KIND = "kind"
+"""The field by which the models of a union differ."""
+
+
+def _kind_of(given: Any) -> str | None:
+    """Return the type of a distribution of azure-ai-ml in lower case, such as ``pytorch``; ``None`` for another value.
+
+    Dictionaries without a type, and those of the type ``elastic``, have the fields of an ``ElasticDistribution``.
+    """
+    if given is None or isinstance(given, ElasticDistribution):
+        return None
+    kind = given.get("type") if isinstance(given, Mapping) else getattr(given, "type", None)
+    text = str(getattr(kind, "value", kind)).lower() if isinstance(kind, str) else None
+    return None if text == "elastic" else text
+
+
+def translated(given: Any) -> Any:
+    """Return the fields that a distribution of azure-ai-ml has in an ``ElasticDistribution``; other values as given.
+
+    Fields of an elastic distribution may stand beside the type ``pytorch``.
+
+    Raises:
+        SubmitError: the distribution has no elastic equivalent.
+    """
+    kind = _kind_of(given)
+    if kind is None:
+        return given
+    fields = dict(given) if isinstance(given, Mapping) else {}
+    fields.pop("type", None)
+    if kind == "ray":
+        options = {name: value for name in _OF_RAY if (value := fields.pop(name, getattr(given, name, None)))}
+        for name, value in options.items():
+            raise SubmitError(
+                f"RayDistribution({name}={value!r}) cannot be carried: the elastic agents start Ray themselves. Leave "
+                'it out, or give distribution=ElasticDistribution(framework="ray").'
+            )
+        fields.pop("port", None)
+        return {"framework": "ray", **fields}
+    if kind == "pytorch":
+        count = fields.pop("process_count_per_instance", getattr(given, "process_count_per_instance", None))
+        return {**fields, "process_count_per_instance": count or 1}
+    framework = 'framework="horovod"' if kind == "mpi" else "..."
+    name = f"{{'type': {kind!r}}}" if isinstance(given, Mapping) else type(given).__name__
+    raise SubmitError(
+        f"distribution={name} cannot be carried: an elastic job runs PyTorch, Horovod, Dask or Ray. Give "
+        f"distribution=ElasticDistribution({framework}) if the script runs so."
+    )
 
 
 def _with_text(variables: Any) -> Any:
@@ -322,3 +384,41 @@ def resources_of_pools(pools: Sequence[NodePool]) -> ElasticResources:
 def field_of(value: Any, name: str) -> Any:
     """Return a field of an object of azure-ai-ml, or of a dictionary of its fields; ``None`` if it is not set."""
     return value.get(name) if type(value) is dict else getattr(value, name, None)
+
+
+def given_fields(model: ConfigModel) -> dict[str, Any]:
+    """Return the fields that a model was given, without those that have their defaults."""
+    return {name: getattr(model, name) for name in model.model_fields_set}
+
+
+def merged_fields(job: JobFields, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a job with changes, which are not validated.
+
+    Mappings are merged with those of the job, and a mapping changes the fields of a model that the job has.
+    """
+    fields = given_fields(job)
+    if job.pools and "compute" in changes and job.resources == resources_of_pools(job.pools):
+        del fields["resources"]  # derived again from the new pools
+        if isinstance(changes["compute"], str | None):
+            fields["resources"] = job.resources
+    for name, value in changes.items():
+        fields[name] = _merged(getattr(job, name, None), value)
+    return fields
+
+
+def _merged(held: Any, change: Any) -> Any:
+    if not isinstance(change, Mapping):
+        return change
+    if not isinstance(held, ConfigModel):
+        return {**held, **change} if isinstance(held, Mapping) else change
+    fields = given_fields(held)
+    kind = getattr(held, _KIND, None)
+    if kind is not None:
+        if change.get(_KIND, kind) != kind:
+            return change
+        fields[_KIND] = kind
+    nested = {name: getattr(held, name, None) for name in change}
+    return fields | {
+        name: _merged(nested[name], value) if isinstance(nested[name], ConfigModel) else value
+        for name, value in change.items()
+    }

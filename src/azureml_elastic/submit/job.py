@@ -11,12 +11,10 @@ from typing_extensions import Self
 from azureml_elastic.config.distribution import ElasticDistribution
 from azureml_elastic.config.resources import ElasticResources
 from azureml_elastic.submit.bindings import bindings_of, has_search
-from azureml_elastic.submit.changes import given_fields, merged_fields
-from azureml_elastic.submit.conversion import fields_of
+from azureml_elastic.submit.conversion import fields_of, is_sweep, trial_of
 from azureml_elastic.submit.display import as_html, as_line, as_text
-from azureml_elastic.submit.fields import JobFields
+from azureml_elastic.submit.fields import JobFields, given_fields, merged_fields
 from azureml_elastic.submit.sdk_hooks import Submittable, outside_pipelines, position_in_pipelines
-from azureml_elastic.submit.trials import is_sweep, trial_of
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import Command, CommandJob, Pipeline, PipelineJob, Sweep
@@ -232,6 +230,6 @@ class ElasticCommandJob(JobFields, Submittable):
             CommandError: the command starts no Python program, or one that is not in ``code``.
             MissingExtra: azure-ai-ml is not installed.
         """
-        from azureml_elastic.submit.sweeps import compile_sweep
+        from azureml_elastic.submit.steps import compile_sweep
 
         return compile_sweep(self, search_space or {}, options)

@@ -9,18 +9,16 @@ from pathlib import Path, PurePosixPath
 from azureml_elastic.config.command.fixed_ranks import describe_fixed_ranks, find_fixed_ranks
 from azureml_elastic.config.command.launchers import instead_of
 from azureml_elastic.config.command.launching import find_launching
-from azureml_elastic.config.command.program import FoundProgram, find_program, parse_program
-from azureml_elastic.config.command.program_files import program_files
+from azureml_elastic.config.command.program import FoundProgram, find_program, parse_program, program_files
 from azureml_elastic.environment import names as variables
 from azureml_elastic.errors import CommandError, SubmitError
 from azureml_elastic.masking import named_secrets
 from azureml_elastic.plurals import counted
-from azureml_elastic.submit.expressions import check_expressions
+from azureml_elastic.submit.expressions import check_expressions, translated_command
 from azureml_elastic.submit.fields import JobFields, field_of
 from azureml_elastic.submit.launchers import refuse_launcher, without_launcher
+from azureml_elastic.submit.local_files import describe_upload
 from azureml_elastic.submit.sdk_hooks import Ignored
-from azureml_elastic.submit.translation import translated_command
-from azureml_elastic.submit.upload_size import describe_upload
 
 __all__ = ["RESERVED_PREFIX", "check"]
 

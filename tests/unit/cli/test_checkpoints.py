@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from azureml_elastic import train
 from azureml_elastic.cli import app
-from azureml_elastic.cli.checkpoint_folders import folder_of_submitted
+from azureml_elastic.cli.checkpoints import folder_of_submitted
 from azureml_elastic.config import CheckpointPolicy, ElasticResources, Plan
 from azureml_elastic.environment import names as variables
 from azureml_elastic.errors import UsageError

@@ -2,7 +2,7 @@
 
 import threading
 
-from azureml_elastic.cli.live_page import LivePage
+from azureml_elastic.cli.report import LivePage
 from azureml_elastic.cli.run_reports import LocalRunReports, RunReport
 from azureml_elastic.errors import TableUnavailable
 from azureml_elastic.ledger.summary import Paths, Report

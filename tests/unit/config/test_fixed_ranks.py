@@ -8,8 +8,7 @@ from textwrap import dedent
 import pytest
 
 from azureml_elastic.config.command.fixed_ranks import describe_fixed_ranks, find_fixed_ranks
-from azureml_elastic.config.command.program import parse_program
-from azureml_elastic.config.command.program_files import program_files
+from azureml_elastic.config.command.program import parse_program, program_files
 
 
 def found(main, **others):

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from azureml_elastic.config import ElasticResources, Plan, Presets, Profile
+from azureml_elastic.config.policies import recorded_after
 from azureml_elastic.config.presets import connection, has_infiniband, mode_of_input
-from azureml_elastic.config.profile import recorded_after
 
 WITH = [
     "Standard_NC24r",

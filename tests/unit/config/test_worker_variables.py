@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_elastic.config.command.placeholders import fill
 from azureml_elastic.config.command.program import Program, find_program, parse_program
+from azureml_elastic.config.command.shell import fill
 from azureml_elastic.config.command.worker_variables import (
     refuse_changing,
     with_placeholders,

@@ -1,7 +1,7 @@
 """Nodes of Azure ML under the names of their jobs."""
 
 from azureml_elastic.ledger.events import NodeStarted, RoundEntered, RoundReopened, Unreachable
-from azureml_elastic.ledger.node_names import NodeNames
+from azureml_elastic.ledger.reading import NodeNames
 
 LABELS = {"run-1": "spot_0", "run-2": "spot_1"}
 

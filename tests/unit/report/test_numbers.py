@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_elastic.report.numbers import (
+from azureml_elastic.report.cells import (
     duration_text,
     nice_ticks,
     number_text,

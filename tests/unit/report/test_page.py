@@ -27,9 +27,9 @@ from azureml_elastic.ledger.events import (
 )
 from azureml_elastic.ledger.samples import SampleAudit
 from azureml_elastic.ledger.summary import FaultRecord, MissedFault, NodeSummary, Paths, Report, report_of_events
-from azureml_elastic.report.markup import Markup, element
 from azureml_elastic.report.page import message_page, run_page, write_page
 from azureml_elastic.report.page_content import page_content
+from azureml_elastic.report.svg import Markup, element
 from tests.support.chromium import Elements
 from tests.support.histories import long_run, loss_and_newcomer
 

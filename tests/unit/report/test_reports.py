@@ -14,8 +14,15 @@ from azureml_elastic.ledger.timeline import RoundSpan
 from azureml_elastic.node.core.failures import Failure
 from azureml_elastic.node.failures.classification import describe_ending
 from azureml_elastic.plurals import counted
-from azureml_elastic.report.picture import TimeColumns, lifelines, size_chart, time_axis
-from azureml_elastic.report.terminal import audit_text, summary, timeline_picture
+from azureml_elastic.report.terminal import (
+    TimeColumns,
+    audit_text,
+    lifelines,
+    size_chart,
+    summary,
+    time_axis,
+    timeline_picture,
+)
 from tests.support.histories import enter, loss_and_newcomer
 
 

@@ -4,8 +4,7 @@ import pytest
 
 from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.errors import CommandError
-from azureml_elastic.submit.launcher_table import LAUNCHERS
-from azureml_elastic.submit.launchers import read_launcher, refuse_launcher
+from azureml_elastic.submit.launchers import LAUNCHERS, read_launcher, refuse_launcher
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from azureml_elastic.submit.node_logs import GrowingLog, joined, leading_node
+from azureml_elastic.submit.run import GrowingLog, joined, leading_node
 
 
 @pytest.mark.parametrize(

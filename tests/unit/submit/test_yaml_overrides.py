@@ -3,7 +3,7 @@
 import pytest
 
 from azureml_elastic.errors import SubmitError
-from azureml_elastic.submit.yaml.overrides import apply_overrides, parse_override
+from azureml_elastic.submit.yaml.job_file import apply_overrides, parse_override
 
 DOCUMENT = {
     "command": "python train.py",

@@ -9,8 +9,7 @@ from pydantic import BaseModel
 
 from azureml_elastic.config import FixedPerWorkerBatch
 from azureml_elastic.submit import load_elastic_job
-from azureml_elastic.submit.yaml.block_schema import described, job_schema, schema_text
-from azureml_elastic.submit.yaml.elastic_block import block_model, models_in
+from azureml_elastic.submit.yaml.elastic_block import block_model, described, job_schema, models_in, schema_text
 from tests.support.paths import ROOT
 
 PUBLISHED = ROOT / "docs" / "elastic-job.schema.json"

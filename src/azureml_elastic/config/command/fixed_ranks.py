@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from azureml_elastic.config.command.program_files import dotted_name, full_name, imported_names, parse_quietly
+from azureml_elastic.config.command.program import dotted_name, full_name, imported_names, parse_quietly
 
 __all__ = ["FixedRank", "describe_fixed_ranks", "find_fixed_ranks"]
 

@@ -18,10 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from azureml_elastic.config.command.launchers import LAUNCHER_MODULES, LAUNCHERS, command_name, starts_cluster
-from azureml_elastic.config.command.prefixes import is_interpreter
-from azureml_elastic.config.command.program import Program
-from azureml_elastic.config.command.program_files import (
+from azureml_elastic.config.command.launchers import (
+    LAUNCHER_MODULES,
+    LAUNCHERS,
+    command_name,
+    is_interpreter,
+    starts_cluster,
+)
+from azureml_elastic.config.command.program import (
+    Program,
     dotted_name,
     full_name,
     imported_names,

@@ -10,9 +10,8 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from azureml_elastic.config.command.placeholders import placeholder, unused_name
 from azureml_elastic.config.command.program import FoundProgram, parse_program
-from azureml_elastic.config.command.shell import Word, all_words, simple_commands
+from azureml_elastic.config.command.shell import Word, all_words, placeholder, simple_commands, unused_name
 from azureml_elastic.config.distribution import ElasticDistribution
 from azureml_elastic.errors import CommandError
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from azureml_elastic.config.command.program import Program
-from azureml_elastic.config.command.program_files import program_files
+from azureml_elastic.config.command.program import Program, program_files
 
 __all__ = ["opens_session"]
 

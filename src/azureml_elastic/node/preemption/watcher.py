@@ -13,7 +13,7 @@ from functools import partial
 from types import FrameType
 
 from azureml_elastic.config.exit_codes import PREEMPTED
-from azureml_elastic.config.preemption import PreemptionPolicy
+from azureml_elastic.config.policies import PreemptionPolicy
 from azureml_elastic.node.preemption.notices import Announcement, MarkerFile, Notice, PolledSource, merge
 from azureml_elastic.node.preemption.scheduled_events import ScheduledEvents
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
-from azureml_elastic.config.command.program_files import dotted_name
+from azureml_elastic.config.command.program import dotted_name
 
 __all__ = [
     "UNKNOWN",

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from azureml_elastic.config.plan import Plan
-from azureml_elastic.config.replacement import CANCELLED_TAG
+from azureml_elastic.config.policies import CANCELLED_TAG
 from azureml_elastic.config.resources import NodePool, step_names
 from azureml_elastic.errors import PlanError
 from azureml_elastic.node.core.round import Round

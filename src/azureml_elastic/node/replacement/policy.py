@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
 
-from azureml_elastic.config.replacement import ReplacementPolicy
+from azureml_elastic.config.policies import ReplacementPolicy
 from azureml_elastic.config.resources import NodePool
 from azureml_elastic.plurals import counted
 

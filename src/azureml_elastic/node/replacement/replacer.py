@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from azureml_elastic.config.replacement import ReplacementPolicy
+from azureml_elastic.config.policies import ReplacementPolicy
 from azureml_elastic.config.resources import NodePool, replacement_name
 from azureml_elastic.environment import names as variables
 from azureml_elastic.errors import JobRefused, RowExists, UsageError, WorkspaceUnavailable

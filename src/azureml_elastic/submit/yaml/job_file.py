@@ -1,15 +1,19 @@
 """Elastic jobs as YAML files: any command job of Azure ML, with one ``elastic:`` block.
 
 The block is removed and azure-ai-ml loads the rest, so that every field of a command job keeps its meaning.
+
+Values may be overridden, as by ``--set elastic.max_instance_count=12``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,20 +21,33 @@ from pydantic import ValidationError
 
 from azureml_elastic.config.distribution import ElasticDistribution
 from azureml_elastic.errors import CommandError, SubmitError, needs_extra
-from azureml_elastic.submit.trials import trial_of
+from azureml_elastic.submit.conversion import trial_of
 from azureml_elastic.submit.yaml.elastic_block import BLOCK, COUNTS, block_model, read_block, wanted
-from azureml_elastic.submit.yaml.overrides import apply_overrides
-from azureml_elastic.submit.yaml.sdk_errors import readable
-
-with needs_extra("PyYAML", "submit"):
-    import yaml
+from azureml_elastic.submit.yaml.standard_yaml import readable
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import Sweep
 
     from azureml_elastic.submit.job import ElasticCommandJob
 
-__all__ = ["is_sweep_file", "load_elastic_job", "load_elastic_sweep", "read_document"]
+__all__ = [
+    "apply_overrides",
+    "is_sweep_file",
+    "load_elastic_job",
+    "load_elastic_sweep",
+    "parse_override",
+    "read_document",
+]
+
+with needs_extra("PyYAML", "submit"):
+    import yaml
+
+
+_KEY = re.compile(r'"(?P<quoted>[^"]*)"|(?P<plain>[^."=]+)')
+
+with needs_extra("PyYAML", "submit"):
+    import yaml
+
 
 _SWEEP = "sweep"
 _SHORTEST = f"\n{BLOCK}:\n  max_instance_count: 4"
@@ -43,6 +60,83 @@ _ELSEWHERE = {
 
 _LITERALS: dict[str, Any] = {"boolean": True, "integer": 4, "number": 0.1, "string": "a text"}
 """The types of literals, with an example of each."""
+
+
+def apply_overrides(document: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Return a copy of a document with values set by overrides, later ones taking precedence.
+
+    Missing blocks are created; field names are not validated.
+    """
+    changed: dict[str, Any] = copy.deepcopy(dict(document))
+    for override in overrides:
+        path, value = parse_override(override)
+        _set(changed, path, value)
+    return changed
+
+
+def parse_override(override: str) -> tuple[tuple[str, ...], Any]:
+    """Return the path and the value of an override.
+
+    Args:
+        override: ``a.b=c``: keys separated by dots, in double quotes if they contain dots, with indices for entries of
+            lists; and a value in single-line YAML. An empty value is the empty string.
+
+    Raises:
+        SubmitError: there is no ``=`` or no key, or the value is no YAML. The message never contains the value.
+    """
+    path, equals, text = _split(override)
+    if not path or not equals:
+        raise SubmitError(
+            f"--set {override.partition('=')[0]!r} sets nothing. Give a path and a value, such as "
+            "elastic.max_instance_count=12 or inputs.lr=0.5."
+        )
+    try:
+        return path, "" if not text.strip() else yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise SubmitError(
+            f"The value that --set gives to {'.'.join(path)} is no YAML. Put text with special characters in quotes, "
+            "as in --set 'tags.note=\"a: b\"'."
+        ) from None
+
+
+def _split(override: str) -> tuple[tuple[str, ...], str, str]:
+    """Return the keys, ``=`` and the text of the value; no keys if they cannot be parsed."""
+    keys: list[str] = []
+    position = -1
+    while position < 0 or override.startswith(".", position):
+        match = _KEY.match(override, position + 1)
+        if match is None:
+            return (), "", ""
+        keys.append(match["plain"] if match["quoted"] is None else match["quoted"])
+        position = match.end()
+    return tuple(keys), override[position : position + 1], override[position + 1 :]
+
+
+def _set(document: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    here: Any = document
+    for number, name in enumerate(path):
+        key: str | int = name
+        if isinstance(here, list):
+            key = _index(here, path[: number + 1])
+        elif not isinstance(here, dict):
+            raise SubmitError(
+                f"--set {'.'.join(path)}: {'.'.join(path[:number])} is a {type(here).__name__}, which has no {key!r}. "
+                f"Set {'.'.join(path[:number])} as a whole, or correct the path."
+            )
+        if number == len(path) - 1:
+            here[key] = value
+        elif isinstance(here, dict) and here.get(key) is None:
+            here[key] = {}
+        here = here[key]
+
+
+def _index(entries: list[Any], path: Sequence[str]) -> int:
+    if not path[-1].isdecimal() or int(path[-1]) >= len(entries):
+        raise SubmitError(
+            f"--set {'.'.join(path)}: {'.'.join(path[:-1])} is a list of {len(entries)}, whose entries are 0 to "
+            f"{len(entries) - 1}. Give one of these numbers, or set the list as a whole, as in [a, b]."
+        )
+    return int(path[-1])
 
 
 def load_elastic_job(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> ElasticCommandJob:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.events import Event
-from azureml_elastic.ledger.node_names import NodeNames
-from azureml_elastic.ledger.reading import EventReader, LineReader
+from azureml_elastic.ledger.reading import EventReader, LineReader, NodeNames
 from azureml_elastic.ledger.summary import FaultRecord, Paths, Report, report_of_events
 from azureml_elastic.local.view import Board, View
 from azureml_elastic.testing.jobs.machines import Evicted

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerAction, profile
 
-from azureml_elastic.config.profile import Profile, recorded_after
+from azureml_elastic.config.policies import Profile, recorded_after
 from azureml_elastic.distributed.device import Fetched, device_of
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.agent_interface import Agent, WorkerIdentity

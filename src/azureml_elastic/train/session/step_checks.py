@@ -38,7 +38,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
-from azureml_elastic.config.checkpoint import NonFinitePolicy
+from azureml_elastic.config.policies import NonFinitePolicy
 from azureml_elastic.distributed.device import Device, Fetched, device_of
 from azureml_elastic.errors import NonFiniteError, RollbackRequired, RoundBroken
 from azureml_elastic.ipc.agent_interface import Agent
