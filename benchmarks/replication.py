@@ -21,8 +21,7 @@ from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
 from azureml_elastic.ipc import KEY_BYTES, Authenticator, Connection, MessageServer, Peer, listen
 from azureml_elastic.ipc.message import ShardDescription
 from azureml_elastic.ipc.worker_messages import Accepted, ReplicateShard
-from azureml_elastic.node.agent.shard_receiver import ShardReceiver
-from azureml_elastic.node.agent.shard_sender import ShardSender
+from azureml_elastic.node.agent.shard_transfer import ShardReceiver, ShardSender
 from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.round import Member
 

@@ -95,7 +95,7 @@ MUTATIONS = (
     ),
     Mutation(
         "nobody-knows-all",
-        "node/core/candidacy.py",
+        "node/core/sealing.py",
         "previous[:1] == (me.node,) and {*previous} == {*known}",
         "previous[:1] == (me.node,)",
         ("unit/node/core/test_joiner.py",),
@@ -203,14 +203,14 @@ MUTATIONS = (
     ),
     Mutation(
         "secret-inherited-by-workers",
-        "node/agent/worker_environment.py",
+        "node/agent/worker_group.py",
         "return frozenset() if needed else frozenset({table_variable})",
         "return frozenset()",
         ("unit/node/agent/test_worker_environment.py",),
     ),
     Mutation(
         "secret-of-the-early-start",
-        "node/preload/early_start.py",
+        "node/preload/client.py",
         "withheld = {secret, _DEFAULT_SECRET}",
         "withheld: set[str] = set()",
         ("unit/node/preload/test_early_start.py",),
@@ -259,14 +259,14 @@ MUTATIONS = (
     ),
     Mutation(
         "notice-ignored",
-        "node/agent/round_observer.py",
+        "node/agent/round_runner.py",
         "        if not self._preemption.noticed:\n            return\n",
         "        return\n",
         ("runs/test_notices.py",),
     ),
     Mutation(
         "end-of-the-store-ignored",
-        "node/agent/round_observer.py",
+        "node/agent/round_runner.py",
         '        if store.ended and self._is_new("store"):\n            yield ev.StoreEnded()\n',
         "",
         (f"{RECOVERY}::test_a_killed_process_of_rank_0s_node_costs_no_step",),
@@ -322,7 +322,7 @@ MUTATIONS = (
     ),
     Mutation(
         "output-without-its-prefix",
-        "node/agent/worker_output.py",
+        "node/agent/worker_processes.py",
         '"".join(f"{self._prefix}{line}\\n" for line in lines)',
         '"".join(f"{line}\\n" for line in lines)',
         ("unit/node/agent/test_worker_output.py",),

@@ -7,7 +7,7 @@ import threading
 from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
 from azureml_elastic.ipc import KEY_BYTES, Authenticator, Peer
 from azureml_elastic.node.agent.channel import Channel
-from azureml_elastic.node.agent.shard_sender import ShardSender
+from azureml_elastic.node.agent.shard_transfer import ShardSender
 from azureml_elastic.node.core.hangs import HangPolicy
 from azureml_elastic.node.hangs.detector import HangDetector
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from azureml_elastic.ledger.events import Event
     from azureml_elastic.local.view import View
     from azureml_elastic.node import table as tables
-    from azureml_elastic.node.observation.run_state import RunState
+    from azureml_elastic.node.observation import RunState
     from azureml_elastic.submit.run import ElasticRun, NodeOfRun
 
 __all__ = ["status"]
@@ -134,7 +134,7 @@ class _SubmittedRun:
 
     def __init__(self, submitted: ElasticRun, table: tables.Table, note: Callable[[str], object]) -> None:
         from azureml_elastic.ledger.reading import NodeNames
-        from azureml_elastic.node.observation.event_rows import EventRowReader
+        from azureml_elastic.node.observation import EventRowReader
 
         self._submitted = submitted
         self._reader = EventRowReader(table)

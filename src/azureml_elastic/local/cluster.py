@@ -44,7 +44,7 @@ from azureml_elastic.local.node_start import NODE_COMMAND, CommandStart, NodeSta
 from azureml_elastic.local.processes import NodeProcesses
 from azureml_elastic.local.run_end import StopSignals
 from azureml_elastic.local.view import UntilBroken, View
-from azureml_elastic.node.agent.session_detection import opens_session
+from azureml_elastic.node.agent.program import opens_session
 from azureml_elastic.node.table.checkpoint_pointer import CHECKPOINT_KEY
 from azureml_elastic.node.table.sqlite import SqliteTable
 

@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 
 from azureml_elastic.config.command.program import parse_program
 from azureml_elastic.errors import ElasticError, UsageError
-from azureml_elastic.node.preload.client import PreloadServer
-from azureml_elastic.node.preload.early_start import start_early
+from azureml_elastic.node.preload.client import PreloadServer, start_early
 from azureml_elastic.node.shared_outputs import SharedOutputs
 from azureml_elastic.output_encoding import accept_all_characters
 

@@ -29,35 +29,27 @@ from azureml_elastic.node.agent.agent import NodeAgent
 from azureml_elastic.node.agent.agent_table import AgentTable
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.earlier_run import with_earlier_checkpoint
-from azureml_elastic.node.agent.engine_program import engine_program
-from azureml_elastic.node.agent.hang_watch import HangWatch
+from azureml_elastic.node.agent.event_logs import ObservationLog
 from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch, SaveWatch
-from azureml_elastic.node.agent.observation_log import ObservationLog
-from azureml_elastic.node.agent.round_observer import RoundObserver
-from azureml_elastic.node.agent.round_performer import RoundPerformer
-from azureml_elastic.node.agent.round_runner import RoundRunner
-from azureml_elastic.node.agent.session_detection import opens_session
-from azureml_elastic.node.agent.shard_receiver import ShardReceiver
-from azureml_elastic.node.agent.shard_sender import ShardSender
-from azureml_elastic.node.agent.worker_environment import set_inherited_variables, withheld_variables
-from azureml_elastic.node.agent.worker_group import WorkerGroup
+from azureml_elastic.node.agent.program import engine_program, opens_session
+from azureml_elastic.node.agent.round_runner import HangWatch, RoundObserver, RoundPerformer, RoundRunner
+from azureml_elastic.node.agent.shard_transfer import ShardReceiver, ShardSender
+from azureml_elastic.node.agent.worker_group import WorkerGroup, set_inherited_variables, withheld_variables
 from azureml_elastic.node.agent.worker_processes import Workers
 from azureml_elastic.node.core.hangs import HangPolicy
 from azureml_elastic.node.core.round import Limits
 from azureml_elastic.node.core.training import State
-from azureml_elastic.node.diagnostics.admission import Admission
 from azureml_elastic.node.diagnostics.checks.accelerator import count_visible_devices
 from azureml_elastic.node.diagnostics.findings import DiagnosticReport
-from azureml_elastic.node.diagnostics.node_checks import check_folders, node_checks
+from azureml_elastic.node.diagnostics.node_checks import Admission, check_folders, node_checks
+from azureml_elastic.node.event_recorder import Recorder
 from azureml_elastic.node.failures.host_strikes import HostStrikes
 from azureml_elastic.node.hangs.detector import HangDetector
 from azureml_elastic.node.hangs.stack_report import StackReporter
 from azureml_elastic.node.host.identity import NodeIdentity
-from azureml_elastic.node.io.event_recorder import Recorder
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
-from azureml_elastic.node.preload.client import PreloadServer
-from azureml_elastic.node.preload.early_start import begin_preload
-from azureml_elastic.node.publishing.opening import open_publishing
+from azureml_elastic.node.preload.client import PreloadServer, begin_preload
+from azureml_elastic.node.publishing.publisher import open_publishing
 from azureml_elastic.node.rendezvous.local_node import LocalNode, Surroundings
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.replacement.on_node import start_replacement_thread

@@ -17,8 +17,8 @@ from typing import Literal
 
 from azureml_elastic.config import CheckpointPolicy, PreemptionPolicy, RendezvousTimings
 from azureml_elastic.ledger.accounting import Activity, Cause
+from azureml_elastic.node.core.boundary import ends_soon
 from azureml_elastic.node.core.hub_state import HubView
-from azureml_elastic.node.core.newcomers import ends_soon
 from azureml_elastic.node.core.pauses import SilenceLimit
 from azureml_elastic.node.core.round import Limits, Member, Round, reopened
 from azureml_elastic.node.core.sealing import SealTimer, candidates, seal

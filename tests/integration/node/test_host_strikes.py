@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from azureml_elastic.config import HealthPolicy, TableRendezvous
 from azureml_elastic.errors import RowChanged, TableUnavailable
-from azureml_elastic.node.core.faults import faulty_members
+from azureml_elastic.node.core.restarts import faulty_members
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.failures.host_strikes import (
     STRIKE_PREFIX,

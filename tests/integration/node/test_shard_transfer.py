@@ -16,7 +16,7 @@ from azureml_elastic.ipc import KEY_BYTES, Authenticator, Peer
 from azureml_elastic.ipc.connection import MessageStream
 from azureml_elastic.ipc.tls import derive_credentials
 from azureml_elastic.ipc.worker_messages import Accepted, HeldShards, ReplicateShard
-from azureml_elastic.node.agent.shard_sender import ShardSender
+from azureml_elastic.node.agent.shard_transfer import ShardSender
 from azureml_elastic.node.core import messages
 from tests.support.rendezvous.sealed_run import SHARD_SECONDS, SHARD_TRANSFERS, Run, encoded
 from tests.support.shards import describe, memory_of

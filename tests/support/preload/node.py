@@ -10,7 +10,7 @@ from pathlib import Path
 
 from starting import gone, preload_server
 
-from azureml_elastic.node.agent.worker_environment import worker_environments
+from azureml_elastic.node.agent.worker_group import worker_environments
 from azureml_elastic.node.agent.worker_processes import WorkerSet
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.state.assignment import Assignment

@@ -7,10 +7,9 @@ import time
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc import KEY_BYTES, Peer
 from azureml_elastic.node.core.round import Limits, Member
-from azureml_elastic.node.rendezvous.context import Context
+from azureml_elastic.node.rendezvous.context import Context, Runtime
 from azureml_elastic.node.rendezvous.hub.hub import Hub
-from azureml_elastic.node.rendezvous.hub.membership import Membership
-from azureml_elastic.node.rendezvous.runtime import Runtime
+from azureml_elastic.node.rendezvous.hub.link import Membership
 
 __all__ = ["PausableRuntime", "hub_at", "make_context", "start_hub"]
 

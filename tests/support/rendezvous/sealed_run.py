@@ -11,7 +11,7 @@ from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
 from azureml_elastic.config import RendezvousTimings, TableRendezvous
 from azureml_elastic.ipc import MessageClient
 from azureml_elastic.ipc.authentication import Authenticator, Peer
-from azureml_elastic.node.agent.shard_receiver import ShardReceiver
+from azureml_elastic.node.agent.shard_transfer import ShardReceiver
 from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.round import Limits
 from azureml_elastic.node.rendezvous.local_node import LocalNode, Surroundings

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from azureml_elastic.ipc import Authenticator, Peer
 from azureml_elastic.ipc.connection import encode
-from azureml_elastic.node.rendezvous.runtime import Runtime
+from azureml_elastic.node.rendezvous.context import Runtime
 from tests.support.rendezvous.simulated_time import Scheduler, SimulatedEvent, SimulatedThread
 
 if TYPE_CHECKING:

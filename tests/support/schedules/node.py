@@ -17,9 +17,8 @@ from azureml_elastic.node.core.hub_reports import HubReports
 from azureml_elastic.node.core.hub_state import Close, HubState, HubView, Send, SendAll
 from azureml_elastic.node.core.joiner import Joiner, JoinState
 from azureml_elastic.node.core.joining import greeting_of
-from azureml_elastic.node.core.newest_round import NewestRound
 from azureml_elastic.node.core.pauses import BeatWatch, PauseDetector, SilenceLimit
-from azureml_elastic.node.core.round import Member, Round, has_gone_back, reopened, restored, turn_of
+from azureml_elastic.node.core.round import Member, NewestRound, Round, has_gone_back, reopened, restored, turn_of
 from azureml_elastic.node.core.training import State, Training
 from tests.support.schedules.workers import Group
 from tests.support.schedules.world import Connection

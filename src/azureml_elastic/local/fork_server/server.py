@@ -40,9 +40,9 @@ from azureml_elastic.config.command.program import Program
 from azureml_elastic.environment import names as variables
 from azureml_elastic.local.fork_server.client import GO
 from azureml_elastic.local.processes import MARKER
-from azureml_elastic.node.agent.session_detection import opens_session
+from azureml_elastic.node.agent.program import opens_session
 from azureml_elastic.node.preload import import_loader, script_runner, stack_imports
-from azureml_elastic.node.preload.fork_safety import leftover_threads, trial_fork, why_unsafe
+from azureml_elastic.node.preload.import_loader import leftover_threads, trial_fork, why_unsafe
 from azureml_elastic.node.preload.import_scan import find_imports
 
 __all__ = ["Become", "Server", "serve"]

@@ -1,24 +1,136 @@
-"""Group of this node's workers: started or kept over rounds, and assigned their ranks."""
+"""Group of this node's workers: started or kept over rounds, assigned their ranks, with the environment that they find.
+
+The MLflow run that the workers of all nodes log to.
+
+Azure ML sets ``MLFLOW_RUN_ID`` to the job that a process belongs to. Where every node is a job of its own, rank 0 moves
+from job to job with each change of the round, and its metrics would be spread over all of them.
+
+Workers find the common run in ``AZUREML_RUN_ID``, too: azureml-mlflow leaves the status of the run that this variable
+names to the service, whereas the end of a script's ``with mlflow.start_run()`` sets the status of any other run.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 
+from azureml_elastic.checkpoint.storage.locations import AZURE_CONNECTION_STRING, is_azure
+from azureml_elastic.config import Plan
 from azureml_elastic.environment import names as variables
 from azureml_elastic.errors import RunFailed
 from azureml_elastic.ipc.worker_messages import Assign
 from azureml_elastic.node.agent.channel import Channel
-from azureml_elastic.node.agent.worker_environment import worker_environments
 from azureml_elastic.node.agent.worker_processes import Workers
 from azureml_elastic.node.failures.classification import root_cause
+from azureml_elastic.node.host.addresses import interface_of, machine_interfaces
+from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
-__all__ = ["WorkerGroup"]
+__all__ = [
+    "WorkerGroup",
+    "set_inherited_variables",
+    "tracked_run_variables",
+    "withheld_variables",
+    "worker_environments",
+]
+
+_MLFLOW_RUN = "MLFLOW_RUN_ID"
+_JOB = "AZUREML_RUN_ID"
+_ROOT = "AZUREML_ROOT_RUN_ID"
+
+
+def tracked_run_variables(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that let the workers of all nodes log to one run: that of the run's first job.
+
+    Empty where the nodes share a job, outside Azure ML, and where the command has set another run.
+
+    Args:
+        plan: plan of the run.
+        environ: environment of the agent.
+    """
+    job = environ.get(_JOB)
+    if not job or environ.get(_MLFLOW_RUN) != job:
+        return {}
+    root = environ.get(_ROOT) if plan.resources.effective_placement == "fan_out" else None
+    run = environ.get(variables.FIRST_JOB) or root or job
+    return {} if run == job else {_MLFLOW_RUN: run, _JOB: run}
+
+
+def set_inherited_variables(identity: NodeIdentity, channel: str, environ: MutableMapping[str, str]) -> None:
+    """Set the variables that are the same for all workers of a node in all rounds.
+
+    Args:
+        identity: identity of the node.
+        channel: path of the agent's socket.
+        environ: environment of the agent, which the workers inherit.
+    """
+    environ[variables.RUN_DIR] = str(identity.folder)
+    environ[variables.PLAN] = identity.plan.to_json()
+    environ[variables.CHANNEL] = channel
+    environ[variables.LOCAL_ADDRESS] = identity.host
+    environ.update(tracked_run_variables(identity.plan, environ))
+    interface = identity.interface or interface_of(identity.host, machine_interfaces())
+    if interface is not None:  # the workers' data goes the same way, unless the job configures another
+        environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def withheld_variables(table_variable: str | None, checkpoints: str | None) -> frozenset[str]:
+    """Return the environment variables of the agent that workers do not inherit.
+
+    Workers never access the table. They get its connection string only where the same variable opens their checkpoints.
+
+    Args:
+        table_variable: variable with the connection string that opened the table, ``None`` without one.
+        checkpoints: path or URL of the checkpoints in the job's policy.
+    """
+    if table_variable is None:
+        return frozenset()
+    needed = table_variable == AZURE_CONNECTION_STRING and checkpoints is not None and is_azure(checkpoints)
+    return frozenset() if needed else frozenset({table_variable})
+
+
+def worker_environments(
+    assignment: Assignment, run_id: str, max_restarts: int, engine_key: bytes = b""
+) -> dict[int, dict[str, str]]:
+    """Return, by local rank, what torchrun would set for the workers of this node, and the key of an engine."""
+    round_ = assignment.round
+    ranks = assignment.global_ranks
+    host, port = assignment.store_address
+    shared = {
+        "LOCAL_WORLD_SIZE": str(len(ranks)),
+        "WORLD_SIZE": str(round_.world_size),
+        "GROUP_RANK": str(assignment.rank),
+        "GROUP_WORLD_SIZE": str(len(round_.members)),
+        "ROLE_NAME": "worker",
+        "ROLE_WORLD_SIZE": str(round_.world_size),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        # Workers share keys by the restart count, which must therefore be the same on old nodes and new ones.
+        "TORCHELASTIC_RESTART_COUNT": str(round_.number - 1),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        variables.ROUND: str(round_.number),
+        variables.HISTORY: f"{round_.losses} {round_.seconds:.0f}",
+    }
+    if engine_key:
+        shared[variables.ENGINE_KEY] = engine_key.hex()
+    return {
+        local_rank: {
+            **shared,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "ROLE_RANK": str(rank),
+            variables.WORKER: f"{rank} {round_.world_size} {host} {port}",
+        }
+        for local_rank, rank in enumerate(ranks)
+    }
+
 
 _LOG = logging.getLogger(__name__)
 

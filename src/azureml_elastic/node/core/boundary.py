@@ -6,16 +6,44 @@ all have said yes the decision is to go; when one was past the step or not train
 proposed a little later (a two-phase commit whose participants cannot crash silently: a broken connection ends the
 round). Every agent reports when its workers have stopped, and after the last report rank 0's agent ends the round: a
 round that ended sooner would cut the save of a slower node short.
+
+When waiting nodes may end a round, and when that would cost more than it brings.
+
+A program with a session stops at a step boundary. One without is ended, and the next round begins where the program
+itself resumes. Whether it resumes shows only in what it reads: a program that saves and never reads begins anew. So a
+round goes on until the program has saved, while nodes wait, a file that it has looked for at its start. Then next to
+nothing is lost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.ipc.agent_interface import Action
-from azureml_elastic.ipc.agent_messages import Decision, Prepare, Stopped, Vote
+from azureml_elastic.ipc.agent_messages import Decision, Leaving, Prepare, Stopped, Vote
+from azureml_elastic.node.core.round import Round
+from azureml_elastic.node.core.training_actions import (
+    AwaitSave,
+    ForgetSaves,
+    HoldWorkers,
+    Log,
+    MoveEngine,
+    ToLeader,
+    ToMembers,
+    TrainingAction,
+)
+from azureml_elastic.node.core.training_events import Noticed, Pace, WorkersSeen
 
-__all__ = ["BoundaryCoordinator", "BoundaryParticipant"]
+__all__ = [
+    "BoundaryCoordinator",
+    "BoundaryParticipant",
+    "Departure",
+    "Leader",
+    "Newcomers",
+    "ends_soon",
+    "seconds_left",
+]
 
 _FIRST_MARGIN = 1
 _LARGEST_MARGIN = 64
@@ -157,3 +185,208 @@ class BoundaryCoordinator:
             if self._seen >= self._step:
                 self._margin = min(_LARGEST_MARGIN, self._margin * 2)
         return Decision(self._number, self.leaving, tuple(leavers))
+
+
+_REMAINING_SECONDS = 1.0
+"""A newcomer is not let in any more when the run will end sooner than this: it would only hold it up."""
+
+_GONE_SECONDS = 5.0
+"""Time without a waiting node after which the next one waits anew; hubs hold nodes back for less when several come."""
+
+
+def seconds_left(pace: Pace | None, expected: int | None, step: int, now: float) -> float | None:
+    """Return the seconds that training will take at its pace so far, ``None`` where that is unknown.
+
+    Args:
+        pace: when and at which step it began.
+        expected: number of steps of the whole run, if known.
+        step: the furthest step so far.
+        now: monotonic seconds.
+    """
+    if expected is None or pace is None or step <= pace.step:
+        return None
+    return max(0, expected - step) * (now - pace.moment) / (step - pace.step)
+
+
+def ends_soon(seconds: float | None) -> bool:
+    """Return whether the training ends too soon for newcomers; ``None`` if it is unknown when."""
+    return seconds is not None and seconds < _REMAINING_SECONDS
+
+
+class Newcomers:
+    """Decides when waiting nodes may end a round whose workers have no session. On rank 0's node.
+
+    Args:
+        timeout: seconds after which nodes end the round without a save, ``None`` for never.
+        world_size: number of workers of the round.
+    """
+
+    def __init__(self, timeout: float | None, world_size: int) -> None:
+        self._timeout = timeout
+        self._alone = world_size == 1
+        self._since: float | None = None
+        self._seen = 0.0
+        self._saved = False
+        self._awaited: frozenset[str] = frozenset()
+
+    @property
+    def until(self) -> float | None:
+        """Monotonic seconds at which they may end the round without a save."""
+        return None if self._since is None or self._timeout is None else self._since + self._timeout
+
+    def rest(self) -> list[TrainingAction]:
+        """Stop looking: the workers have a session, or nobody waits any more."""
+        if self._since is None:
+            return []
+        self._since, self._saved, self._awaited = None, False, frozenset()
+        return [ForgetSaves()]
+
+    def nobody_waits(self, now: float) -> list[TrainingAction]:
+        """No node waits at this moment."""
+        return self.rest() if now - self._seen >= _GONE_SECONDS else []
+
+    def saved(self) -> None:
+        """The program has saved since nodes wait."""
+        self._saved = self._since is not None
+
+    def wait(self, waiting: frozenset[str], now: float, *, connected: bool) -> tuple[bool, list[TrainingAction]]:
+        """Return whether these nodes may end the round now, and what to do.
+
+        The workers of this node are stopped before, so that they begin no save before they get SIGTERM.
+
+        Args:
+            waiting: names of the waiting nodes.
+            now: monotonic seconds.
+            connected: whether workers of the round have begun to connect to each other. What several workers save
+                before may be prepared data.
+        """
+        actions: list[TrainingAction] = []
+        self._seen = now
+        if self._since is None:
+            self._since = now
+        if waiting != self._awaited:
+            self._awaited = waiting
+            actions.append(AwaitSave(waiting))
+        if (until := self.until) is not None and now >= until:
+            return True, actions
+        if self._saved and (connected or self._alone):
+            actions.append(HoldWorkers())
+        return False, actions
+
+
+_IMPORT_SECONDS = 30.0
+"""How long newcomers wait at least for the session that the program speaks of. The same rules as for a program without
+a session apply then."""
+
+
+class Leader:
+    """Rank 0's part in one round.
+
+    Args:
+        distribution: what the plan says.
+        opens_session: whether the program uses this library, so that newcomers wait for its session.
+        now: monotonic seconds at which the workers were started, or received their assignments.
+
+    Attributes:
+        coordinator: the agreement on a step boundary.
+        newcomers: when waiting nodes may end a round without a session.
+    """
+
+    def __init__(self, round_: Round, distribution: ElasticDistribution, *, opens_session: bool, now: float) -> None:
+        timeout = distribution.newcomer_timeout
+        self._opens_session = opens_session
+        self._runs_engine = distribution.runs_engine
+        self._imported = now + _IMPORT_SECONDS
+        self.coordinator = BoundaryCoordinator(member.node for member in round_.members)
+        self.newcomers = Newcomers(None if timeout is None else timeout.total_seconds(), round_.world_size)
+
+    @property
+    def moments(self) -> list[float | None]:
+        """Monotonic seconds at which :meth:`lead` may decide otherwise, though nothing happens."""
+        return [self._imported, self.coordinator.not_before, self.newcomers.until]
+
+    def lead(
+        self,
+        waiting: frozenset[str],
+        leavers: frozenset[str],
+        workers: WorkersSeen,
+        now: float,
+        *,
+        connected: bool,
+        done: bool,
+    ) -> tuple[list[TrainingAction], str | None]:
+        """Return what to do; and why the round must end at once, because some workers have no session.
+
+        Args:
+            waiting: spares to make room for.
+            leavers: members that are being preempted.
+            workers: what this node's workers have reported.
+            now: monotonic seconds.
+            connected: whether workers of the round have begun to connect to each other.
+            done: whether this node's workers have ended well.
+        """
+        coordinator, actions = self.coordinator, list[TrainingAction]()
+        if workers.in_session:
+            actions += self.newcomers.rest()
+        elif not waiting:
+            actions += self.newcomers.nobody_waits(now)
+        ending = coordinator.finished or workers.finished or done
+        if coordinator.is_busy(now) or coordinator.leaving or ending or not (leavers or waiting):
+            return actions, None
+        if not leavers and ends_soon(seconds_left(workers.pace, workers.expected, workers.step, now)):
+            return actions, None
+        why = f"preempted: {', '.join(sorted(leavers))}" if leavers else f"joining: {', '.join(sorted(waiting))}"
+        if self._runs_engine:  # the processes stay and go on working, so that the end of the round costs nothing
+            return actions, why
+        if not coordinator.incapable and workers.in_session:
+            action: Action = "leave" if leavers else "rejoin"
+            return [*actions, ToMembers(coordinator.propose(workers.step, action))], None
+        if leavers:
+            return actions, why
+        if not (self._opens_session and now < self._imported):
+            ends, more = self.newcomers.wait(waiting, now, connected=connected)
+            actions += more
+            if ends:
+                return actions, why
+        if self._opens_session:
+            coordinator.incapable = False  # workers may only be importing still: ask again
+        return actions, None
+
+
+class Departure:
+    """The departure of one node from one round, perhaps never.
+
+    Args:
+        runs_engine: whether the worker is the process of an engine, which stops before it is announced to others.
+
+    Attributes:
+        notice: why and until when this node must leave, ``None`` where it need not.
+    """
+
+    def __init__(self, *, runs_engine: bool) -> None:
+        self._runs_engine = runs_engine
+        self._begun = self._announced = False
+        self.notice: Noticed | None = None
+
+    def begin(self) -> list[TrainingAction]:
+        """Announce, once, that this node must leave."""
+        if self.notice is None or self._begun:
+            return []
+        self._begun = True
+        log = Log(f"This node is being preempted ({self.notice.reason}); leaving at the next step.", warning=True)
+        return [log, MoveEngine()] if self._runs_engine else [log, *self.announce()]
+
+    def announce(self) -> list[TrainingAction]:
+        """Report to rank 0's agent, once, that this node will not be in the next round."""
+        if self._announced:
+            return []
+        self._announced = True
+        return [ToLeader(Leaving())]
+
+    def is_overdue(self, now: float) -> bool:
+        """Return whether the time of the notice is over."""
+        return self.notice is not None and now >= self.notice.until
+
+    def seconds_left(self, now: float) -> float | None:
+        """Return how long the workers may still take, ``None`` without a notice."""
+        return None if self.notice is None else max(0.0, self.notice.until - now)

@@ -32,9 +32,9 @@ from typing import Any
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.node.core import join_events as on
 from azureml_elastic.node.core import messages
-from azureml_elastic.node.core.candidacy import Candidacy, Verdict
 from azureml_elastic.node.core.joining import Staleness, greeting_of, is_leader_unreachable
 from azureml_elastic.node.core.round import Limits, Member, Round, has_gone_back, reopened
+from azureml_elastic.node.core.sealing import Candidacy, Verdict
 
 __all__ = ["JoinState", "Joiner"]
 

@@ -9,7 +9,7 @@ A hub sends :class:`Beat` and :class:`RoundChanged` to all, :class:`SealPosition
 :class:`AllDone` and :class:`Broadcast` to members.
 
 A node that has a shard of a snapshot for another sends :class:`ShardOffer` to that node's hub, on a connection of its
-own; see :mod:`~azureml_elastic.node.agent.shard_receiver`.
+own; see :mod:`~azureml_elastic.node.agent.shard_transfer`.
 
 The sender's name and incarnation are those that it has proved in the connection's handshake.
 """

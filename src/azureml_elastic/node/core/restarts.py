@@ -1,15 +1,76 @@
-"""What follows a failure that neither another node nor a notice explains: another round, or the end of the run."""
+"""What follows a worker's failure: whose fault it is, another round or the end of the run, and the closing message."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 from azureml_elastic.config import Plan
 from azureml_elastic.config.exit_codes import of_failed_run
-from azureml_elastic.node.core.closing_message import closing_message
-from azureml_elastic.node.core.failures import Failure, FailureRecord, aged, decide_restart
-from azureml_elastic.node.core.round import Round
+from azureml_elastic.node.core.failures import Failure, FailureKind, FailureRecord, aged, decide_restart
+from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.core.training_actions import Close, Log, Reopen
 
-__all__ = ["charge"]
+__all__ = ["KILLED", "SUMMARIES", "charge", "closing_message", "died_after_training", "faulty_members"]
+
+SUMMARIES: dict[FailureKind, str] = {
+    "out_of_memory": "it ran out of memory",
+    "peer": "its connection to the other workers broke",
+    "import": "its program could not be loaded",
+    "user": "its program raised an exception",
+    "killed": "it was killed from outside",
+    "crashed": "it crashed",
+    "exit": "its program ended with an error code",
+    "hang": "it made no step for too long",
+    "nonfinite": "its loss or weights are NaN or infinite",
+}
+"""Summary of each kind of failure, as the end of a sentence about a worker."""
+
+_ADVICE: dict[FailureKind, str] = {
+    "out_of_memory": (
+        "Reduce the batch of each worker (a smaller global_batch_size, or more nodes), or use nodes with more memory. "
+        "Fewer DataLoader workers save memory of the machine, gradient checkpointing saves memory of the GPU"
+    ),
+    "peer": (
+        "Look for the first error in the logs of the other nodes. If there is none, allow TCP between the nodes on all "
+        "ports, set AZUREML_ELASTIC_LOCAL_ADDRESS on nodes with several addresses, and give init_process_group a "
+        "longer timeout for slow collectives"
+    ),
+    "import": (
+        "Install what is missing in the environment of the nodes, or add the file to the submitted folder; then submit "
+        "again"
+    ),
+    "user": "Correct the program and submit it again",
+    "killed": (
+        "Find the sender of the signal: a limit of the container's memory, an operator, another program on the machine"
+    ),
+    "crashed": (
+        "Set PYTHONFAULTHANDLER=1 to get the Python stack of the next crash, and check native libraries, their "
+        "versions and the machine's memory"
+    ),
+    "exit": "Look for the exit code in the program, and at its last lines of output",
+    "hang": "Find the worker whose stack differs from those of the others",
+    "nonfinite": (
+        "Lower the learning rate, clip the gradients or look at the data of this step, and submit again: the last "
+        "checkpoint is of finite weights"
+    ),
+}
+
+
+def closing_message(message: str, failure: FailureRecord, number: int, why: str) -> str:
+    """Return the message of a failed run: the worker's own message, an empty line, and an explanation with advice.
+
+    Args:
+        message: message of the worker's failure.
+        failure: failure that ended the run.
+        number: number of the round.
+        why: reason for not restarting.
+    """
+    step = "" if failure.step is None else f" at step {failure.step}"
+    return (
+        f"{message}\n\nWorker {failure.rank} on {failure.node} failed in round {number}{step} with exit code "
+        f"{failure.exit_code}: {SUMMARIES[failure.kind]}. {why} {_ADVICE[failure.kind]}; see "
+        "docs/explanation/failures.md. Committed checkpoints are kept."
+    )
 
 
 def charge(
@@ -48,3 +109,46 @@ def charge(
     message = closing_message(failure.message, record, round_.number, decision.why)
     code = of_failed_run(failure.exit_code)
     return (Close(succeeded=False, message=message, exit_code=code, failures=decision.failures),)
+
+
+_TERMINATED, _ABORTED = -15, -6
+"""Exit codes after SIGTERM and SIGABRT, as Python has them."""
+
+KILLED = 128 + 9
+"""Exit code after SIGKILL, as a shell has it."""
+
+
+def faulty_members(round_: Round, lost: Collection[str], leaving: Collection[str] = ()) -> list[Member]:
+    """Return the lost members whose hosts get a strike.
+
+    When more than half of the members are lost at once, a switch has failed or the reporting node itself is cut off, so
+    that no host gets a strike.
+
+    Args:
+        round_: sealed round.
+        lost: names of the lost members.
+        leaving: names of the members that were preempted or left on their own.
+    """
+    gone = [member for member in round_.members if member.node in lost]
+    if 2 * len(gone) > len(round_.members):
+        return []
+    return [member for member in gone if member.node not in leaving]
+
+
+def died_after_training(codes: Mapping[int, int], finished: Collection[int], *, trained: bool) -> bool:
+    """Tell whether torch has aborted a worker that had finished, as its threads sometimes do at interpreter exit.
+
+    Such a round is repeated free of charge, but only if it has trained: the next one has nothing left to train.
+
+    Args:
+        codes: exit codes of the workers that did not end well, by local rank; negative: the signal.
+        finished: local ranks whose training has ended.
+        trained: whether a local worker has completed a step in this round.
+    """
+    aborted = {local_rank: code for local_rank, code in codes.items() if code != _TERMINATED}
+    return (
+        trained
+        and bool(aborted)
+        and all(code == _ABORTED for code in aborted.values())
+        and aborted.keys() <= set(finished)
+    )

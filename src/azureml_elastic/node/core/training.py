@@ -1,7 +1,7 @@
 """A member's part in a round, from the start of its workers to its end: events in, actions out.
 
 :meth:`Training.handle` is all that changes it. Time comes with the event; a wait is a moment that has not come yet. All
-agents of a round run the same machine; :mod:`~azureml_elastic.node.core.leading` is what rank 0's does besides.
+agents of a round run the same machine; :mod:`~azureml_elastic.node.core.boundary` is what rank 0's does besides.
 """
 
 from __future__ import annotations
@@ -14,15 +14,11 @@ from azureml_elastic.ipc import agent_messages as messages
 from azureml_elastic.ipc.worker_messages import Decide
 from azureml_elastic.node.core import training_actions as do
 from azureml_elastic.node.core import training_events as ev
-from azureml_elastic.node.core.boundary import BoundaryParticipant
-from azureml_elastic.node.core.discovery import PeerDiscovery
+from azureml_elastic.node.core.boundary import BoundaryParticipant, Departure, Leader
 from azureml_elastic.node.core.failures import Failure
-from azureml_elastic.node.core.faults import KILLED, died_after_training, faulty_members
-from azureml_elastic.node.core.hang_response import HangResponse
-from azureml_elastic.node.core.leading import Leader
-from azureml_elastic.node.core.leaving import Departure
+from azureml_elastic.node.core.hang_response import HangResponse, PeerDiscovery
 from azureml_elastic.node.core.pauses import SilenceLimit
-from azureml_elastic.node.core.restarts import charge
+from azureml_elastic.node.core.restarts import KILLED, charge, died_after_training, faulty_members
 from azureml_elastic.node.core.round import Round
 
 __all__ = ["State", "Training"]

@@ -19,8 +19,7 @@ from pydantic import ValidationError
 from azureml_elastic.config import Credential, Plan, TableRendezvous
 from azureml_elastic.environment import names as variables
 from azureml_elastic.errors import ElasticError, UsageError
-from azureml_elastic.node.diagnostics.checks.machine import check_machine, check_packages
-from azureml_elastic.node.diagnostics.checks.network import check_host, check_peer
+from azureml_elastic.node.diagnostics.checks.machine import check_host, check_machine, check_packages, check_peer
 from azureml_elastic.node.diagnostics.findings import DiagnosticReport, Finding
 
 __all__ = ["NODE_COMMAND", "examine", "main", "make_rendezvous", "read_peer"]
@@ -113,9 +112,7 @@ def examine(
 def _check_account(rendezvous: TableRendezvous, environ: Mapping[str, str], no_workspace: str) -> Iterator[Finding]:
     """Check the identity, the storage account and the table; needs Azure's packages."""
     from azureml_elastic.node.azure.workspace import cloud_of, workspace_of
-    from azureml_elastic.node.diagnostics.checks.account import Account, find_account
-    from azureml_elastic.node.diagnostics.checks.identity import check_identity
-    from azureml_elastic.node.diagnostics.checks.table import check_table
+    from azureml_elastic.node.diagnostics.checks.workspace import Account, check_identity, check_table, find_account
 
     endpoint, account = rendezvous.endpoint, None
     if endpoint is None:

@@ -14,15 +14,84 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from azureml_elastic.config.command.program import Program
-from azureml_elastic.node.preload.command import server_command
-from azureml_elastic.node.preload.environment_variables import changed, changed_for_torch, lasting, without_threads
-from azureml_elastic.node.preload.worker import ForkedWorker
+from azureml_elastic.environment import names as variables
+from azureml_elastic.node.preload.command import changed, changed_for_torch, lasting, server_command, without_threads
 
-__all__ = ["ForkRefused", "ForkedWorker", "PreloadServer"]
+__all__ = ["ForkRefused", "ForkedWorker", "PreloadServer", "begin_preload", "start_early"]
+
+
+@dataclass(eq=False)
+class ForkedWorker:
+    """Forked worker, with the part of the :class:`subprocess.Popen` interface that torch uses.
+
+    Args:
+        pid: process id.
+        args: command for a plain start of the same worker.
+        changes: condition that is notified when a worker ends.
+        reap: function called once the exit code was read; afterwards the kernel may reuse the process id.
+    """
+
+    pid: int
+    args: tuple[str, ...]
+    changes: threading.Condition
+    reap: Callable[[int], None]
+    returncode: int | None = field(default=None, init=False)
+    """Exit code, negative for a signal; ``None`` until :meth:`poll` has returned it."""
+    _reported: int | None = field(default=None, init=False)
+
+    def poll(self) -> int | None:
+        """Return the exit code, ``None`` while the worker runs."""
+        with self.changes:
+            if self.returncode is None and self._reported is not None:
+                self.returncode = self._reported
+                self.reap(self.pid)
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the worker and return its exit code.
+
+        Args:
+            timeout: limit in seconds; ``None`` waits without limit.
+
+        Raises:
+            subprocess.TimeoutExpired: the worker is still running.
+        """
+        with self.changes:
+            self.changes.wait_for(lambda: not self.running, timeout)
+            code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the worker has ended."""
+        with self.changes:
+            if self.poll() is None:
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    @property
+    def running(self) -> bool:
+        """Whether no exit code has been reported yet."""
+        return self._reported is None
+
+    def end(self, code: int) -> None:
+        """Record the exit code; the caller holds ``changes``."""
+        self._reported = code
+        self.changes.notify_all()
+
 
 _LOG = logging.getLogger(__name__)
 
@@ -322,3 +391,58 @@ def _anonymous_file() -> IO[bytes]:
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("azureml-elastic"), "w+b")
     return tempfile.TemporaryFile()
+
+
+_DEFAULT_SECRET = "AZURE_STORAGE_CONNECTION_STRING"  # noqa: S105 - the name of a variable
+
+
+def start_early(
+    program: Program, environ: Mapping[str, str], start: Callable[..., PreloadServer] = PreloadServer
+) -> PreloadServer | None:
+    """Start the preload server as far as the plan can be read without its models.
+
+    Args:
+        program: the user's program.
+        environ: environment of the agent.
+        start: function that starts the preload server, with the arguments of :class:`PreloadServer`.
+
+    Returns:
+        The server, or ``None`` where the plan does without one or does not say; it is validated later.
+    """
+    try:
+        plan = json.loads(environ[variables.PLAN])
+        distribution = plan["distribution"]
+        wanted = distribution["preload_workers"] and distribution["framework"] == "pytorch"
+        secret = plan["rendezvous"]["connection_string_variable"]
+    except (KeyError, TypeError, ValueError):
+        return None
+    if not wanted:
+        return None
+    # The workers are forks and could read the server's first environment, so that has no secret in it. Whether they get
+    # the variable is decided once the table is open.
+    withheld = {secret, _DEFAULT_SECRET}
+    return start(program, {name: value for name, value in environ.items() if name not in withheld})
+
+
+def begin_preload(
+    early: PreloadServer | None,
+    program: Program,
+    environ: Mapping[str, str],
+    start: Callable[..., PreloadServer] = PreloadServer,
+) -> PreloadServer:
+    """Give the preload server the workers' environment, in a new process where the early one does not suit.
+
+    Args:
+        early: server that was started early, if there is one.
+        program: program of the workers.
+        environ: environment of the workers.
+        start: function that starts the preload server, with the arguments of :class:`PreloadServer`.
+    """
+    server = early
+    if early is not None and not early.suits(program, environ):
+        early.close()
+        server = None
+    if server is None:
+        server = start(program, environ)
+    server.begin(environ)
+    return server

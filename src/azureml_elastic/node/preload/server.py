@@ -48,11 +48,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from azureml_elastic.node.preload import import_loader, rank_at_import, script_runner, stack_imports, state_lookups
+from azureml_elastic.node.preload import import_loader, script_runner, stack_imports, state_lookups
 from azureml_elastic.node.preload.command import plain_command, replace_excluded
-from azureml_elastic.node.preload.fork_safety import leftover_threads, trial_fork, why_unsafe
+from azureml_elastic.node.preload.import_loader import Rehearsal, leftover_threads, trial_fork, why_unsafe
 from azureml_elastic.node.preload.import_scan import early_imports, find_imports
-from azureml_elastic.node.preload.rehearsal import Rehearsal
 
 __all__ = ["EarlierImports", "serve"]
 
@@ -395,7 +394,7 @@ class _Server:
         script_runner.reset_process_state()
         run = script_runner.become(self._kind, self._target, self._command)
         script_runner.adopt_imports(self._printed, self._variables_set)
-        rank_at_import.set_rank(os.environ)
+        import_loader.set_rank(os.environ)
         state_lookups.record(os.environ)
         return run
 

@@ -16,8 +16,8 @@ from typing import Any
 from urllib.parse import quote
 
 from azureml_elastic.config import Plan
-from azureml_elastic.node.agent.tracked_run import tracked_run_variables
-from azureml_elastic.node.publishing.protocol import Update, Value
+from azureml_elastic.node.agent.worker_group import tracked_run_variables
+from azureml_elastic.node.publishing.translation import Update, Value
 
 __all__ = ["RUN_TAG", "MlflowPublisher", "MlflowTarget", "mlflow_target"]
 
@@ -98,7 +98,7 @@ class MlflowPublisher:
         self._warned = False
 
     def publish(self, updates: Sequence[Update]) -> None:
-        """See :class:`~azureml_elastic.node.publishing.protocol.Publisher`."""
+        """See :class:`~azureml_elastic.node.publishing.translation.Publisher`."""
         late = self._clock() - _LATE_SECONDS
         if any(update.took_over or any(each.time < late for each in update.values) for update in updates):
             self._logged = None

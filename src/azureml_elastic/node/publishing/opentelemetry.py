@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from azureml_elastic.errors import MissingExtra
 from azureml_elastic.ledger.metric_names import OWN_PREFIX
-from azureml_elastic.node.publishing.protocol import Span, Update
+from azureml_elastic.node.publishing.translation import Span, Update
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricReader
@@ -80,7 +80,7 @@ class OpenTelemetryPublisher:
         self._round: Any = None
 
     def publish(self, updates: Sequence[Update]) -> None:
-        """See :class:`~azureml_elastic.node.publishing.protocol.Publisher`."""
+        """See :class:`~azureml_elastic.node.publishing.translation.Publisher`."""
         for update in updates:
             for each in update.values:
                 if each.name.startswith(OWN_PREFIX):

@@ -7,14 +7,20 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from string import Template
 
 from azureml_elastic.errors import MissingExtra
 from azureml_elastic.ledger.events import Event
-from azureml_elastic.node.publishing.protocol import Publisher, Update
-from azureml_elastic.node.publishing.translation import Translation
+from azureml_elastic.node.host.identity import NodeIdentity
+from azureml_elastic.node.publishing.mlflow import MlflowPublisher, mlflow_target
+from azureml_elastic.node.publishing.opentelemetry import ENDPOINT, open_otlp
+from azureml_elastic.node.publishing.tensorboard import TensorBoardPublisher
+from azureml_elastic.node.publishing.translation import Publisher, Translation, Update
 
-__all__ = ["Publishing", "PublishingThread"]
+__all__ = ["Publishing", "PublishingThread", "open_publishing"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -181,3 +187,24 @@ class Publishing:
             thread.begin_closing()
         for thread in self._threads:
             thread.join(until)
+
+
+def open_publishing(identity: NodeIdentity, environ: Mapping[str, str]) -> Publishing:
+    """Return the destinations of a node, which are opened when there is something to publish.
+
+    Args:
+        identity: identity of the node.
+        environ: environment of the agent.
+    """
+    policy = identity.plan.metrics
+    threads: list[PublishingThread] = []
+    target = mlflow_target(identity.plan, identity.run_id, environ)
+    if target is not None:
+        threads.append(PublishingThread("MLflow", partial(MlflowPublisher, target)))
+    if policy.tensorboard is not None:
+        folder = Path(Template(policy.tensorboard).safe_substitute(environ))
+        threads.append(PublishingThread("TensorBoard", partial(TensorBoardPublisher, folder, identity.node)))
+    if policy.opentelemetry and environ.get(ENDPOINT):
+        opened = partial(open_otlp, identity.run_id, identity.node, dict(environ))
+        threads.append(PublishingThread("OpenTelemetry", opened))
+    return Publishing(threads)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from azureml_elastic.errors import MissingExtra
-from azureml_elastic.node.publishing.protocol import Update
+from azureml_elastic.node.publishing.translation import Update
 
 __all__ = ["TensorBoardPublisher"]
 
@@ -37,7 +37,7 @@ class TensorBoardPublisher:
         self._writer: Any = None
 
     def publish(self, updates: Sequence[Update]) -> None:
-        """See :class:`~azureml_elastic.node.publishing.protocol.Publisher`."""
+        """See :class:`~azureml_elastic.node.publishing.translation.Publisher`."""
         for update in updates:
             if update.resumed is not None:
                 self._open(update.resumed + 1)

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 
+from azureml_elastic.errors import NodeLeaving
 from azureml_elastic.ipc import Connection
 from azureml_elastic.node.core.messages import Reached
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.context import Context
-from azureml_elastic.node.rendezvous.hub.membership import Membership
-from azureml_elastic.node.rendezvous.reachability.reachability import Reachability, Target, is_unreachable
+from azureml_elastic.node.rendezvous.hub.link import Membership
+from azureml_elastic.node.rendezvous.reachability import Reachability, Target, is_unreachable
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
 
-__all__ = ["DataPort", "PeerProber", "peers_to_probe"]
+__all__ = ["DataPort", "PeerProber", "Sleeper", "peers_to_probe"]
 
 _DELAY_SECONDS = 1.0
 """Time after the start of the round, at which workers are being started."""
@@ -188,3 +190,47 @@ def _targets(peer: Member) -> set[tuple[str, Target]]:
 
 def _reject(connection: Connection, _: object) -> None:
     connection.close("nothing is served here")
+
+
+_PROBING_SECONDS = 5.0
+"""Longest sleep while an unreachable node is to be probed again."""
+
+_MAX_SECONDS = 3600.0
+"""Longest sleep."""
+
+
+@dataclass(frozen=True)
+class Sleeper:
+    """Sleep that other threads can end, and that starts the probes which are due.
+
+    Args:
+        context: clock and event that ends a sleep.
+        prober: prober whose due probes are started before each sleep.
+    """
+
+    context: Context
+    prober: PeerProber
+
+    def wait(self, seconds: float) -> bool:
+        """Sleep until woken, at most for this time; return whether the node was woken.
+
+        Raises:
+            NodeLeaving: this node must leave.
+        """
+        self.prober.tick()
+        longest = _PROBING_SECONDS if self.prober.reachability.pairs() else _MAX_SECONDS
+        woken = self.context.wake.wait(min(seconds, longest))
+        self.context.wake.clear()
+        if self.context.surroundings.must_leave():
+            raise NodeLeaving("the node is leaving the run")
+        return woken
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep for this time, even if woken.
+
+        Raises:
+            NodeLeaving: this node must leave.
+        """
+        until = self.context.clock() + seconds
+        while (left := until - self.context.clock()) > 0:
+            self.wait(left)

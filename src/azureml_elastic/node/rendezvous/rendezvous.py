@@ -27,22 +27,16 @@ from azureml_elastic.node.core.messages import RoundChanged, Unreachable
 from azureml_elastic.node.core.round import Limits, Member, Round, reopened
 from azureml_elastic.node.core.training_events import RoundSeen
 from azureml_elastic.node.host.addresses import Ports, format_address, listening_address
-from azureml_elastic.node.rendezvous.context import Context
+from azureml_elastic.node.rendezvous.context import Context, Runtime
 from azureml_elastic.node.rendezvous.hub.hub import Hub
-from azureml_elastic.node.rendezvous.hub.membership import Membership
-from azureml_elastic.node.rendezvous.hub.watch import HubWatch
+from azureml_elastic.node.rendezvous.hub.link import HubWatch, Membership
 from azureml_elastic.node.rendezvous.local_node import LocalNode, Surroundings
-from azureml_elastic.node.rendezvous.probing import DataPort, PeerProber
-from azureml_elastic.node.rendezvous.reachability.quorum_check import query_members
-from azureml_elastic.node.rendezvous.reachability.reachability import Reachability, UnreachablePair, is_unreachable
+from azureml_elastic.node.rendezvous.probing import DataPort, PeerProber, Sleeper
+from azureml_elastic.node.rendezvous.reachability import Reachability, UnreachablePair, is_unreachable, query_members
 from azureml_elastic.node.rendezvous.round_end import RoundEnd
-from azureml_elastic.node.rendezvous.round_look import RoundLook
-from azureml_elastic.node.rendezvous.runtime import Runtime
-from azureml_elastic.node.rendezvous.sleeper import Sleeper
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
-from azureml_elastic.node.rendezvous.state.rows import Rows
-from azureml_elastic.node.rendezvous.state.run_key import RunKey
-from azureml_elastic.node.rendezvous.table_heartbeat import TableHeartbeat
+from azureml_elastic.node.rendezvous.state.rows import Rows, RunKey
+from azureml_elastic.node.rendezvous.table_heartbeat import RoundLook, TableHeartbeat
 from azureml_elastic.node.table import Table
 
 __all__ = ["Rendezvous"]

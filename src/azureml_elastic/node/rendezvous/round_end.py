@@ -13,9 +13,8 @@ from azureml_elastic.node.core.messages import RoundChanged
 from azureml_elastic.node.core.round import Member, Round, reopened, turn_of
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub.hub import Hub
-from azureml_elastic.node.rendezvous.hub.membership import Membership
-from azureml_elastic.node.rendezvous.hub.watch import HubWatch
-from azureml_elastic.node.rendezvous.reachability.reachability import Reachability, describe_absence
+from azureml_elastic.node.rendezvous.hub.link import HubWatch, Membership
+from azureml_elastic.node.rendezvous.reachability import Reachability, describe_absence
 from azureml_elastic.node.rendezvous.state.rows import Rows
 
 __all__ = ["RoundEnd"]

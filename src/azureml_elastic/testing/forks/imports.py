@@ -16,7 +16,6 @@ _AGENT = (
     "azureml_elastic.node.publishing.mlflow",
     "azureml_elastic.node.replacement.jobs",
     "azureml_elastic.node.table.azure",
-    "azureml_elastic.node.table.azure_transport",
 )
 
 for name in _AGENT:

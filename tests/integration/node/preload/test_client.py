@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 from azureml_elastic.config.command.program import Program
 from azureml_elastic.node.preload import client
 from azureml_elastic.node.preload.client import ForkRefused, PreloadServer
-from azureml_elastic.node.preload.fork_safety import open_devices
+from azureml_elastic.node.preload.import_loader import open_devices
 from tests.support.paths import ROOT, SUPPORT
 from tests.support.preload.starting import ENVIRON, gone, preload_server, run_forked, wait_for_text
 

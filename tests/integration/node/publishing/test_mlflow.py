@@ -8,7 +8,7 @@ import pytest
 
 from azureml_elastic.config import ElasticResources, MetricsPolicy, Plan
 from azureml_elastic.node.publishing.mlflow import RUN_TAG, MlflowPublisher, MlflowTarget, mlflow_target
-from azureml_elastic.node.publishing.protocol import Update, Value
+from azureml_elastic.node.publishing.translation import Update, Value
 
 pytestmark = [
     pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow-skinny is not installed"),

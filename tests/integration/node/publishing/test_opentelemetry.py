@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 
 from azureml_elastic.node.publishing.opentelemetry import ENDPOINT, OpenTelemetryPublisher, open_otlp
-from azureml_elastic.node.publishing.protocol import Span, Update, Value
+from azureml_elastic.node.publishing.translation import Span, Update, Value
 
 pytestmark = pytest.mark.skipif(
     find_spec("opentelemetry") is None or find_spec("opentelemetry.exporter") is None,

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from azureml_elastic.node.publishing.protocol import Update, Value
 from azureml_elastic.node.publishing.tensorboard import TensorBoardPublisher
+from azureml_elastic.node.publishing.translation import Update, Value
 
 pytestmark = pytest.mark.skipif(find_spec("tensorboard") is None, reason="tensorboard is not installed")
 

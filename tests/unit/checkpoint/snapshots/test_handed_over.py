@@ -18,7 +18,7 @@ from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.errors import CheckpointError, Fenced
 from azureml_elastic.ipc.agent_interface import HandedOverState, WorkerIdentity
-from azureml_elastic.node.agent.last_state import keep_last_state
+from azureml_elastic.node.agent.agent import keep_last_state
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from tests.support.train import damages
 

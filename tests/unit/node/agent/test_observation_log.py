@@ -9,8 +9,8 @@ import time
 import pytest
 
 from azureml_elastic.ledger.reading import read_events
-from azureml_elastic.node.agent.observation_log import ObservationLog
-from azureml_elastic.node.io.event_recorder import Recorder
+from azureml_elastic.node.agent.event_logs import ObservationLog
+from azureml_elastic.node.event_recorder import Recorder
 from azureml_elastic.node.preload.state_lookups import Lookups
 
 

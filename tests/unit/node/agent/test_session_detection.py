@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from azureml_elastic.config.command.program import parse_program
-from azureml_elastic.node.agent.session_detection import opens_session
+from azureml_elastic.node.agent.program import opens_session
 
 USES = "from azureml_elastic import train\n"
 

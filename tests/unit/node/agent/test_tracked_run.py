@@ -3,7 +3,7 @@
 import pytest
 
 from azureml_elastic.config import ElasticResources, Plan
-from azureml_elastic.node.agent.tracked_run import tracked_run_variables
+from azureml_elastic.node.agent.worker_group import tracked_run_variables
 
 NODE = {"MLFLOW_RUN_ID": "node", "AZUREML_RUN_ID": "node", "AZUREML_ROOT_RUN_ID": "root"}
 JOB = dict.fromkeys(NODE, "job")

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, RendezvousTimings, TableRendezvous
 from azureml_elastic.config.exit_codes import AGENT_LOST, PREEMPTED, UNHEALTHY, of_failed_run
-from azureml_elastic.node.core.closing_message import SUMMARIES, closing_message
 from azureml_elastic.node.core.failures import (
     MAX_RECORDS,
     FailureRecord,
@@ -21,6 +20,7 @@ from azureml_elastic.node.core.failures import (
     decide_restart,
     read_records,
 )
+from azureml_elastic.node.core.restarts import SUMMARIES, closing_message
 from azureml_elastic.node.core.round import Member, Round, reopened
 
 HOUR = 3600.0

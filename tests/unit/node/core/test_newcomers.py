@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from azureml_elastic.node.core.newcomers import Newcomers, ends_soon, seconds_left
+from azureml_elastic.node.core.boundary import Newcomers, ends_soon, seconds_left
 from azureml_elastic.node.core.training_actions import AwaitSave, ForgetSaves, HoldWorkers
 from azureml_elastic.node.core.training_events import Pace
 

@@ -20,12 +20,15 @@ from hypothesis import strategies as st
 from azureml_elastic.environment import names as variables
 from azureml_elastic.memory import OomKillCounter
 from azureml_elastic.node.failures.classification import (
+    ExceptionInfo,
     FailedWorker,
+    Frame,
+    find_dump,
+    find_error,
     hang_failure,
     root_cause,
     signature_of,
 )
-from azureml_elastic.node.failures.tracebacks import ExceptionInfo, Frame, find_dump, find_error
 from azureml_elastic.node.preload.stack_imports import for_plain_start
 
 ENDINGS = Path(__file__).parent / "worker_output"

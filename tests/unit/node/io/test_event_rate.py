@@ -4,9 +4,8 @@ from itertools import pairwise
 
 from azureml_elastic.ledger.events import Progress
 from azureml_elastic.ledger.reading import read_events
-from azureml_elastic.node.agent.progress_log import ProgressLog
-from azureml_elastic.node.io.event_rate import EventRate
-from azureml_elastic.node.io.event_recorder import Recorder
+from azureml_elastic.node.agent.event_logs import EventRate, ProgressLog
+from azureml_elastic.node.event_recorder import Recorder
 
 WEEK = 7 * 24 * 3600
 

@@ -9,7 +9,7 @@ import pytest
 from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, TableRendezvous
 from azureml_elastic.config.command.program import Program
 from azureml_elastic.environment import names as variables
-from azureml_elastic.node.preload.early_start import begin_preload, start_early
+from azureml_elastic.node.preload.client import begin_preload, start_early
 from azureml_elastic.node.preload.import_scan import Findings, Import, early_imports
 
 PROGRAM = Program(None, (), "script", "train.py", ())

@@ -16,10 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from azureml_elastic.environment import names as variables
-from azureml_elastic.node.failures.classification import signature_of
-from azureml_elastic.node.failures.tracebacks import ExceptionInfo
+from azureml_elastic.node.failures.classification import ExceptionInfo, signature_of
+from azureml_elastic.node.preload.script_runner import add_file_name, find_file
 from azureml_elastic.node.preload.stack_imports import for_plain_start
-from azureml_elastic.node.preload.unreadable_file import add_file_name, find_file
 
 
 def load_open(path, load):

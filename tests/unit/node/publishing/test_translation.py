@@ -23,8 +23,7 @@ from azureml_elastic.ledger.events import (
     WorkerFailed,
     WorkersStarted,
 )
-from azureml_elastic.node.publishing.protocol import Span, Update, Value
-from azureml_elastic.node.publishing.translation import LONGEST_TAG, NUMBERED_TAGS, Translation
+from azureml_elastic.node.publishing.translation import LONGEST_TAG, NUMBERED_TAGS, Span, Translation, Update, Value
 
 ROUND = {"rank": 0, "members": ("a", "b"), "world_size": 4}
 

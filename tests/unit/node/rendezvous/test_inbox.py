@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from azureml_elastic.ipc.agent_messages import Leaving
 from azureml_elastic.node.core.training_events import FromMember
-from azureml_elastic.node.rendezvous.inbox import Inbox
+from azureml_elastic.node.rendezvous.context import Inbox
 
 
 def test_messages_of_earlier_rounds_are_dropped_and_those_of_later_ones_stay():

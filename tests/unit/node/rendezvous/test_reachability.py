@@ -29,20 +29,20 @@ from azureml_elastic.node.core.sealing import (
     select_members,
 )
 from azureml_elastic.node.host.addresses import Ports
+from azureml_elastic.node.rendezvous.context import Runtime
 from azureml_elastic.node.rendezvous.hub.link import Link
 from azureml_elastic.node.rendezvous.local_node import LocalNode
 from azureml_elastic.node.rendezvous.probing import peers_to_probe
-from azureml_elastic.node.rendezvous.reachability.quorum_check import query_members
-from azureml_elastic.node.rendezvous.reachability.reachability import (
+from azureml_elastic.node.rendezvous.reachability import (
     Reachability,
     describe_absence,
     describe_error,
     is_unreachable,
+    query_members,
 )
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
-from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
-from azureml_elastic.node.rendezvous.store import open_store
+from azureml_elastic.node.rendezvous.torchrun import open_store
 from azureml_elastic.node.table import open_table
 from tests.support.rendezvous.hubs import hub_at, make_context, start_hub
 from tests.support.waiting import until
@@ -210,7 +210,7 @@ def test_the_time_to_connect_begins_when_the_names_are_known(monkeypatch):
 
         monkeypatch.setattr(socket, "getaddrinfo", look_up_slowly)
         later = SimpleNamespace(monotonic=lambda: clock() + ahead)
-        monkeypatch.setattr("azureml_elastic.node.rendezvous.runtime.time", later)
+        monkeypatch.setattr("azureml_elastic.node.rendezvous.context.time", later)
         assert Runtime().probe([listener.getsockname()], 30) == [None]
 
 
@@ -348,7 +348,7 @@ def test_the_majority_decides_whether_rank_0_is_cut_off(answers, verdict):
 
 
 def test_members_answer_whether_they_have_reached_rank_0(tmp_path, monkeypatch):
-    monkeypatch.setattr("azureml_elastic.node.rendezvous.reachability.quorum_check._TIMEOUT_SECONDS", 30.0)
+    monkeypatch.setattr("azureml_elastic.node.rendezvous.reachability._TIMEOUT_SECONDS", 30.0)
     table = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", {})
     nodes = [Rendezvous(table, LocalNode(f"node-{k}", HERE), Limits(4, 4), RendezvousTimings()) for k in range(4)]
     with ThreadPoolExecutor(4) as pool:

@@ -16,15 +16,13 @@ from azureml_elastic.ipc import Authenticator, Peer
 from azureml_elastic.ipc.connection import MAX_LINE, encode
 from azureml_elastic.node.core.joining import is_landmark
 from azureml_elastic.node.core.messages import CODEC, RoundChanged, unpack
-from azureml_elastic.node.core.newest_round import NewestRound
-from azureml_elastic.node.core.round import Limits, Member, Round, reopened
+from azureml_elastic.node.core.round import Limits, Member, NewestRound, Round, reopened
 from azureml_elastic.node.rendezvous.local_node import LocalNode
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.row_keys import LANDMARK_PREFIX, ROUND_KEY, member_key, node_of
-from azureml_elastic.node.rendezvous.state.rows import Rows
-from azureml_elastic.node.rendezvous.state.run_key import RunKey
+from azureml_elastic.node.rendezvous.state.rows import Rows, RunKey
+from azureml_elastic.node.table.encoding import write_value
 from azureml_elastic.node.table.sqlite import SqliteTable
-from azureml_elastic.node.table.values import write_value
 
 
 class Forgetful:

@@ -25,5 +25,5 @@ with contextlib.suppress(ModuleNotFoundError):
 sys.modules.setdefault("sitecustomize", _own)  # the import of this module looks for one when it ends
 with contextlib.suppress(ModuleNotFoundError):  # the script's interpreter may be another one than the agent's
     importlib.import_module("azureml_elastic.node.preload.stack_imports").register()
-    importlib.import_module("azureml_elastic.node.preload.unreadable_file").install()
+    importlib.import_module("azureml_elastic.node.preload.script_runner").install()
     importlib.import_module("azureml_elastic.node.preload.state_lookups").record(os.environ)

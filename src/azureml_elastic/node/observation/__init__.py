@@ -1,1 +1,0 @@
-"""Reads of a run's table from outside of the run."""
