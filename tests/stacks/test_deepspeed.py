@@ -142,6 +142,6 @@ def test_nodes_that_their_command_starts(tmp_path):
 
 
 def test_workers_that_no_preload_server_forks(run_script, tmp_path):
-    run = run_script(tmp_path / "run", "--pause", "0", "--epochs", "1", preload=False, nodes=(1, 1))
+    run = run_script(tmp_path / "run", "--pause", "0", "--epochs", "1", preload=False, nodes=(2, 2))
     assert run.report.audit.complete, run.report.audit
     assert run.report.last_step == 63

@@ -74,10 +74,10 @@ def test_nodes_that_their_command_starts(tmp_path):
     script.write_text(SCRIPT.read_text().replace("import lightning.pytorch as pl", "import pytorch_lightning as pl"))
     run = run_stock(script, tmp_path / "run", "--pause", "0", "--epochs", "1", start="command", nodes=(1, 1))
     assert run.report.audit.complete, run.report.audit
-    assert run.record["steps"] == 63
+    assert run.record["steps"] == 125
 
 
 def test_workers_that_no_preload_server_forks(run_script, tmp_path):
     run = run_script(tmp_path / "run", "--pause", "0", "--epochs", "1", preload=False, nodes=(1, 1))
     assert run.report.audit.complete, run.report.audit
-    assert run.record["steps"] == 63
+    assert run.record["steps"] == 125

@@ -61,13 +61,13 @@ def test_weights_do_not_depend_on_the_world_size(run_script, tmp_path, accumulat
 def test_nodes_that_their_command_starts(tmp_path):
     run = run_stock(SCRIPT, tmp_path / "run", "--pause", "0", "--epochs", "1", start="command", nodes=(1, 1))
     assert run.report.audit.complete, run.report.audit
-    assert run.record["max_steps"] == 63
+    assert run.record["max_steps"] == 125
 
 
 def test_workers_that_no_preload_server_forks(run_script, tmp_path):
     run = run_script(tmp_path / "run", "--pause", "0", "--epochs", "1", preload=False, nodes=(1, 1))
     assert run.report.audit.complete, run.report.audit
-    assert run.record["max_steps"] == 63
+    assert run.record["max_steps"] == 125
 
 
 def test_the_integration_can_be_switched_off(run_script, tmp_path, monkeypatch):
