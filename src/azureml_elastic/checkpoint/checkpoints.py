@@ -68,7 +68,6 @@ class Checkpoints:
 
     Args:
         policy: when to save, and what to keep.
-        storage: storage of the checkpoints.
         groups: process groups of the round.
         agent: agent that commits, and holds snapshots.
         stale_seconds: time limit for a mount to show what was committed.

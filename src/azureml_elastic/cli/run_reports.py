@@ -30,7 +30,6 @@ class RunReport:
     """Report of a run at a moment.
 
     Args:
-        report: report.
         events: events of all nodes.
         running: whether the run goes on.
     """
@@ -85,7 +84,6 @@ class LocalRunReports:
     """Reports from the folder of a run, which may still run.
 
     Args:
-        folder: folder of the run.
         prices: prices of the nodes; ``None`` for no bill other than that of the report.
     """
 
@@ -129,7 +127,6 @@ class SubmittedRunReports:
 
     Args:
         jobs: jobs of the workspace.
-        submitted: run.
         variables: environment variables that identify the workspace.
         folder: folder for the files of the run.
         prices: prices of the nodes; ``None`` for those of the job's pools.

@@ -127,8 +127,6 @@ class _SubmittedRun:
     """The table of a submitted run, with the names of its nodes by its jobs.
 
     Args:
-        submitted: run.
-        table: table of the run.
         note: function that shows a line.
     """
 

@@ -135,7 +135,6 @@ def read_state(submitted: ElasticRun, variables: Mapping[str, str]) -> RunState 
     """Read the state of a run from its table with the user's login; return ``None`` if no node has started yet.
 
     Args:
-        submitted: run.
         variables: environment variables that identify the workspace.
 
     Raises:

@@ -154,7 +154,6 @@ def finish(code: int, local: Workspace, *, kept: bool) -> int:
 
     Args:
         code: exit code of the command.
-        local: workspace.
         kept: whether the workspace's files are kept.
     """
     active = local.active

@@ -100,7 +100,6 @@ class BillLine:
     Args:
         pool: compute.
         size: VM size.
-        tier: tier.
         nodes: number of nodes.
         hours: node-hours.
         price: price per hour of one node; ``None`` if none was given.
@@ -156,7 +155,6 @@ def bill(uses: Iterable[NodeUse], prices: Prices | None = None) -> Bill:
     """Return the bill of a run's nodes.
 
     Args:
-        uses: nodes of the run.
         prices: prices by size and tier, which take precedence over those of the job's pools; ``None`` for the latter.
     """
     groups: dict[tuple[str, str | None, Tier | None], list[NodeUse]] = {}

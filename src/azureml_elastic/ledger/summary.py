@@ -242,7 +242,6 @@ def audit_folder(paths: Paths, events: Sequence[Event], continued: Sequence[Path
 
     Args:
         paths: files of the run.
-        events: events of the run.
         continued: folders of the runs that the run has continued, the first one first; their rounds come before its
             own.
     """

@@ -84,9 +84,7 @@ class Chart:
     Args:
         name: name that is unique in the page.
         title: heading.
-        image: image.
         headings: headings of the data.
-        rows: data.
         note: sentence below the heading; may be empty.
         layout: class of the margins around the image.
         lines: names of the nodes that have a line each.
@@ -108,7 +106,6 @@ def series_chart(content: PageContent, series: Series, name: str, title: str, *,
     """Return the chart of a quantity over the steps.
 
     Args:
-        content: content of the page.
         series: quantity.
         name: name of the chart that is unique in the page.
         title: heading.

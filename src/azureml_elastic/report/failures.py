@@ -49,7 +49,6 @@ def failures(report: Report, events: Iterable[Event], start: float) -> list[Fail
     """Return the failures in the order in which they were recorded, and those of the schedule that did not happen.
 
     Args:
-        report: report of the run.
         events: events of all nodes.
         start: time from which times count.
     """

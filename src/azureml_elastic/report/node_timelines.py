@@ -95,7 +95,6 @@ def node_timelines(report: Report, spans: Sequence[Span], events: Sequence[Event
     """Return the timelines of the first nodes, in the order in which they started.
 
     Args:
-        report: report of the run.
         spans: spans of all nodes.
         events: events of all nodes.
     """

@@ -165,7 +165,6 @@ def write_page(report: Report, events: Sequence[Event], path: Path, *, running: 
     """Write the page to a file, which is overwritten.
 
     Args:
-        report: report of the run.
         events: events of all nodes.
         path: file.
         running: whether the run goes on.
@@ -183,7 +182,6 @@ def run_page(content: PageContent, *, notice: str = "", poll_seconds: float | No
     """Return the page.
 
     Args:
-        content: content of the page.
         notice: reason why the page is not up to date; may be empty.
         poll_seconds: time between two updates of an open page from its own address; ``None`` for a page that remains as
             it is.

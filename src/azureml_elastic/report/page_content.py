@@ -172,8 +172,6 @@ class Fact:
     """A fact of the page's head.
 
     Args:
-        name: name of the fact.
-        value: the fact.
         detail: explanation; may be empty.
         state: ``good`` or ``bad`` where the fact is a judgement, otherwise empty.
     """
@@ -233,7 +231,6 @@ class PageContent:
         start: begin of the time axis in seconds since the epoch.
         duration: length of the time axis in seconds.
         sizes: world size over time.
-        nodes: timelines of the nodes.
         hidden_nodes: number of nodes without a timeline.
         rescales: changes of the world size over the steps.
         metrics: logged metrics.
@@ -243,8 +240,6 @@ class PageContent:
         cost: cost of the nodes; ``None`` without a bill.
         cost_notes: sentences below it.
         checkpoints: committed checkpoints.
-        rounds: rounds.
-        recoveries: recoveries.
         failures: failures, and what else needs attention.
         notes: further remarks.
     """
@@ -277,7 +272,6 @@ def page_content(report: Report, events: Sequence[Event], *, running: bool = Fal
     """Return the content of the page.
 
     Args:
-        report: report of the run.
         events: events of all nodes.
         running: whether the run goes on.
     """

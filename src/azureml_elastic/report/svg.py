@@ -48,7 +48,6 @@ def element(name: str, /, *children: str, **attributes: str | float | bool | Non
     """Return an element.
 
     Args:
-        name: name of the element.
         *children: content; plain strings are escaped.
         **attributes: values by name, in which underscores stand for hyphens and one at the end is ignored; ``None`` and
             ``False`` leave an attribute out, and ``True`` has no value.
@@ -115,7 +114,6 @@ def picture(name: str, height: float, title: str, description: str, *parts: str)
     Args:
         name: name that is unique in the page.
         height: height in pixels.
-        title: title.
         description: what can be seen, in words.
         *parts: content.
     """

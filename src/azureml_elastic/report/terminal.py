@@ -244,7 +244,6 @@ def bill_table(bill: Bill, *, samples: int | None = None) -> RenderableType:
     """Return the cost of the nodes by pool, and what was saved; node-hours alone where there is no price.
 
     Args:
-        bill: bill of the run.
         samples: number of samples that were trained, if it is known.
     """
     rows = bill_rows(bill)

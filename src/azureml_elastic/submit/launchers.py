@@ -336,7 +336,6 @@ def _options(launcher: Launcher, words: Sequence[Word], *, strict: bool) -> tupl
     """Return the options by their names, and the words from the program onwards.
 
     Args:
-        launcher: launcher.
         words: words after the launcher.
         strict: whether a script after an unknown option is its value, rather than the program.
     """

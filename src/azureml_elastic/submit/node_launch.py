@@ -51,7 +51,6 @@ def command_text(job: JobFields, found: FoundProgram, shared: Iterable[str] = ()
     """Return the job's command with the node's entry point inserted before the program.
 
     Args:
-        job: the job.
         found: position of the program in its command.
         shared: names of the outputs that all nodes write together although each is a job of its own.
     """

@@ -104,7 +104,6 @@ class JobRecord:
     """A job of the workspace, or a step of a pipeline.
 
     Args:
-        name: name of the job.
         status: status in Azure ML's spelling.
         display_name: name that the studio shows, for a step that of the step.
         pipeline: whether the job has steps.

@@ -87,8 +87,6 @@ def made_input(name: str, value: Any, presets: Presets, *, unset: bool) -> Any:
     """Return an input of the job: a literal, or a new ``Input`` with a path and a mode.
 
     Args:
-        name: name of the input.
-        value: its value.
         presets: modes of inputs without one.
         unset: whether the input may have no value, and is a declaration then.
     """

@@ -58,7 +58,6 @@ class StepMachine:
     """The step of one process. A call that is impossible in a state raises ``RuntimeError``.
 
     Attributes:
-        state: state of the step
         deferred: what waits for the end of the script's code after the last step, ``None`` where there is no such code
         reading: whether the state is being copied: a sharded optimizer that has not stepped yet then takes an empty
             step to have a state, which is none of the run's

@@ -49,7 +49,6 @@ class EarlierCheckpoint:
 
     Args:
         storage: storage of the other run's checkpoints.
-        reference: reference to the checkpoint.
     """
 
     storage: Storage
@@ -61,7 +60,6 @@ class CheckpointSelector:
     """Search for an undamaged checkpoint.
 
     Args:
-        storage: storage of the checkpoints.
         control: control group of the ranks.
         stale_seconds: time limit for a mount to show what was written, once for each search.
         marks: whether markers are added to the folders: those of another run are left as they are.

@@ -86,7 +86,6 @@ class CheckpointSchedule:
     written, compared to their pace while nothing is written.
 
     Args:
-        policy: checkpoint policy.
         control: control group, used at decision steps only.
         clock: monotonic clock in seconds; only that of rank 0 is used.
 

@@ -203,7 +203,6 @@ class AgentMemory:
         """Process a message of a worker.
 
         Args:
-            message: the message.
             number: number of the worker's round.
             rank: rank of the worker in it.
 

@@ -172,7 +172,6 @@ def route(number: int, piece: Piece, attempt: int = 0) -> list[int]:
 
     Args:
         number: number of the piece.
-        piece: the piece.
         attempt: number of times that it was sent before.
     """
     holders, receivers = piece.holders, piece.receivers

@@ -135,7 +135,6 @@ class Tracked(ABC):
 
         Args:
             plain: its state as JSON.
-            tensors: its tensors.
         """
         present = self.targets(plain)
         return {
@@ -514,7 +513,6 @@ def owner_of(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> nn.Modul
     """Return the module with all parameters of an optimizer, one of several modules if no single one has them.
 
     Args:
-        optimizer: optimizer
         modules: modules by name
 
     Returns:

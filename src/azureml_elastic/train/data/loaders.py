@@ -39,7 +39,6 @@ def make_loader(
 
     Args:
         dataset: map-style dataset, or one in shards
-        order: its order
         context: settings beside the data
         exchange: collective that adds a vector over all ranks, in place
 

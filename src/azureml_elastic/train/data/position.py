@@ -23,7 +23,6 @@ class Batching:
     """Division of windows, the samples of one optimizer step each, into micro-batches.
 
     Args:
-        policy: batch policy of the run
         micro_batch_size: limit on the samples of a micro-batch, ``None`` for no limit
         micro_batches: number of micro-batches of each rank in each window, whatever their size; those for which there
             are no samples have a weight of 0. ``None`` for as many as the limit and the policy require
@@ -122,7 +121,6 @@ class LoaderState:
     """The position of one loader.
 
     Args:
-        name: name of the loader
         spec: properties of its data
         cursor: position in its data
         open: micro-batch that is being trained

@@ -151,7 +151,6 @@ class TorchState(HorovodState):  # type: ignore[misc]
     Use it after ``hvd.init()``. Rank 0 restores the checkpoint; all other ranks get it when they synchronize.
 
     Args:
-        model: model.
         optimizer: optimizer, from ``hvd.DistributedOptimizer`` or not.
         checkpoint: changes to the job's checkpoint policy: the fields that it was given. Steps are commits.
         values: further objects of the state: modules, optimizers, ``hvd.elastic.ElasticSampler``, and plain values

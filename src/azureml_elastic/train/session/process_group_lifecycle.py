@@ -59,7 +59,6 @@ class ProcessGroupLifecycle:
 
     Attributes:
         models: models whose gradients are averaged
-        device: device of this process
         world: process groups of the round
         position: position in the data
         updates: guard of the optimizers' updates

@@ -9,6 +9,7 @@ This is the interface of scripts alone: what a call does is in the parts that
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from types import TracebackType
@@ -23,8 +24,8 @@ from typing_extensions import Self
 
 from azureml_elastic.config import BatchPolicy, CheckpointPolicy, Profile
 from azureml_elastic.distributed.device import device_of
+from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.worker_messages import Busy, Free
-from azureml_elastic.train.data.deepspeed_config import config_for
 from azureml_elastic.train.data.loader import ElasticLoader, LoaderContext
 from azureml_elastic.train.data.loaders import DataOrder, make_loader
 from azureml_elastic.train.data.map_loader import SizedDataset
@@ -33,7 +34,40 @@ from azureml_elastic.train.optim.learning_rate import Schedule
 from azureml_elastic.train.session.evaluation import Evaluation
 from azureml_elastic.train.session.run import Run, open_run
 
-__all__ = ["Session", "start"]
+__all__ = ["Session", "config_for", "start"]
+
+_BATCH, _MICRO, _ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+_OURS = ("elasticity", "nebula")
+"""Blocks that this library replaces; newer releases of DeepSpeed refuse them."""
+
+
+def config_for(
+    config: Mapping[str, Any], global_batch_size: int, world_size: int, micro_batch_size: int | None = None
+) -> dict[str, Any]:
+    """Return a copy of a configuration with the batch sizes of a world size, see ``run.deepspeed_config()``.
+
+    DeepSpeed requires three numbers whose product is the global batch: batch of a rank, accumulation, number of ranks.
+    In an elastic run the number of ranks changes, and their shares may differ by one sample. These numbers are
+    therefore nominal: the loader divides the samples, and ``run.backward()`` weights them.
+    """
+    configured = config.get(_BATCH, "auto")
+    if configured not in ("auto", global_batch_size):
+        raise UsageError(
+            f"The configuration's {_BATCH} is {configured}, but the loader's global batch is {global_batch_size}. "
+            "Remove it, or make them equal."
+        )
+    if config.get(_ACCUMULATION, "auto") not in ("auto", 1) and micro_batch_size is None:
+        raise UsageError(
+            f"The configuration's {_ACCUMULATION} is {config[_ACCUMULATION]}; run.loader() yields the batch of a whole "
+            "optimizer step unless it has a micro_batch_size. Give that to both, or remove the field."
+        )
+    result = {key: copy.deepcopy(value) for key, value in config.items() if key not in _OURS}
+    share = -(-global_batch_size // world_size)
+    micro = min(micro_batch_size or share, share)
+    # DeepSpeed allocates buffers for sums if there is more than one, which another world size may need.
+    batches = 1 if micro_batch_size is None else max(2, -(-share // micro))
+    return {**result, _MICRO: micro, _ACCUMULATION: batches, _BATCH: micro * batches * world_size}
 
 
 def start(

@@ -156,7 +156,6 @@ class StackSession:
         """Return the state of one object that :meth:`track` will restore, if any. A collective when called first.
 
         Args:
-            name: name of the object
             part: key of the part of its state to return, in place of the whole: without tensors
         """
         found = (self._find() or {}).get(name)

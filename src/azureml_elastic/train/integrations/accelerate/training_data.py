@@ -54,7 +54,6 @@ def fit_to_round(session: StackSession, config: Any) -> None:
     A collective, where the script has replicas that are sharded.
 
     Args:
-        session: session
         config: the script's ``ParallelismConfig``, before it makes its mesh
 
     Raises:
@@ -99,8 +98,6 @@ class TrainingData:
         """Return what the script receives for one of its loaders.
 
         Args:
-            session: session
-            accelerator: accelerator that prepares it
             loader: the script's loader
             prepare: accelerate's own preparation
         """
@@ -181,7 +178,6 @@ class SequentialLoader:
 
     Args:
         data: all loaders
-        session: session
         accelerator: accelerator that has prepared it
         source: the script's loader, whose attributes this one has too
         divided: the same as accelerate divides it among the ranks

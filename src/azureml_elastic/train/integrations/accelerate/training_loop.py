@@ -48,7 +48,6 @@ class TrainingLoop(ScriptLoop):
     """The integration's part in a loop. The methods that take ``wrapped`` are called in place of accelerate's.
 
     Args:
-        session: session
         accelerator: the script's ``Accelerator``
         loader: the script's loader of training data
         divided: the same as accelerate divides it among the ranks, for passes that train nothing
@@ -264,7 +263,6 @@ class TrainingLoop(ScriptLoop):
         """Call a collective, or return what it has returned when the step was trained.
 
         Args:
-            call: call of it
             value: value of this rank
             unknown: makes the result of equal values on all ranks, where it is not known
         """

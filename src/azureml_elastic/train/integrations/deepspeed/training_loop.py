@@ -46,12 +46,7 @@ Wrapped = Callable[..., Any]
 
 
 class CheckpointFolders:
-    """The checkpoint folders of an engine. The methods that take ``wrapped`` are called in place of the engine's.
-
-    Args:
-        session: session
-        engine: engine
-    """
+    """The checkpoint folders of an engine. The methods that take ``wrapped`` are called in place of the engine's."""
 
     def __init__(self, session: StackSession, engine: Any) -> None:
         self._session = session
@@ -196,7 +191,6 @@ class TrainingLoop(ScriptLoop):
     """The integration's part in a loop. The methods that take ``wrapped`` are called in place of the engine's.
 
     Args:
-        session: session
         engine: the script's engine
         sizes: batch sizes that the script's configuration means
     """

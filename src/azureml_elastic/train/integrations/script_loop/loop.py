@@ -86,7 +86,6 @@ class ScriptLoop(ABC):
     """The integration's part in a loop.
 
     Args:
-        session: session
         accumulation: batches of a rank in an optimizer step, by which the script counts
         batch_size: samples of a batch at the reference world size
 

@@ -62,7 +62,6 @@ def save(folder: Path, place: Place, write: Callable[[], Any], *, is_main: bool,
     """Have a folder written, marked as incomplete meanwhile. A collective.
 
     Args:
-        folder: folder
         place: position in the data
         write: function that writes the other files
         is_main: whether this process is the one of rank 0

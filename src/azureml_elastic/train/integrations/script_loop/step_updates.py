@@ -20,7 +20,6 @@ class StepUpdates:
         """Note that an optimizer has stepped.
 
         Args:
-            optimizer: optimizer
             prepared: number of the script's optimizers, all of which are expected in the first step
         """
         self._now.add(id(optimizer))
