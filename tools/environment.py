@@ -29,7 +29,6 @@ EXCEPTIONS: Mapping[str, str] = {
     f"{PACKAGE}/node/diagnostics/doctor.py": "to be converted",
     f"{PACKAGE}/node/diagnostics/health.py": "to be converted",
     f"{PACKAGE}/node/entry.py": "to be converted",
-    f"{PACKAGE}/node/host/extension_locks.py": "to be converted",
     f"{PACKAGE}/node/preload/import_loader.py": "modules refer to the object, whose reads it notes",
     f"{PACKAGE}/node/preload/plain_start/sitecustomize.py": "its interpreter may have no package",
     f"{PACKAGE}/node/preload/script_runner.py": "to be converted",

@@ -64,7 +64,7 @@ def main(
         try:
             # These imports take as long as a third of torch's, which the preload server makes meanwhile.
             from azureml_elastic.node.entry import run_node
-            from azureml_elastic.node.host.identity import read_identity
+            from azureml_elastic.node.host import read_identity
 
             identity = read_identity(os.environ, checkpoint_dir=arguments.checkpoint_dir)
             if outputs is None:

@@ -8,7 +8,7 @@ from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, Plan
 from azureml_elastic.ledger.summary import Paths
 from azureml_elastic.local.azurite import TableChoice, open_table_choice
 from azureml_elastic.local.cluster import LocalCluster
-from azureml_elastic.local.launched_node import node_environment
+from azureml_elastic.local.launch import node_environment
 
 SECRET = "AccountName=acc;AccountKey=c2VjcmV0;TableEndpoint=http://127.0.0.1:9/acc"
 

@@ -1,4 +1,10 @@
-"""This node's worker processes: started, looked at and stopped; what they print goes to the console."""
+"""This node's worker processes: started, looked at and stopped; what they print goes to the console.
+
+Locks of torch's compiled extensions that a killed process has left: the next one would wait for them forever.
+
+torch compiles an extension in a folder with the file ``lock``, which its process holds open until the extension is
+complete, and then removes (``torch/utils/file_baton.py``). DeepSpeed compiles its operators so when it first uses them.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +21,69 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 from urllib.parse import quote
 
+import psutil
+
 from azureml_elastic.config.command.program import Program
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.failures.classification import FailedWorker
-from azureml_elastic.node.host.extension_locks import remove_stale_locks
 from azureml_elastic.node.preload.client import ForkedWorker, ForkRefused, PreloadServer
 from azureml_elastic.node.preload.stack_imports import for_plain_start
 from azureml_elastic.plurals import counted
 
-__all__ = ["OutputCopier", "WorkerSet", "Workers"]
+__all__ = ["OutputCopier", "WorkerSet", "Workers", "remove_stale_locks"]
+
+_REMOTE = ("nfs", "cifs", "smb", "fuse", "lustre", "9p", "ceph", "gpfs", "beegfs", "wekafs")
+"""Beginnings of the names of file systems whose files a process of another machine may hold open."""
+
+_LONG_ENOUGH_S = 0.2
+"""Seconds for a process that has closed its lock to remove it."""
+
+
+def remove_stale_locks(environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """Remove the locks that no process of this machine holds, on file systems of its own; return their paths.
+
+    Args:
+        environ: variables of the processes that compile.
+    """
+    found = [lock for lock in _locks(environ) if _is_local(lock)]
+    stale = _not_open(found)
+    if stale:
+        time.sleep(_LONG_ENOUGH_S)
+        stale = [lock for lock in _not_open(stale) if lock.exists()]
+    for lock in stale:
+        with contextlib.suppress(OSError):
+            lock.unlink()
+            _LOG.warning("Removed %s, which a process that was killed has left: torch would wait for it forever.", lock)
+    return stale
+
+
+def _locks(environ: Mapping[str, str]) -> list[Path]:
+    own = environ.get("TORCH_EXTENSIONS_DIR")
+    cache = environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
+    root, pattern = (Path(own), "*/lock") if own else (Path(cache, "torch_extensions"), "*/*/lock")
+    return list(root.glob(pattern))
+
+
+def _is_local(path: Path) -> bool:
+    mounts = [each for each in psutil.disk_partitions(all=True) if path.is_relative_to(each.mountpoint)]
+    kind = max(mounts, key=lambda each: len(each.mountpoint)).fstype if mounts else ""
+    return not kind.startswith(_REMOTE)
+
+
+def _not_open(locks: Iterable[Path]) -> list[Path]:
+    wanted = {lock.resolve(): lock for lock in locks}
+    if not wanted:
+        return []
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            wanted.pop(descriptor.readlink(), None)
+    return list(wanted.values())
+
 
 _INTERVAL_SECONDS = 0.1
 

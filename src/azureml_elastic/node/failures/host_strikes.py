@@ -49,7 +49,7 @@ class HostStrikes:
 
     Args:
         table: table of the run.
-        host: id of this node's host, see :func:`~azureml_elastic.node.host.identity.host_id`.
+        host: id of this node's host, see :func:`~azureml_elastic.node.host.host_id`.
         node: this node's name, stored in the rows for diagnosis.
         policy: health policy with the decay of strikes.
         clock: clock of the table's server.

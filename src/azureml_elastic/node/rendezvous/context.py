@@ -26,7 +26,7 @@ from azureml_elastic.node.core.join_events import HubSent, LinkEnded
 from azureml_elastic.node.core.pauses import SilenceLimit
 from azureml_elastic.node.core.round import Limits, NewestRound, Round
 from azureml_elastic.node.core.training_events import FromLeader, FromMember
-from azureml_elastic.node.host.addresses import Ports
+from azureml_elastic.node.host import Ports
 from azureml_elastic.node.rendezvous.local_node import Surroundings
 
 if TYPE_CHECKING:

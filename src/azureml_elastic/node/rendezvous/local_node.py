@@ -8,7 +8,7 @@ from typing import Any
 
 from azureml_elastic.ipc import Connection
 from azureml_elastic.ipc.message import ShardDescription
-from azureml_elastic.node.host.identity import new_incarnation
+from azureml_elastic.node.host import new_incarnation
 
 __all__ = ["LocalNode", "Surroundings"]
 

@@ -26,7 +26,7 @@ from azureml_elastic.node.core.joining import greeting_of, is_landmark
 from azureml_elastic.node.core.messages import RoundChanged, Unreachable
 from azureml_elastic.node.core.round import Limits, Member, Round, reopened
 from azureml_elastic.node.core.training_events import RoundSeen
-from azureml_elastic.node.host.addresses import Ports, format_address, listening_address
+from azureml_elastic.node.host import Ports, format_address, listening_address
 from azureml_elastic.node.rendezvous.context import Context, Runtime
 from azureml_elastic.node.rendezvous.hub.hub import Hub
 from azureml_elastic.node.rendezvous.hub.link import HubWatch, Membership

@@ -35,7 +35,7 @@ from torch.distributed.elastic.rendezvous import (
 from azureml_elastic.config import RendezvousTimings, TableRendezvous
 from azureml_elastic.errors import RunFailed, RunSucceeded, UsageError
 from azureml_elastic.node.core.round import Limits
-from azureml_elastic.node.host.addresses import advertised_address
+from azureml_elastic.node.host import advertised_address
 from azureml_elastic.node.preload.store_server import STORE_TIMEOUT
 from azureml_elastic.node.rendezvous.local_node import LocalNode
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous

@@ -12,7 +12,7 @@ import pytest
 from azureml_elastic.config import ElasticResources, Plan, TableRendezvous
 from azureml_elastic.environment import names as variables
 from azureml_elastic.errors import UsageError
-from azureml_elastic.node.host.addresses import (
+from azureml_elastic.node.host import (
     AdvertisedAddress,
     Ports,
     advertised_address,
@@ -22,9 +22,9 @@ from azureml_elastic.node.host.addresses import (
     listening_address,
     local_address,
     machine_interfaces,
+    read_identity,
     select_address,
 )
-from azureml_elastic.node.host.identity import read_identity
 
 THERE = {
     "lo": (ipaddress.ip_address("127.0.0.1"), ipaddress.ip_address("::1")),

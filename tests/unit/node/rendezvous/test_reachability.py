@@ -28,7 +28,7 @@ from azureml_elastic.node.core.sealing import (
     partitioned_nodes,
     select_members,
 )
-from azureml_elastic.node.host.addresses import Ports
+from azureml_elastic.node.host import Ports
 from azureml_elastic.node.rendezvous.context import Runtime
 from azureml_elastic.node.rendezvous.hub.link import Link
 from azureml_elastic.node.rendezvous.local_node import LocalNode

@@ -28,7 +28,7 @@ from azureml_elastic.errors import UsageError
 from azureml_elastic.memory import available_memory
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.diagnostics.findings import Check, CheckRunner, Finding, Status
-from azureml_elastic.node.host.addresses import (
+from azureml_elastic.node.host import (
     Ports,
     advertised_address,
     format_address,

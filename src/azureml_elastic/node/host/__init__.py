@@ -1,1 +1,0 @@
-"""The identity, the addresses, the ports and the memory of this node."""
