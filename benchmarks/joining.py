@@ -27,6 +27,7 @@ from scale import SCENARIOS, USD_PER_CALL, SimulatedStorm, Steady, StormFailed, 
 from systems import C10D, OURS, ROW, SYSTEMS
 from torch.distributed import TCPStore
 
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.local.azurite import Azurite
 
 __all__ = [
@@ -103,7 +104,7 @@ def _our_joins(nodes: int, counter: Counter) -> list[Callable[[], Any]]:
     joins: list[Callable[[], Any]] = []
     announced = threading.Barrier(nodes)
     for number in range(nodes):
-        table = CountingTable(open_table(where, run_id, {}), counter)
+        table = CountingTable(open_table(where, run_id, NodeEnvironment.read({})), counter)
         rendezvous = Rendezvous(
             table, LocalNode(f"node-{number:03d}", "127.0.0.1"), Limits(nodes, nodes), RendezvousTimings()
         )

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from counting import Counter, CountingTable
 
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import NodeLeaving
 from azureml_elastic.local.azurite import Azurite
 
@@ -170,7 +171,9 @@ def measure_steady(nodes: int, spares: int = 0, seconds: float = 30.0) -> Steady
 
     counter, over = Counter(), threading.Event()
     with Azurite() as azurite, contextlib.ExitStack() as stack:
-        table = CountingTable(open_table(TableRendezvous(endpoint=azurite.endpoint), "steady", {}), counter)
+        table = CountingTable(
+            open_table(TableRendezvous(endpoint=azurite.endpoint), "steady", NodeEnvironment.read({})), counter
+        )
         stack.callback(table.close)
         made = [
             Rendezvous(

@@ -17,25 +17,13 @@ HOME = f"{PACKAGE}/environment/"
 NAMES = frozenset({"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"})
 
 EXCEPTIONS: Mapping[str, str] = {
-    f"{PACKAGE}/cli/doctor.py": "to be converted",
-    f"{PACKAGE}/cli/replace_nodes.py": "to be converted",
-    f"{PACKAGE}/cli/submitted_run.py": "to be converted",
-    f"{PACKAGE}/cli/workspace_jobs.py": "to be converted",
     f"{PACKAGE}/local/fork_server/node.py": "to be converted",
     f"{PACKAGE}/local/fork_server/server.py": "to be converted",
-    f"{PACKAGE}/node/__main__.py": "to be converted",
-    f"{PACKAGE}/node/agent/worker_processes.py": "to be converted",
-    f"{PACKAGE}/node/diagnostics/checks/accelerator.py": "to be converted",
-    f"{PACKAGE}/node/diagnostics/doctor.py": "to be converted",
-    f"{PACKAGE}/node/diagnostics/health.py": "to be converted",
-    f"{PACKAGE}/node/entry.py": "to be converted",
     f"{PACKAGE}/node/preload/import_loader.py": "modules refer to the object, whose reads it notes",
     f"{PACKAGE}/node/preload/plain_start/sitecustomize.py": "its interpreter may have no package",
     f"{PACKAGE}/node/preload/script_runner.py": "to be converted",
     f"{PACKAGE}/node/preload/server.py": "to be converted",
     f"{PACKAGE}/node/preload/stack_imports.py": "to be converted",
-    f"{PACKAGE}/node/rendezvous/torchrun.py": "to be converted",
-    f"{PACKAGE}/node/table/opening.py": "to be converted",
     f"{PACKAGE}/submit/runtime/start.py": "makes the package importable",
     f"{PACKAGE}/testing/forks/wrapper.py": "imports nothing, each command of a job would wait for it",
 }

@@ -211,7 +211,7 @@ MUTATIONS = (
     Mutation(
         "secret-of-the-early-start",
         "node/preload/client.py",
-        "withheld = {secret, _DEFAULT_SECRET}",
+        "withheld = {secret, variables.AZURE_STORAGE_CONNECTION_STRING}",
         "withheld: set[str] = set()",
         ("unit/node/preload/test_early_start.py",),
     ),

@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 
 from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, TableRendezvous
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.ledger.events import CheckpointCommitted, Event, Progress, Restored, RoundReopened, RunEnded
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.ledger.summary import Report
@@ -79,7 +80,7 @@ def longest_gap(found: list[Event]) -> float:
 
 def rows(azurite, report: Report, prefix: str) -> dict:
     """Return the run's rows as they are in the table in the end."""
-    table = open_table(TableRendezvous(endpoint=azurite.endpoint), report.name, {})
+    table = open_table(TableRendezvous(endpoint=azurite.endpoint), report.name, NodeEnvironment.read({}))
     with contextlib.closing(table):
         return {row.key: row.value for row in table.query(prefix)}
 

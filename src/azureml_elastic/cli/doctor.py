@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import Annotated
 
 import typer
@@ -44,12 +43,13 @@ def doctor(
     from rich.table import Column, Table
 
     from azureml_elastic.config import Plan, TableRendezvous
-    from azureml_elastic.environment import names as variables
+    from azureml_elastic.environment.node import NodeEnvironment
     from azureml_elastic.node.diagnostics.doctor import NODE_COMMAND, examine, make_rendezvous, read_peer
     from azureml_elastic.node.diagnostics.findings import DiagnosticReport
 
     logging.getLogger("azure").setLevel(logging.CRITICAL)
-    plan = Plan.from_json(os.environ[variables.PLAN]) if node and os.environ.get(variables.PLAN) else None
+    environment = NodeEnvironment.read()
+    plan = Plan.from_json(environment.plan) if node and environment.plan else None
     rendezvous = make_rendezvous(
         plan.rendezvous if plan else TableRendezvous(),
         endpoint=endpoint,
@@ -60,15 +60,15 @@ def doctor(
         advertise=advertise,
     )
     peers = [read_peer(text) for text in peer or ()]
-    environ, nowhere = dict(os.environ), ""
+    nowhere = ""
     if rendezvous.endpoint is None and not node:
         try:
-            environ |= current_workspace().variables
+            environment = environment.with_variables(current_workspace().variables)
         except UsageError as error:
             nowhere = str(error)
     console = Console()
     with Console(stderr=True).status("Looking ..."):
-        report = DiagnosticReport(tuple(examine(rendezvous, environ, peers, nowhere)))
+        report = DiagnosticReport(tuple(examine(rendezvous, environment, peers, nowhere)))
     shown = Table("what", "", Column("found", overflow="fold"), box=None, pad_edge=False, header_style="bold")
     colours = {"ok": "green", "warn": "yellow", "fail": "red"}
     for finding in report.findings:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +11,7 @@ from azureml_elastic.cli.failures import CONTINUES, explained, require
 from azureml_elastic.cli.submitted_run import RunName
 from azureml_elastic.cli.workspaces import current_workspace
 from azureml_elastic.config.base import positive_duration
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import ElasticError, RunFailed, UsageError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def replace_nodes(
 
     given = {"max_replacements": max_replacements, "budget": budget}
     changes = {name: value for name, value in given.items() if value is not None}
-    with open_replacer({**os.environ, **variables}, run, changes) as (replacer, policy):
+    with open_replacer(NodeEnvironment.read().with_variables(variables), run, changes) as (replacer, policy):
         printed = ""
         pause = pause or policy.interval.total_seconds()
         while True:

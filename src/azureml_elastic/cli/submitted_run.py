@@ -7,7 +7,6 @@ machine and the newest jobs of the workspace.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -18,6 +17,7 @@ import typer
 
 from azureml_elastic.cli.failures import require
 from azureml_elastic.cli.workspaces import WorkspaceOptions, current_workspace, find_workspace
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import ElasticError, UsageError
 
 if TYPE_CHECKING:
@@ -154,7 +154,9 @@ def open_run_table(submitted: ElasticRun, variables: Mapping[str, str]) -> Itera
     from azureml_elastic.node.table import as_developer, open_table
 
     rendezvous = as_developer(submitted.plan.rendezvous)
-    table = open_table(rendezvous, submitted.run_id, {**os.environ, **variables}, timeout=_TABLE_TIMEOUT)
+    table = open_table(
+        rendezvous, submitted.run_id, NodeEnvironment.read().with_variables(variables), timeout=_TABLE_TIMEOUT
+    )
     try:
         yield table
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -10,6 +9,7 @@ from typing import Any
 
 from azureml_elastic.cli.workspaces import WorkspaceName
 from azureml_elastic.config.resources import SERVERLESS
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.ledger.bill import Tier
 from azureml_elastic.node.replacement.jobs import WorkspaceJobs, developer_jobs
 from azureml_elastic.submit.run import ElasticRun, JobRecord, NodeOfRun
@@ -108,7 +108,7 @@ def open_jobs(workspace: WorkspaceName) -> Jobs:
     Raises:
         MissingExtra: azure-identity is not installed.
     """
-    return Jobs(developer_jobs({**os.environ, **workspace.variables}))
+    return Jobs(developer_jobs(NodeEnvironment.read().with_variables(workspace.variables)))
 
 
 def _record(name: str, document: Mapping[str, Any]) -> JobRecord:

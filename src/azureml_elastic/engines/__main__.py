@@ -73,7 +73,7 @@ def _engine(
         from azureml_elastic.node.diagnostics.checks.accelerator import count_visible_devices
 
         name = f"{socket.gethostname()}-{os.getpid()}"
-        return HorovodEngine(name, workers or count_visible_devices() or 1, program, agent)
+        return HorovodEngine(name, workers or count_visible_devices(environment) or 1, program, agent)
     if framework == "ray":
         from azureml_elastic.engines.cluster import ClusterEngine
         from azureml_elastic.engines.ray import Ray

@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
 
 from azureml_elastic.config.command.program import parse_program
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import ElasticError, UsageError
 from azureml_elastic.node.preload.client import PreloadServer, start_early
 from azureml_elastic.node.shared_outputs import SharedOutputs
@@ -60,19 +60,20 @@ def main(
             return examine(program.arguments)  # in the node's place: it finds out why nodes fail
         outputs = SharedOutputs(arguments.output) if arguments.output and arguments.checkpoint_dir else None
         program = outputs.redirected(program) if outputs else program
-        preload = start_early(program, os.environ, start_preload) if early else None
+        environment = NodeEnvironment.read()
+        preload = start_early(program, environment, start_preload) if early else None
         try:
             # These imports take as long as a third of torch's, which the preload server makes meanwhile.
             from azureml_elastic.node.entry import run_node
             from azureml_elastic.node.host import read_identity
 
-            identity = read_identity(os.environ, checkpoint_dir=arguments.checkpoint_dir)
+            identity = read_identity(environment, checkpoint_dir=arguments.checkpoint_dir)
             if outputs is None:
-                return run_node(identity, program, preload, start_preload)
+                return run_node(identity, program, environment, preload, start_preload)
             outputs.open(arguments.checkpoint_dir, identity.run_id)
-            exit_code = run_node(identity, program, preload, start_preload)
+            exit_code = run_node(identity, program, environment, preload, start_preload)
             if exit_code == 0:
-                outputs.publish(os.environ)
+                outputs.publish(environment)
             return exit_code
         finally:
             if preload is not None:

@@ -21,6 +21,8 @@ from azureml_elastic.config.command.fixed_ranks import describe_fixed_ranks, fin
 from azureml_elastic.config.command.program import Program, program_files, require_script
 from azureml_elastic.config.exit_codes import UNHEALTHY
 from azureml_elastic.environment import names as variables
+from azureml_elastic.environment.node import NodeEnvironment
+from azureml_elastic.environment.process import change, set_defaults
 from azureml_elastic.errors import MissingExtra, NodeLeaving, RunFailed, RunSucceeded
 from azureml_elastic.ipc import Connection
 from azureml_elastic.ipc.message import ShardDescription
@@ -34,7 +36,7 @@ from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch, SaveWatch
 from azureml_elastic.node.agent.program import engine_program, opens_session
 from azureml_elastic.node.agent.round_runner import HangWatch, RoundObserver, RoundPerformer, RoundRunner
 from azureml_elastic.node.agent.shard_transfer import ShardReceiver, ShardSender
-from azureml_elastic.node.agent.worker_group import WorkerGroup, set_inherited_variables, withheld_variables
+from azureml_elastic.node.agent.worker_group import WorkerGroup, inherited_variables, withheld_variables
 from azureml_elastic.node.agent.worker_processes import Workers
 from azureml_elastic.node.core.hangs import HangPolicy
 from azureml_elastic.node.core.round import Limits
@@ -53,7 +55,7 @@ from azureml_elastic.node.publishing.publisher import open_publishing
 from azureml_elastic.node.rendezvous.local_node import LocalNode, Surroundings
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.replacement.on_node import start_replacement_thread
-from azureml_elastic.node.table import open_table
+from azureml_elastic.node.table import Table, open_table
 from azureml_elastic.node.table.opening import connection_string_variable
 from azureml_elastic.node.table.server_time import ServerClock
 
@@ -74,6 +76,7 @@ _NO_SESSION_STAYS = (
 def run_node(
     identity: NodeIdentity,
     program: Program,
+    environment: NodeEnvironment,
     early_preload: PreloadServer | None = None,
     start_preload: Callable[..., PreloadServer] = PreloadServer,
 ) -> int:
@@ -82,6 +85,7 @@ def run_node(
     Args:
         identity: identity of the node.
         program: the user's training program.
+        environment: environment of this process.
         early_preload: preload server that was started before the plan was read, closed by the caller.
         start_preload: function that starts the preload server, with the arguments of :class:`PreloadServer`.
 
@@ -93,7 +97,7 @@ def run_node(
     """
     require_script(program)
     with contextlib.ExitStack() as stack:
-        return _Node(identity, program, stack, early_preload, start_preload).run()
+        return _Node(identity, program, environment, stack, early_preload, start_preload).run()
 
 
 class _Node(Surroundings):
@@ -104,6 +108,7 @@ class _Node(Surroundings):
     Args:
         identity: identity of the node.
         program: the user's training program.
+        environment: environment of this process at its start.
         stack: takes the node apart at its end.
         early_preload: preload server that was started before the plan was read.
         start_preload: function that starts the preload server.
@@ -115,29 +120,31 @@ class _Node(Surroundings):
         self,
         identity: NodeIdentity,
         program: Program,
+        environment: NodeEnvironment,
         stack: contextlib.ExitStack,
         early_preload: PreloadServer | None,
         start_preload: Callable[..., PreloadServer],
     ) -> None:
         plan = identity.plan
         distribution = plan.distribution
+        self._job = environment.job or ""
         self._program = program = engine_program(program, distribution)
         timings = plan.rendezvous.timings
-        self._slots = 1 if distribution.runs_engine else _slots(distribution.process_count_per_instance)
+        self._slots = 1 if distribution.runs_engine else _slots(distribution.process_count_per_instance, environment)
         wake = threading.Event()
         self._preemption = preemption = PreemptionWatcher(plan.preemption, wake, identity.node)
         stack.callback(preemption.close)
-        opened = open_table(plan.rendezvous, identity.run_id, os.environ)
+        opened = open_table(plan.rendezvous, identity.run_id, environment)
         self._table = table = AgentTable(opened, preemption)
         stack.callback(table.close)
-        self._identity = identity = with_earlier_checkpoint(identity, table, os.environ)
+        self._identity = identity = with_earlier_checkpoint(identity, table, environment)
         self._plan = plan = identity.plan
         clock = ServerClock(table, identity.node)
         self._strikes = strikes = HostStrikes(table, identity.host_id, identity.node, plan.health, clock)
         stack.callback(strikes.close)
         preemption.listen()
         preemption.watch()
-        publishing = open_publishing(identity, os.environ)
+        publishing = open_publishing(identity, environment)
         stack.callback(publishing.close)
         self._recorder = recorder = Recorder(
             identity.folder, identity.node, identity.incarnation, table, publishing.put
@@ -175,17 +182,12 @@ class _Node(Surroundings):
             SaveWatch(self._channel.folder, excluded=identity.folder.absolute()), distribution.newcomer_timeout
         )
         stack.callback(self._newcomers.close)
-        set_inherited_variables(identity, self._channel.path, os.environ)
-        secret = connection_string_variable(opened, plan.rendezvous)
-        for name in withheld_variables(secret, plan.checkpoint.path):
-            os.environ.pop(name, None)
-        if distribution.runs_engine or (program.kind == "script" and opens_session(program)):
-            os.environ.setdefault(variables.INTEGRATIONS, "off")  # the script has a session of its own, or needs none
+        environment = self._set_inherited_variables(opened, environment)
         self._preload_server: PreloadServer | None = None
         if distribution.preload_workers:
-            self._preload_server = begin_preload(early_preload, program, os.environ, start_preload)
+            self._preload_server = begin_preload(early_preload, program, environment.variables, start_preload)
             stack.callback(self._preload_server.close)
-        self._replacement = start_replacement_thread(identity, table, self._leads, os.environ)
+        self._replacement = start_replacement_thread(identity, table, self._leads, environment)
         if self._replacement is not None:
             stack.callback(self._replacement.close)
         checks = node_checks(
@@ -193,7 +195,7 @@ class _Node(Surroundings):
             node=identity.node,
             owner=identity.owner,
             folders=check_folders(identity.folder, plan.checkpoint.path),
-            gpus=count_visible_devices(),
+            gpus=count_visible_devices(environment),
             table=table,
             clock=clock,
             table_heartbeat_interval=timings.table_heartbeat_interval,
@@ -329,8 +331,21 @@ class _Node(Surroundings):
         runner = RoundRunner(rendezvous, observer, performer, self._plan, opens_session=opens)
         return NodeAgent(identity, rendezvous, group, channel, self._table, preemption, runner)
 
+    def _set_inherited_variables(self, opened: Table, environment: NodeEnvironment) -> NodeEnvironment:
+        """Set in this process what its workers inherit, without the table's secret; return the environment since.
+
+        Whatever else this process starts inherits the same, and MLflow's clients in its threads read it.
+        """
+        plan, program = self._plan, self._program
+        secret = connection_string_variable(opened, plan.rendezvous)
+        withheld = dict.fromkeys(withheld_variables(secret, plan.checkpoint.path))
+        change({**inherited_variables(self._identity, self._channel.path, environment), **withheld})
+        if plan.distribution.runs_engine or (program.kind == "script" and opens_session(program)):
+            set_defaults({variables.INTEGRATIONS: "off"})  # the script has a session of its own, or needs none
+        return NodeEnvironment.read()
+
     def _record_start(self) -> None:
-        job, began = os.environ.get("AZUREML_RUN_ID", ""), psutil.Process().create_time()
+        job, began = self._job, psutil.Process().create_time()
         self._recorder.record(NodeStarted, 0, host=self._identity.host, pid=os.getpid(), job=job, began=began)
 
     def record_health(self, report: DiagnosticReport) -> None:
@@ -365,12 +380,12 @@ def _limits(plan: Plan) -> Limits:
     return Limits(least, most, plan.health.quarantine_strikes, 1 if size == "all" else size)
 
 
-def _slots(count: int | str) -> int:
+def _slots(count: int | str, environment: NodeEnvironment) -> int:
     """Return the number of workers of this node: as configured, or one per GPU."""
     if isinstance(count, int):
         return count
     _require_torch()
-    return count_visible_devices() or 1
+    return count_visible_devices(environment) or 1
 
 
 def _require_torch() -> None:

@@ -21,7 +21,8 @@ from azureml_elastic.config import Plan, PreemptionPolicy, TableRendezvous
 from azureml_elastic.config.rendezvous import PORTS_OF_A_NODE
 from azureml_elastic.environment import names as variables
 from azureml_elastic.environment.names import LOCAL_ADDRESS
-from azureml_elastic.errors import MissingExtra, PlanError, UsageError
+from azureml_elastic.environment.node import NodeEnvironment
+from azureml_elastic.errors import MissingExtra, UsageError
 from azureml_elastic.ipc import listen
 
 __all__ = [
@@ -65,17 +66,17 @@ class AdvertisedAddress:
     interface: str | None = None
 
 
-def advertised_address(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> AdvertisedAddress:
+def advertised_address(rendezvous: TableRendezvous, environment: NodeEnvironment) -> AdvertisedAddress:
     """Return the address at which the other nodes reach this one.
 
     Args:
         rendezvous: rendezvous settings, with the optional ``advertise``.
-        environ: environment of the node, whose ``AZUREML_ELASTIC_LOCAL_ADDRESS`` takes precedence.
+        environment: environment of the node, whose ``AZUREML_ELASTIC_LOCAL_ADDRESS`` takes precedence.
 
     Raises:
         UsageError: this machine has not the configured interface, or no address in the configured range.
     """
-    if own := environ.get(LOCAL_ADDRESS):
+    if own := environment.address:
         with contextlib.suppress(ValueError):
             return AdvertisedAddress(str(ipaddress.ip_address(own)))
         interfaces = machine_interfaces()
@@ -296,25 +297,19 @@ class NodeIdentity:
         return f"{self.node}-{hashlib.sha256(self.run_id.encode()).hexdigest()[:_ID_CHARACTERS]}"
 
 
-def read_identity(environ: Mapping[str, str], *, checkpoint_dir: str | None = None) -> NodeIdentity:
+def read_identity(environment: NodeEnvironment, *, checkpoint_dir: str | None = None) -> NodeIdentity:
     """Read the plan and this node's identity.
 
     Args:
-        environ: environment of the process.
+        environment: environment of the process.
         checkpoint_dir: folder for the checkpoints of all runs, from the command line; this run gets a folder in it.
 
     Raises:
         PlanError: there is no plan, or none that this release can read.
         UsageError: the run has no name, a variable is invalid, or this machine has not the configured interface.
     """
-    text = environ.get(variables.PLAN)
-    if not text:
-        raise PlanError(
-            f"The environment variable {variables.PLAN} is not set, so this node has no plan. Submit an "
-            "ElasticCommandJob, or run `azureml-elastic local` on one machine."
-        )
-    plan = Plan.from_json(text)
-    run_id = plan.run_id_of(environ, job=environ.get("AZUREML_RUN_ID"), root=environ.get("AZUREML_ROOT_RUN_ID"))
+    plan = Plan.from_json(environment.require_plan())
+    run_id = plan.run_id_of(environment.variables, job=environment.job, root=environment.root_job)
     if not run_id:
         raise UsageError(
             f"The run has no name: none of {variables.RUN_ID}, AZUREML_RUN_ID, AZUREML_ROOT_RUN_ID is set. "
@@ -322,16 +317,16 @@ def read_identity(environ: Mapping[str, str], *, checkpoint_dir: str | None = No
         )
     if checkpoint_dir is not None:
         plan = _with_checkpoint_dir(plan, checkpoint_dir, run_id)
-    if (address := environ.get(variables.SCHEDULED_EVENTS)) is not None:
-        plan = _with_scheduled_events(plan, address.strip() or None)
-    node = environ.get(variables.NODE_ID) or f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
-    advertised = advertised_address(plan.rendezvous, environ)
+    if (address := environment.scheduled_events) is not None:
+        plan = _with_scheduled_events(plan, address or None)
+    node = environment.node or f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
+    advertised = advertised_address(plan.rendezvous, environment)
     return NodeIdentity(
         plan=plan,
         run_id=run_id,
         node=node,
         host=advertised.host,
-        folder=Path(environ.get(variables.RUN_DIR) or "outputs/azureml-elastic").absolute(),
+        folder=environment.run_dir,
         host_id=host_id(node, advertised.host),
         interface=advertised.interface,
     )

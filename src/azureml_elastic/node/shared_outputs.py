@@ -12,18 +12,17 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
 from azureml_elastic.config.command.program import Program
-from azureml_elastic.environment.names import FIRST_NODE
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import UsageError
 
 __all__ = ["SharedOutputs"]
 
 _FOLDER = ".outputs"
-_CACHE_LIFETIME = "DATASET_MOUNT_ATTRIBUTE_CACHE_TTL"
 
 
 class SharedOutputs:
@@ -76,16 +75,16 @@ class SharedOutputs:
                     "Give checkpoint.path a folder that the nodes can write."
                 ) from error
 
-    def publish(self, environ: Mapping[str, str]) -> None:
+    def publish(self, environment: NodeEnvironment) -> None:
         """Copy what the nodes have written to this node's own outputs, if this is the first node.
 
         Raises:
             UsageError: it cannot be copied.
         """
-        if not environ.get(FIRST_NODE):
+        if not environment.is_first_node:
             return
         # Another node may have written last, and a mount shows its files only after its cache has expired.
-        time.sleep(2 * float(environ.get(_CACHE_LIFETIME) or 0))
+        time.sleep(2 * environment.mount_cache_seconds)
         for name, path in self._outputs.items():
             shared = self._shared[name]
             try:

@@ -16,6 +16,7 @@ import pytest
 from azure.storage.blob import ContainerClient
 
 from azureml_elastic.config.rendezvous import TableRendezvous
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import TableUnavailable, UsageError
 from azureml_elastic.local.azurite import Azurite, install_azurite
 from azureml_elastic.node.table import open_table
@@ -33,7 +34,7 @@ def test_the_emulator_serves_as_long_as_its_context():
     with Azurite() as emulator:
         process = psutil.Process(emulator.pid)
         assert os.getpgid(process.pid) == process.pid
-        table = open_table(TableRendezvous(endpoint=emulator.endpoint), "run", {})
+        table = open_table(TableRendezvous(endpoint=emulator.endpoint), "run", NodeEnvironment.read({}))
         table.insert("key", {})
         table.close()
         assert emulator.endpoint in emulator.connection_string
@@ -47,7 +48,7 @@ def test_the_emulator_serves_as_long_as_its_context():
 def test_two_emulators_are_independent(azurite):
     with Azurite() as other:
         assert other.endpoint != azurite.endpoint
-        open_table(TableRendezvous(endpoint=other.endpoint, table="apart"), "run", {}).close()
+        open_table(TableRendezvous(endpoint=other.endpoint, table="apart"), "run", NodeEnvironment.read({})).close()
 
 
 def test_the_emulator_ends_with_a_killed_parent():

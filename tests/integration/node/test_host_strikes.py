@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from azureml_elastic.config import HealthPolicy, TableRendezvous
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import RowChanged, TableUnavailable
 from azureml_elastic.node.core.restarts import faulty_members
 from azureml_elastic.node.core.round import Member, Round
@@ -37,7 +38,7 @@ def table(request, tmp_path):
         rendezvous = TableRendezvous(endpoint=str(tmp_path / "table.sqlite"))
     else:
         rendezvous = TableRendezvous(endpoint=request.getfixturevalue("azurite").endpoint, table=f"t{uuid.uuid4().hex}")
-    opened = open_table(rendezvous, "run", {})
+    opened = open_table(rendezvous, "run", NodeEnvironment.read({}))
     yield opened
     opened.close()
 
@@ -269,7 +270,9 @@ def test_two_nodes_of_one_name_are_reported(tmp_path):
         """Every row that is read has just been written by another node."""
 
         def __init__(self):
-            self.table = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", {})
+            self.table = open_table(
+                TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", NodeEnvironment.read({})
+            )
 
         def __getattr__(self, name):
             return getattr(self.table, name)

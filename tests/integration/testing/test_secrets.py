@@ -18,6 +18,7 @@ from azureml_elastic import (
     TableRendezvous,
 )
 from azureml_elastic.cli import app
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import ElasticError
 from azureml_elastic.node.table import open_table
 from azureml_elastic.testing import Eviction, LocalWorkspace, Pool
@@ -110,7 +111,8 @@ def test_a_run_that_loses_a_node_and_fails_reveals_no_secret(project, script, tm
         documents = bodies(workspace)
         assert len([body for body in documents if body.get("jobType") == "Pipeline"]) == 2
         secrets = [workspace._storage.key, workspace._storage.blob_signature]
-        table = open_table(TableRendezvous(endpoint=workspace.table_endpoint), submitted.name)
+        rendezvous = TableRendezvous(endpoint=workspace.table_endpoint)
+        table = open_table(rendezvous, submitted.name, NodeEnvironment.read())
         rows = json.dumps([[row.key, dict(row.value)] for row in table.query("")])
         table.close()
         shown = [CliRunner().invoke(app, [word, submitted.name]).output for word in ("status", "logs", "replace-nodes")]

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 
 from azureml_elastic.config import RendezvousTimings, TableRendezvous
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.node.core.round import Limits
 from azureml_elastic.node.rendezvous.context import Runtime
 from azureml_elastic.node.rendezvous.local_node import LocalNode, Surroundings
@@ -86,7 +87,7 @@ class Nodes:
 
     def __init__(self, endpoint, table="elastic"):
         where = TableRendezvous(endpoint=str(endpoint), table=table)
-        self.table = Counting(open_table(where, "run", {}))
+        self.table = Counting(open_table(where, "run", NodeEnvironment.read({})))
         self.pool = ThreadPoolExecutor(200)
         self.made: list[Rendezvous] = []
         self.over = threading.Event()

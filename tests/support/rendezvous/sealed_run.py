@@ -9,6 +9,7 @@ from datetime import timedelta
 
 from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
 from azureml_elastic.config import RendezvousTimings, TableRendezvous
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.ipc import MessageClient
 from azureml_elastic.ipc.authentication import Authenticator, Peer
 from azureml_elastic.node.agent.shard_transfer import ShardReceiver
@@ -52,7 +53,7 @@ class Run:
     """Two nodes in a sealed round, each with an agent's loop on a thread, and a third one that waits beside it."""
 
     def __init__(self, path):
-        self.table = open_table(TableRendezvous(endpoint=str(path)), "run", {})
+        self.table = open_table(TableRendezvous(endpoint=str(path)), "run", NodeEnvironment.read({}))
         self.memories = [AgentMemory() for _ in range(2)]
         self.receivers = [ShardReceiver(memory, SHARD_SECONDS, SHARD_TRANSFERS) for memory in self.memories]
         self.nodes = [

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from azureml_elastic.config import TableRendezvous
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.summary import Paths
 from azureml_elastic.local.azurite import (
@@ -84,7 +85,7 @@ def test_table_faults_put_a_proxy_between_nodes_and_table(tmp_path, azurite, mon
         assert connection_endpoint(choice.environment["AZURE_STORAGE_CONNECTION_STRING"]) == choice.endpoint
         if not development:
             where = TableRendezvous(endpoint=choice.endpoint, credential=choice.credential)
-            table = open_table(where, "run", {**os.environ, **choice.environment})
+            table = open_table(where, "run", NodeEnvironment.read({**os.environ, **choice.environment}))
             table.insert("row", {})
             table.close()
     if not development:

@@ -6,6 +6,7 @@ import pytest
 
 from azureml_elastic.config.command.program import parse_program
 from azureml_elastic.environment.names import FIRST_NODE
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import UsageError
 from azureml_elastic.node.shared_outputs import SharedOutputs
 
@@ -39,9 +40,9 @@ def test_what_any_node_has_written_is_the_output_of_the_first_node(node):
     Path(file).write_text("log")
     assert Path(folder, "all.txt").read_text() == "all"
     (model / "before.txt").write_text("the command's own")
-    second.publish({})
+    second.publish(NodeEnvironment.read({}))
     assert list(own.iterdir()) == []
-    first.publish({FIRST_NODE: "1"})
+    first.publish(NodeEnvironment.read({FIRST_NODE: "1"}))
     assert {path.name: path.read_text() for path in model.iterdir()} == {
         "all.txt": "all",
         "best.pt": "best",
@@ -63,7 +64,7 @@ def test_a_folder_that_cannot_be_made_and_an_output_that_cannot_be_copied_say_wh
     model.rmdir()
     model.write_text("in the way")
     with pytest.raises(UsageError, match="'model' could not be copied"):
-        outputs.publish({FIRST_NODE: "1"})
+        outputs.publish(NodeEnvironment.read({FIRST_NODE: "1"}))
     (tmp_path / "taken").write_text("")
     again = SharedOutputs([f"model={model}"])
     with pytest.raises(UsageError, match=r"write the output 'model', cannot be made"):

@@ -7,7 +7,6 @@ import dataclasses
 import difflib
 import logging
 import posixpath
-from collections.abc import Mapping
 
 from azureml_elastic.checkpoint.format.catalogue import furthest, newest_committed
 from azureml_elastic.checkpoint.format.manifest import Manifest
@@ -15,6 +14,7 @@ from azureml_elastic.checkpoint.storage.opening import open_storage
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.config.plan import EarlierRun
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import CheckpointDamaged, UsageError
 from azureml_elastic.node.host import NodeIdentity
 from azureml_elastic.node.table import Table, open_table
@@ -25,7 +25,7 @@ __all__ = ["with_earlier_checkpoint"]
 _LOG = logging.getLogger(__name__)
 
 
-def with_earlier_checkpoint(identity: NodeIdentity, table: Table, environ: Mapping[str, str]) -> NodeIdentity:
+def with_earlier_checkpoint(identity: NodeIdentity, table: Table, environment: NodeEnvironment) -> NodeIdentity:
     """Return an identity whose plan names the last committed checkpoint of the run that this run continues, if any.
 
     A run that has a checkpoint of its own does not need the earlier one any more, which may be gone by then.
@@ -33,7 +33,7 @@ def with_earlier_checkpoint(identity: NodeIdentity, table: Table, environ: Mappi
     Args:
         identity: identity of the node.
         table: table of the run.
-        environ: environment of the node.
+        environment: environment of the node.
 
     Raises:
         UsageError: the earlier run does not exist, has no committed checkpoint, or keeps it in another place.
@@ -43,7 +43,7 @@ def with_earlier_checkpoint(identity: NodeIdentity, table: Table, environ: Mappi
     if run is None:
         return identity
     try:
-        with contextlib.closing(open_table(identity.plan.rendezvous, run.name, environ)) as rows:
+        with contextlib.closing(open_table(identity.plan.rendezvous, run.name, environment)) as rows:
             reference = _find(run, identity.run_id, rows)
     except UsageError:
         if _pointer(table) is not None:

@@ -14,11 +14,12 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 
 from azureml_elastic.checkpoint.storage.locations import AZURE_CONNECTION_STRING, is_azure
 from azureml_elastic.config import Plan
 from azureml_elastic.environment import names as variables
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import RunFailed
 from azureml_elastic.ipc.worker_messages import Assign
 from azureml_elastic.node.agent.channel import Channel
@@ -31,51 +32,50 @@ from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
 __all__ = [
     "WorkerGroup",
-    "set_inherited_variables",
+    "inherited_variables",
     "tracked_run_variables",
     "withheld_variables",
     "worker_environments",
 ]
 
-_MLFLOW_RUN = "MLFLOW_RUN_ID"
-_JOB = "AZUREML_RUN_ID"
-_ROOT = "AZUREML_ROOT_RUN_ID"
 
-
-def tracked_run_variables(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
+def tracked_run_variables(plan: Plan, environment: NodeEnvironment) -> dict[str, str]:
     """Return the variables that let the workers of all nodes log to one run: that of the run's first job.
 
     Empty where the nodes share a job, outside Azure ML, and where the command has set another run.
 
     Args:
         plan: plan of the run.
-        environ: environment of the agent.
+        environment: environment of the agent.
     """
-    job = environ.get(_JOB)
-    if not job or environ.get(_MLFLOW_RUN) != job:
+    job = environment.job
+    if not job or environment.mlflow_run != job:
         return {}
-    root = environ.get(_ROOT) if plan.resources.effective_placement == "fan_out" else None
-    run = environ.get(variables.FIRST_JOB) or root or job
-    return {} if run == job else {_MLFLOW_RUN: run, _JOB: run}
+    root = environment.root_job if plan.resources.effective_placement == "fan_out" else None
+    run = environment.first_job or root or job
+    return {} if run == job else {variables.MLFLOW_RUN_ID: run, variables.AZUREML_RUN_ID: run}
 
 
-def set_inherited_variables(identity: NodeIdentity, channel: str, environ: MutableMapping[str, str]) -> None:
-    """Set the variables that are the same for all workers of a node in all rounds.
+def inherited_variables(identity: NodeIdentity, channel: str, environment: NodeEnvironment) -> dict[str, str]:
+    """Return the variables that are the same for all workers of a node in all rounds, beside those of the agent.
 
     Args:
         identity: identity of the node.
         channel: path of the agent's socket.
-        environ: environment of the agent, which the workers inherit.
+        environment: environment of the agent, which the workers inherit.
     """
-    environ[variables.RUN_DIR] = str(identity.folder)
-    environ[variables.PLAN] = identity.plan.to_json()
-    environ[variables.CHANNEL] = channel
-    environ[variables.LOCAL_ADDRESS] = identity.host
-    environ.update(tracked_run_variables(identity.plan, environ))
+    found = {
+        variables.RUN_DIR: str(identity.folder),
+        variables.PLAN: identity.plan.to_json(),
+        variables.CHANNEL: channel,
+        variables.LOCAL_ADDRESS: identity.host,
+        **tracked_run_variables(identity.plan, environment),
+    }
     interface = identity.interface or interface_of(identity.host, machine_interfaces())
     if interface is not None:  # the workers' data goes the same way, unless the job configures another
-        environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        for name in (variables.GLOO_SOCKET_IFNAME, variables.NCCL_SOCKET_IFNAME):
+            found[name] = environment.variables.get(name, interface)
+    return found
 
 
 def withheld_variables(table_variable: str | None, checkpoints: str | None) -> frozenset[str]:

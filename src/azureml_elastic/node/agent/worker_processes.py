@@ -29,6 +29,7 @@ from urllib.parse import quote
 import psutil
 
 from azureml_elastic.config.command.program import Program
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.failures.classification import FailedWorker
 from azureml_elastic.node.preload.client import ForkedWorker, ForkRefused, PreloadServer
@@ -44,13 +45,13 @@ _LONG_ENOUGH_S = 0.2
 """Seconds for a process that has closed its lock to remove it."""
 
 
-def remove_stale_locks(environ: Mapping[str, str] = os.environ) -> list[Path]:
+def remove_stale_locks(environment: NodeEnvironment) -> list[Path]:
     """Remove the locks that no process of this machine holds, on file systems of its own; return their paths.
 
     Args:
-        environ: variables of the processes that compile.
+        environment: environment of the processes that compile.
     """
-    found = [lock for lock in _locks(environ) if _is_local(lock)]
+    found = [lock for lock in _locks(environment) if _is_local(lock)]
     stale = _not_open(found)
     if stale:
         time.sleep(_LONG_ENOUGH_S)
@@ -62,10 +63,9 @@ def remove_stale_locks(environ: Mapping[str, str] = os.environ) -> list[Path]:
     return stale
 
 
-def _locks(environ: Mapping[str, str]) -> list[Path]:
-    own = environ.get("TORCH_EXTENSIONS_DIR")
-    cache = environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
-    root, pattern = (Path(own), "*/lock") if own else (Path(cache, "torch_extensions"), "*/*/lock")
+def _locks(environment: NodeEnvironment) -> list[Path]:
+    own = environment.torch_extensions
+    root, pattern = (own, "*/lock") if own else (environment.cache / "torch_extensions", "*/*/lock")
     return list(root.glob(pattern))
 
 
@@ -245,8 +245,9 @@ class Workers:
             prefixes: prefix of each output line, by local rank.
         """
         self.finish_stopping()
-        remove_stale_locks()
-        whole = {local_rank: {**os.environ, **each} for local_rank, each in environments.items()}
+        environment = NodeEnvironment.read()  # with what the agent has set for all workers
+        remove_stale_locks(environment)
+        whole = {local_rank: environment.for_child(each) for local_rank, each in environments.items()}
         self._set = WorkerSet(self._program, self._round_folder(whole[0]), whole, prefixes)
         self._set.start(self.preload_server)
         return self.pids

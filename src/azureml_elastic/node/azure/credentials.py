@@ -18,6 +18,8 @@ from typing import Any
 from urllib.parse import urlencode
 
 from azureml_elastic.config.rendezvous import TableRendezvous
+from azureml_elastic.environment import names
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import MissingExtra, TableForbidden, TableUnavailable, UsageError
 from azureml_elastic.node.azure.http import HttpRequest, fetch
 
@@ -74,10 +76,10 @@ class NodeTokenCredential:
         self._lock = threading.Lock()
 
     @classmethod
-    def managed(cls, environ: Mapping[str, str], client_id: str | None) -> NodeTokenCredential:
+    def managed(cls, environment: NodeEnvironment, client_id: str | None) -> NodeTokenCredential:
         """Return the credential of the node's managed identity, by default of ``DEFAULT_IDENTITY_CLIENT_ID``."""
-        address, secret = environ["MSI_ENDPOINT"], environ.get("MSI_SECRET")
-        client_id = client_id or environ.get("DEFAULT_IDENTITY_CLIENT_ID") or None
+        address, secret = environment.variables[names.MSI_ENDPOINT], environment.msi_secret
+        client_id = client_id or environment.default_client_id
 
         def requests(resource: str) -> list[HttpRequest]:
             if secret:
@@ -95,9 +97,9 @@ class NodeTokenCredential:
         return cls(f"the node's managed identity ({name})", requests)
 
     @classmethod
-    def on_behalf_of(cls, environ: Mapping[str, str]) -> NodeTokenCredential:
+    def on_behalf_of(cls, environment: NodeEnvironment) -> NodeTokenCredential:
         """Return the credential of the user who submitted the job, from ``OBO_ENDPOINT``."""
-        address = environ["OBO_ENDPOINT"]
+        address = environment.variables[names.OBO_ENDPOINT]
         return cls(
             "the identity of the user who submitted the job",
             lambda resource: [HttpRequest("GET", _with_query(address, {"resource": resource}))],
@@ -142,7 +144,7 @@ class NodeTokenCredential:
         return _epoch(str(on)) if on is not None else int(self.clock()) + int(content.get("expires_in") or 0)
 
 
-def choose_credential(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> TableCredential:
+def choose_credential(rendezvous: TableRendezvous, environment: NodeEnvironment) -> TableCredential:
     """Return the credential for the table.
 
     ``auto`` selects the first that yields a token of: the node's managed identity, the identity of the submitting user,
@@ -155,17 +157,21 @@ def choose_credential(rendezvous: TableRendezvous, environ: Mapping[str, str]) -
     """
     variable = rendezvous.connection_string_variable
     factories: dict[str, Callable[[], TableCredential]] = {
-        "managed_identity": lambda: _managed(rendezvous, environ),
-        "on_behalf_of": lambda: _on_behalf_of(environ),
-        "connection_string": lambda: _connection_string(variable, environ),
+        "managed_identity": lambda: _managed(rendezvous, environment),
+        "on_behalf_of": lambda: _on_behalf_of(environment),
+        "connection_string": lambda: _connection_string(variable, environment),
         "developer": developer_credential,
     }
     if rendezvous.credential != "auto":
         return factories[rendezvous.credential]()
-    required = {"managed_identity": "MSI_ENDPOINT", "on_behalf_of": "OBO_ENDPOINT", "connection_string": variable}
+    required = {
+        "managed_identity": names.MSI_ENDPOINT,
+        "on_behalf_of": names.OBO_ENDPOINT,
+        "connection_string": variable,
+    }
     refusals: list[str] = []
     for kind, factory in factories.items():
-        if kind in required and not environ.get(required[kind]):
+        if kind in required and not environment.get(required[kind]):
             continue
         credential = factory()
         try:
@@ -185,9 +191,9 @@ def choose_credential(rendezvous: TableRendezvous, environ: Mapping[str, str]) -
     )
 
 
-def _managed(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> TableCredential:
-    if environ.get("MSI_ENDPOINT"):
-        identity = NodeTokenCredential.managed(environ, rendezvous.client_id)
+def _managed(rendezvous: TableRendezvous, environment: NodeEnvironment) -> TableCredential:
+    if environment.msi_endpoint:
+        identity = NodeTokenCredential.managed(environment, rendezvous.client_id)
         return TableCredential(identity.name, token=identity)
     try:
         from azure.identity import ManagedIdentityCredential
@@ -198,18 +204,18 @@ def _managed(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> TableCr
     )
 
 
-def _on_behalf_of(environ: Mapping[str, str]) -> TableCredential:
-    if not environ.get("OBO_ENDPOINT"):
+def _on_behalf_of(environment: NodeEnvironment) -> TableCredential:
+    if not environment.obo_endpoint:
         raise UsageError(
             "credential='on_behalf_of' needs the environment variable OBO_ENDPOINT, which Azure ML sets for jobs that "
             "were submitted with identity=UserIdentityConfiguration(). Submit the job so, or use another credential."
         )
-    identity = NodeTokenCredential.on_behalf_of(environ)
+    identity = NodeTokenCredential.on_behalf_of(environment)
     return TableCredential(identity.name, token=identity)
 
 
-def _connection_string(variable: str, environ: Mapping[str, str]) -> TableCredential:
-    text = environ.get(variable)
+def _connection_string(variable: str, environment: NodeEnvironment) -> TableCredential:
+    text = environment.get(variable)
     if not text:
         raise UsageError(
             f"credential='connection_string' needs a storage connection string in the environment variable {variable}, "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from http import HTTPStatus
@@ -12,15 +11,15 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from azureml_elastic.environment import names
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import TableForbidden, TableNotFound, TableUnavailable, UsageError
 from azureml_elastic.node.azure.http import CALL_TIMEOUT, HttpRequest, Reply, fetch
 
 __all__ = [
     "ARM_URL",
     "CLOUDS",
-    "CLOUD_VARIABLE",
     "WORKSPACE_API",
-    "WORKSPACE_VARIABLES",
     "Cloud",
     "ResourceManager",
     "Workspace",
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from azure.core.credentials import TokenCredential
 
 
-CLOUD_VARIABLE = "AZUREML_CURRENT_CLOUD"
 """Environment variable with the name of the cloud, as in the SDK."""
 
 
@@ -72,7 +70,6 @@ CLOUDS = (
 ARM_URL = CLOUDS[0].arm_url
 """URL of the Azure Resource Manager of the public cloud."""
 
-WORKSPACE_VARIABLES = ("AZUREML_ARM_SUBSCRIPTION", "AZUREML_ARM_RESOURCEGROUP", "AZUREML_ARM_WORKSPACE_NAME")
 """Environment variables that Azure ML sets in every job."""
 
 WORKSPACE_API = "2024-04-01"
@@ -131,30 +128,31 @@ class ResourceManager:
         return fetch(request, what, token=self.token, scope=f"{self.cloud.arm_url}/.default", timeout=timeout)
 
 
-def workspace_of(environ: Mapping[str, str]) -> Workspace:
+def workspace_of(environment: NodeEnvironment) -> Workspace:
     """Return the workspace of the job whose environment this is.
 
     Raises:
         UsageError: the environment is not that of an Azure ML job.
     """
-    missing = [name for name in WORKSPACE_VARIABLES if not environ.get(name)]
-    if missing:
+    found = environment.workspace
+    if found is None:
         raise UsageError(
-            f"The rendezvous names no endpoint, and without {', '.join(missing)} in the environment this is no job of "
-            "Azure ML and has no workspace with a storage account. Give the rendezvous an endpoint: "
-            "https://<account>.table.core.windows.net, or the path of an SQLite file for nodes on one machine."
+            f"The rendezvous names no endpoint, and without {', '.join(environment.missing_workspace)} in the "
+            "environment this is no job of Azure ML and has no workspace with a storage account. Give the rendezvous "
+            "an endpoint: https://<account>.table.core.windows.net, or the path of an SQLite file for nodes on one "
+            "machine."
         )
-    return Workspace(*(environ[name] for name in WORKSPACE_VARIABLES))
+    return Workspace(*found)
 
 
-def workspace_endpoint(environ: Mapping[str, str], token: TokenCredential, arm_url: str | None = None) -> str:
+def workspace_endpoint(environment: NodeEnvironment, token: TokenCredential, arm_url: str | None = None) -> str:
     """Return the table URL of the workspace's storage account.
 
     The URL follows from the account's name, except for accounts in a DNS zone of their own. If the default host has no
     address, the URL is read from the account's resource, provided that the identity may read it.
 
     Args:
-        environ: environment of the node.
+        environment: environment of the node.
         token: credential of an identity that may read the workspace.
         arm_url: URL of the resource manager; ``None`` for that of the node's cloud.
 
@@ -164,7 +162,7 @@ def workspace_endpoint(environ: Mapping[str, str], token: TokenCredential, arm_u
         TableNotFound: the workspace does not exist or names no storage account.
         TableUnavailable: the resource manager does not answer.
     """
-    workspace, cloud = workspace_of(environ), cloud_of(environ)
+    workspace, cloud = workspace_of(environment), cloud_of(environment)
     manager = ResourceManager(token, cloud, arm_url)
     reply = manager.workspace(workspace)
     name, group = workspace.name, workspace.group
@@ -222,20 +220,20 @@ def _has_address(url: str) -> bool:
         return False
 
 
-def cloud_of(environ: Mapping[str, str]) -> Cloud:
+def cloud_of(environment: NodeEnvironment) -> Cloud:
     """Return the cloud named by ``AZUREML_CURRENT_CLOUD``, else that of ``AZUREML_SERVICE_ENDPOINT``.
 
     Raises:
         UsageError: the cloud's name is unknown.
     """
-    if name := environ.get(CLOUD_VARIABLE):
+    if name := environment.cloud:
         for cloud in CLOUDS:
             if cloud.name.lower() == name.lower():
                 return cloud
         raise UsageError(
-            f"{CLOUD_VARIABLE}={name!r} is not a supported cloud. Set it to one of "
+            f"{names.AZUREML_CURRENT_CLOUD}={name!r} is not a supported cloud. Set it to one of "
             f"{', '.join(cloud.name for cloud in CLOUDS)}; for another cloud give the rendezvous the table URL of "
             "a storage account as its endpoint."
         )
-    host = urlsplit(environ.get("AZUREML_SERVICE_ENDPOINT", "")).hostname or ""
+    host = urlsplit(environment.service_endpoint).hostname or ""
     return next((cloud for cloud in CLOUDS if host.endswith(f".{cloud.domain}")), CLOUDS[0])

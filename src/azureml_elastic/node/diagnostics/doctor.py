@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
 from azureml_elastic.config import Credential, Plan, TableRendezvous
-from azureml_elastic.environment import names as variables
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import ElasticError, UsageError
 from azureml_elastic.node.diagnostics.checks.machine import check_host, check_machine, check_packages, check_peer
 from azureml_elastic.node.diagnostics.findings import DiagnosticReport, Finding
@@ -46,12 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("azure").setLevel(logging.CRITICAL)
     try:
         peers = [read_peer(text) for text in options.pop("peer")]
-        plan = Plan.from_json(os.environ[variables.PLAN]) if os.environ.get(variables.PLAN) else None
+        environment = NodeEnvironment.read()
+        plan = None if environment.plan is None else Plan.from_json(environment.plan)
         rendezvous = make_rendezvous(plan.rendezvous if plan else TableRendezvous(), **options)
     except ElasticError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    report = DiagnosticReport(tuple(examine(rendezvous, os.environ, peers)))
+    report = DiagnosticReport(tuple(examine(rendezvous, environment, peers)))
     print(report.text(), flush=True)
     return 1 if report.failed else 0
 
@@ -88,7 +88,7 @@ def read_peer(text: str) -> tuple[str, int]:
 
 def examine(
     rendezvous: TableRendezvous,
-    environ: Mapping[str, str],
+    environment: NodeEnvironment,
     peers: Sequence[tuple[str, int]] = (),
     no_workspace: str = "",
 ) -> Iterator[Finding]:
@@ -96,20 +96,20 @@ def examine(
 
     Args:
         rendezvous: rendezvous with the table, the address and the ports to check.
-        environ: environment variables of the process, including those of the workspace.
+        environment: environment variables of the process, including those of the workspace.
         peers: hosts and ports of other nodes.
         no_workspace: reason why no workspace is known, for the finding; replaces the general one.
     """
     packages = list(check_packages())
     yield from packages
     if packages[0].status == "ok":
-        yield from _check_account(rendezvous, environ, no_workspace)
-        yield from check_machine(rendezvous, environ)
+        yield from _check_account(rendezvous, environment, no_workspace)
+        yield from check_machine(rendezvous, environment)
     for host, port in peers:
         yield check_peer(host, port)
 
 
-def _check_account(rendezvous: TableRendezvous, environ: Mapping[str, str], no_workspace: str) -> Iterator[Finding]:
+def _check_account(rendezvous: TableRendezvous, environment: NodeEnvironment, no_workspace: str) -> Iterator[Finding]:
     """Check the identity, the storage account and the table; needs Azure's packages."""
     from azureml_elastic.node.azure.workspace import cloud_of, workspace_of
     from azureml_elastic.node.diagnostics.checks.workspace import Account, check_identity, check_table, find_account
@@ -117,7 +117,7 @@ def _check_account(rendezvous: TableRendezvous, environ: Mapping[str, str], no_w
     endpoint, account = rendezvous.endpoint, None
     if endpoint is None:
         try:
-            workspace, cloud = workspace_of(environ), cloud_of(environ)
+            workspace, cloud = workspace_of(environment), cloud_of(environment)
         except UsageError as error:
             advice = (
                 "Give --subscription, --resource-group and --workspace-name before the command, or --endpoint."
@@ -126,8 +126,8 @@ def _check_account(rendezvous: TableRendezvous, environ: Mapping[str, str], no_w
             )
             yield Finding("workspace", "fail", no_workspace or str(error), "", advice)
             return
-        yield check_host("resource manager", cloud.arm_url, environ)
-    identity, finding = check_identity(rendezvous, environ)
+        yield check_host("resource manager", cloud.arm_url, environment)
+    identity, finding = check_identity(rendezvous, environment)
     yield finding
     if finding.status == "fail":
         return
@@ -140,9 +140,9 @@ def _check_account(rendezvous: TableRendezvous, environ: Mapping[str, str], no_w
     if scheme == "https" and account is None:
         account = Account(str(endpoint).rstrip("/"))
     if scheme in ("http", "https"):
-        yield check_host("table service", str(rendezvous.endpoint), environ)
+        yield check_host("table service", str(rendezvous.endpoint), environment)
     try:
-        yield from check_table(rendezvous, environ, account, identity)
+        yield from check_table(rendezvous, environment, account, identity)
     except ElasticError as error:
         yield Finding("table", "fail", str(error))
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from azureml_elastic.config import HealthPolicy
-from azureml_elastic.environment import names as variables
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import ElasticError
 from azureml_elastic.node.diagnostics.checks.accelerator import count_devices
 from azureml_elastic.node.diagnostics.findings import CheckRunner
@@ -46,11 +46,12 @@ def _check(more_folders: list[Path], checkpoint_dir: str | None) -> int:
     policy, folders, node = HealthPolicy(), check_folders(Path.cwd(), checkpoint_dir), f"check-{os.getpid()}"
     table = clock = None
     with contextlib.ExitStack() as stack:
-        if os.environ.get(variables.PLAN):
-            identity = read_identity(os.environ, checkpoint_dir=checkpoint_dir)
+        environment = NodeEnvironment.read()
+        if environment.plan is not None:
+            identity = read_identity(environment, checkpoint_dir=checkpoint_dir)
             policy, node = identity.plan.health, f"{identity.node}-{os.getpid()}"
             folders = check_folders(identity.folder, identity.plan.checkpoint.path)
-            table = open_table(identity.plan.rendezvous, identity.run_id, os.environ)
+            table = open_table(identity.plan.rendezvous, identity.run_id, environment)
             stack.callback(table.close)
             clock = ServerClock(table, node)
             stack.callback(clock.forget)

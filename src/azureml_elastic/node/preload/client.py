@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from azureml_elastic.config.command.program import Program
 from azureml_elastic.environment import names as variables
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.node.preload.command import changed, changed_for_torch, lasting, server_command, without_threads
 
 __all__ = ["ForkRefused", "ForkedWorker", "PreloadServer", "begin_preload", "start_early"]
@@ -393,24 +394,21 @@ def _anonymous_file() -> IO[bytes]:
     return tempfile.TemporaryFile()
 
 
-_DEFAULT_SECRET = "AZURE_STORAGE_CONNECTION_STRING"  # noqa: S105 - the name of a variable
-
-
 def start_early(
-    program: Program, environ: Mapping[str, str], start: Callable[..., PreloadServer] = PreloadServer
+    program: Program, environment: NodeEnvironment, start: Callable[..., PreloadServer] = PreloadServer
 ) -> PreloadServer | None:
     """Start the preload server as far as the plan can be read without its models.
 
     Args:
         program: the user's program.
-        environ: environment of the agent.
+        environment: environment of the agent.
         start: function that starts the preload server, with the arguments of :class:`PreloadServer`.
 
     Returns:
         The server, or ``None`` where the plan does without one or does not say; it is validated later.
     """
     try:
-        plan = json.loads(environ[variables.PLAN])
+        plan = json.loads(environment.variables[variables.PLAN])
         distribution = plan["distribution"]
         wanted = distribution["preload_workers"] and distribution["framework"] == "pytorch"
         secret = plan["rendezvous"]["connection_string_variable"]
@@ -420,8 +418,8 @@ def start_early(
         return None
     # The workers are forks and could read the server's first environment, so that has no secret in it. Whether they get
     # the variable is decided once the table is open.
-    withheld = {secret, _DEFAULT_SECRET}
-    return start(program, {name: value for name, value in environ.items() if name not in withheld})
+    withheld = {secret, variables.AZURE_STORAGE_CONNECTION_STRING}
+    return start(program, {name: value for name, value in environment.variables.items() if name not in withheld})
 
 
 def begin_preload(

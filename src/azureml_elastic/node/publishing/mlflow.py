@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import quote
 
 from azureml_elastic.config import Plan
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.node.agent.worker_group import tracked_run_variables
 from azureml_elastic.node.publishing.translation import Update, Value
 
@@ -55,23 +56,23 @@ class MlflowTarget:
     name: str
 
 
-def mlflow_target(plan: Plan, name: str, environ: Mapping[str, str]) -> MlflowTarget | None:
+def mlflow_target(plan: Plan, name: str, environment: NodeEnvironment) -> MlflowTarget | None:
     """Return where to publish, ``None`` where MLflow is switched off, not configured or not installed.
 
     Args:
         plan: plan of the run.
         name: name of the run in the table.
-        environ: environment of the agent.
+        environment: environment of the agent.
     """
-    uri = environ.get("MLFLOW_TRACKING_URI")
+    uri = environment.mlflow_uri
     if not plan.metrics.mlflow or not uri or find_spec("mlflow") is None:
         return None
-    environ = {**environ, **tracked_run_variables(plan, environ)}
+    environment = environment.with_variables(tracked_run_variables(plan, environment))
     return MlflowTarget(
         uri,
-        environ.get("MLFLOW_RUN_ID") or None,
-        environ.get("MLFLOW_EXPERIMENT_ID") or None,
-        environ.get("MLFLOW_EXPERIMENT_NAME") or None,
+        environment.mlflow_run,
+        environment.mlflow_experiment_id,
+        environment.mlflow_experiment,
         name,
     )
 

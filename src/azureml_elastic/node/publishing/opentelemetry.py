@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import MissingExtra
 from azureml_elastic.ledger.metric_names import OWN_PREFIX
 from azureml_elastic.node.publishing.translation import Span, Update
@@ -13,22 +14,19 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricReader
     from opentelemetry.sdk.trace import SpanProcessor
 
-__all__ = ["ENDPOINT", "OpenTelemetryPublisher", "open_otlp"]
-
-ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
-"""Variable with the address of an OTLP receiver, which switches the export on."""
+__all__ = ["OpenTelemetryPublisher", "open_otlp"]
 
 _SCOPE = "azureml_elastic"
 _NANOSECONDS = 1_000_000_000
 
 
-def open_otlp(run: str, node: str, environ: Mapping[str, str]) -> OpenTelemetryPublisher:
+def open_otlp(run: str, node: str, environment: NodeEnvironment) -> OpenTelemetryPublisher:
     """Return a publisher that sends to the OTLP receiver which OpenTelemetry's variables describe.
 
     Args:
         run: name of the run in the table.
         node: name of this node.
-        environ: environment of the agent.
+        environment: environment of the agent.
 
     Raises:
         MissingExtra: the SDK or its exporter is not installed.
@@ -41,7 +39,7 @@ def open_otlp(run: str, node: str, environ: Mapping[str, str]) -> OpenTelemetryP
     except ImportError as error:
         raise MissingExtra("opentelemetry", "opentelemetry") from error
     attributes = {"azureml_elastic.run": run, "azureml_elastic.node": node}
-    if not environ.get("OTEL_SERVICE_NAME"):
+    if not environment.names_opentelemetry_service:
         attributes["service.name"] = _SCOPE
     return OpenTelemetryPublisher(
         attributes, PeriodicExportingMetricReader(OTLPMetricExporter()), BatchSpanProcessor(OTLPSpanExporter())

@@ -7,16 +7,16 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from string import Template
 
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import MissingExtra
 from azureml_elastic.ledger.events import Event
 from azureml_elastic.node.host import NodeIdentity
 from azureml_elastic.node.publishing.mlflow import MlflowPublisher, mlflow_target
-from azureml_elastic.node.publishing.opentelemetry import ENDPOINT, open_otlp
+from azureml_elastic.node.publishing.opentelemetry import open_otlp
 from azureml_elastic.node.publishing.tensorboard import TensorBoardPublisher
 from azureml_elastic.node.publishing.translation import Publisher, Translation, Update
 
@@ -189,22 +189,22 @@ class Publishing:
             thread.join(until)
 
 
-def open_publishing(identity: NodeIdentity, environ: Mapping[str, str]) -> Publishing:
+def open_publishing(identity: NodeIdentity, environment: NodeEnvironment) -> Publishing:
     """Return the destinations of a node, which are opened when there is something to publish.
 
     Args:
         identity: identity of the node.
-        environ: environment of the agent.
+        environment: environment of the agent.
     """
     policy = identity.plan.metrics
     threads: list[PublishingThread] = []
-    target = mlflow_target(identity.plan, identity.run_id, environ)
+    target = mlflow_target(identity.plan, identity.run_id, environment)
     if target is not None:
         threads.append(PublishingThread("MLflow", partial(MlflowPublisher, target)))
     if policy.tensorboard is not None:
-        folder = Path(Template(policy.tensorboard).safe_substitute(environ))
+        folder = Path(environment.expand(policy.tensorboard))
         threads.append(PublishingThread("TensorBoard", partial(TensorBoardPublisher, folder, identity.node)))
-    if policy.opentelemetry and environ.get(ENDPOINT):
-        opened = partial(open_otlp, identity.run_id, identity.node, dict(environ))
+    if policy.opentelemetry and environment.exports_opentelemetry:
+        opened = partial(open_otlp, identity.run_id, identity.node, environment)
         threads.append(PublishingThread("OpenTelemetry", opened))
     return Publishing(threads)

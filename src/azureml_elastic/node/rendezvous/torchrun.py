@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import sys
 import threading
@@ -33,6 +32,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from azureml_elastic.config import RendezvousTimings, TableRendezvous
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import RunFailed, RunSucceeded, UsageError
 from azureml_elastic.node.core.round import Limits
 from azureml_elastic.node.host import advertised_address
@@ -220,11 +220,12 @@ def create_handler(parameters: RendezvousParameters) -> TableRendezvousHandler:
         port_range=_ports(parameters.config.get("port_range")),
         advertise=parameters.config.get("advertise"),
     )
+    environment = NodeEnvironment.read()
     rendezvous = Rendezvous(
-        table=open_table(where, parameters.run_id, os.environ),
+        table=open_table(where, parameters.run_id, environment),
         node=LocalNode(
             f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}",
-            parameters.local_addr or advertised_address(where, os.environ).host,
+            parameters.local_addr or advertised_address(where, environment).host,
             ports=where.port_range,
         ),
         limits=Limits(parameters.min_nodes, parameters.max_nodes),

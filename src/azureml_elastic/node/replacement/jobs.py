@@ -15,6 +15,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import (
     JobRefused,
     TableForbidden,
@@ -52,20 +53,20 @@ class RunRecord:
     tags: Mapping[str, str] = field(default_factory=dict)
 
 
-def workspace_id(environ: Mapping[str, str]) -> str:
+def workspace_id(environment: NodeEnvironment) -> str:
     """Return the quoted id of the workspace of the job whose environment this is.
 
     Raises:
         UsageError: the environment is not that of an Azure ML job.
     """
-    return quote(workspace_of(environ).id)
+    return quote(workspace_of(environment).id)
 
 
-def developer_jobs(environ: Mapping[str, str]) -> WorkspaceJobs:
+def developer_jobs(environment: NodeEnvironment) -> WorkspaceJobs:
     """Return the client for the jobs of a workspace with the developer's own login, without sending a request.
 
     Args:
-        environ: environment with the variables that name the workspace, and possibly its cloud.
+        environment: environment with the variables that name the workspace, and possibly its cloud.
 
     Raises:
         UsageError: the environment names no workspace, or its cloud is unknown.
@@ -73,7 +74,7 @@ def developer_jobs(environ: Mapping[str, str]) -> WorkspaceJobs:
     """
     token = developer_credential().token
     assert token is not None
-    return WorkspaceJobs(workspace_id(environ), token, cloud_of(environ).arm_url)
+    return WorkspaceJobs(workspace_id(environment), token, cloud_of(environment).arm_url)
 
 
 class WorkspaceJobs:

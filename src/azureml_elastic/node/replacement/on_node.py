@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from azureml_elastic.environment import names as variables
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import ElasticError, UsageError, WorkspaceForbidden
 from azureml_elastic.node.host import NodeIdentity
 from azureml_elastic.node.table import Table
@@ -90,7 +90,7 @@ class ReplacementThread:
 
 
 def start_replacement_thread(
-    identity: NodeIdentity, table: Table, leads: Callable[[], bool], environ: Mapping[str, str]
+    identity: NodeIdentity, table: Table, leads: Callable[[], bool], environment: NodeEnvironment
 ) -> ReplacementThread | None:
     """Start the replacement thread of this node.
 
@@ -98,7 +98,7 @@ def start_replacement_thread(
         identity: identity of the node, with the plan.
         table: table of the run.
         leads: function that returns whether this node is responsible.
-        environ: environment of the node.
+        environment: environment of the node.
 
     Returns:
         The thread; ``None`` if the plan disables it or the node is not on Azure ML.
@@ -106,8 +106,8 @@ def start_replacement_thread(
     plan = identity.plan
     policy = plan.replacement
     placement = plan.resources.effective_placement
-    own = "AZUREML_RUN_ID" if placement == "service" else "AZUREML_ROOT_RUN_ID"  # a job may be below one of the user's
-    first = environ.get(variables.FIRST_JOB) or environ.get(own)
+    own = environment.job if placement == "service" else environment.root_job  # a job may be below one of the user's
+    first = environment.first_job or own
     if policy is None or not policy.by_nodes or placement == "gang" or not first:
         return None
     from azureml_elastic.node.azure.workspace import cloud_of
@@ -115,25 +115,27 @@ def start_replacement_thread(
     from azureml_elastic.node.replacement.replacer import NodeReplacer
 
     try:
-        workspace = workspace_id(environ)
-        tokens = _tokens(identity, environ)
+        workspace = workspace_id(environment)
+        tokens = _tokens(identity, environment)
     except ElasticError as error:
         _LOG.info("Lost nodes are not replaced by this node: %s", error)
         return None
     replacers = {
-        name: NodeReplacer(WorkspaceJobs(workspace, token, cloud_of(environ).arm_url), table, first, identity.run_id)
+        name: NodeReplacer(
+            WorkspaceJobs(workspace, token, cloud_of(environment).arm_url), table, first, identity.run_id
+        )
         for name, token in tokens.items()
     }
     return ReplacementThread(replacers, policy.interval.total_seconds(), leads) if replacers else None
 
 
-def _tokens(identity: NodeIdentity, environ: Mapping[str, str]) -> dict[str, TokenCredential]:
+def _tokens(identity: NodeIdentity, environment: NodeEnvironment) -> dict[str, TokenCredential]:
     """Return the available token credentials by name: the submitting user before the node's managed identity."""
     from azureml_elastic.node.azure.credentials import NodeTokenCredential
 
     found = []
-    if environ.get("OBO_ENDPOINT"):
-        found.append(NodeTokenCredential.on_behalf_of(environ))
-    if environ.get("MSI_ENDPOINT"):
-        found.append(NodeTokenCredential.managed(environ, identity.plan.rendezvous.client_id))
+    if environment.obo_endpoint:
+        found.append(NodeTokenCredential.on_behalf_of(environment))
+    if environment.msi_endpoint:
+        found.append(NodeTokenCredential.managed(environment, identity.plan.rendezvous.client_id))
     return {tokens.name: tokens for tokens in found}

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from azureml_elastic.config.policies import ReplacementPolicy
 from azureml_elastic.config.resources import NodePool, replacement_name
 from azureml_elastic.environment import names as variables
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import JobRefused, RowExists, UsageError, WorkspaceUnavailable
 from azureml_elastic.node.core.round import Round
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
@@ -173,12 +174,12 @@ class NodeReplacer:
 
 @contextlib.contextmanager
 def open_replacer(
-    environ: Mapping[str, str], first: str, changes: Mapping[str, Any]
+    environment: NodeEnvironment, first: str, changes: Mapping[str, Any]
 ) -> Iterator[tuple[NodeReplacer, ReplacementPolicy]]:
     """Open the table of a run and yield its replacer and the policy in effect.
 
     Args:
-        environ: environment of this process, with the variables that name the workspace.
+        environment: environment of this process, with the variables that name the workspace.
         first: name of the run's first job, or of a job that brought it a node.
         changes: fields of the policy that override the plan's.
 
@@ -189,7 +190,7 @@ def open_replacer(
         WorkspaceUnavailable: the workspace does not answer.
         MissingExtra: azure-identity is not installed.
     """
-    jobs = developer_jobs(environ)
+    jobs = developer_jobs(environment)
     shape = RunShape.read(jobs, first)
     if (earlier := variable_of(shape.document, variables.FIRST_JOB)) is not None:
         first, shape = earlier, RunShape.read(jobs, earlier)
@@ -202,7 +203,7 @@ def open_replacer(
         )
     given = {name: variable_of(shape.document, name) or "" for name in (variables.RUN_ID, variables.STEP)}
     run_id = plan.run_id_of(given, job=first, root=first) or first
-    table = open_table(as_developer(plan.rendezvous), run_id, environ)
+    table = open_table(as_developer(plan.rendezvous), run_id, environment)
     try:
         yield NodeReplacer(jobs, table, first, run_id, policy), policy
     finally:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
 import re
 import time
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from azureml_elastic.config.rendezvous import TableRendezvous
+from azureml_elastic.environment.node import WORKSPACE, NodeEnvironment
 from azureml_elastic.errors import TableNotFound, TableUnavailable, UsageError
 from azureml_elastic.node.table.protocol import Table
 from azureml_elastic.node.table.sqlite import SqliteTable
@@ -66,7 +65,7 @@ def emulator_connection_string(endpoint: str, service: str = "table") -> str:
 def open_table(
     rendezvous: TableRendezvous,
     run_id: str,
-    environ: Mapping[str, str] = os.environ,
+    environment: NodeEnvironment,
     *,
     timeout: timedelta = OPENING_TIMEOUT,
 ) -> Table:
@@ -77,7 +76,7 @@ def open_table(
     Args:
         rendezvous: configuration of endpoint and credential.
         run_id: run id; rows of different runs are separate.
-        environ: environment of the node.
+        environment: environment of the node.
         timeout: time limit for a table that is not available.
 
     Raises:
@@ -91,7 +90,7 @@ def open_table(
     endpoint = rendezvous.endpoint
     scheme, separator, rest = (endpoint or "").partition("://")
     if endpoint is None or (scheme.lower() in ("http", "https") and urlsplit(endpoint).netloc):
-        return _open_azure(rendezvous, run_id, environ, timeout)
+        return _open_azure(rendezvous, run_id, environment, timeout)
     if scheme.lower() == "sqlite" and separator and rest.startswith("/") and rest != "/":
         return SqliteTable(Path(rest[1:]), rendezvous.table, run_id)
     if not separator and endpoint.strip() and not _HOST_AND_PORT.fullmatch(endpoint):
@@ -117,7 +116,7 @@ def connection_string_variable(table: Table, rendezvous: TableRendezvous) -> str
     )
 
 
-def _open_azure(rendezvous: TableRendezvous, run_id: str, environ: Mapping[str, str], timeout: timedelta) -> Table:
+def _open_azure(rendezvous: TableRendezvous, run_id: str, environment: NodeEnvironment, timeout: timedelta) -> Table:
     """Open the table of an account, with retries while it is temporarily unavailable."""
     from azureml_elastic.node.azure.workspace import workspace_endpoint
     from azureml_elastic.node.table.azure import AzureTable
@@ -126,9 +125,9 @@ def _open_azure(rendezvous: TableRendezvous, run_id: str, environ: Mapping[str, 
     until = time.monotonic() + timeout.total_seconds()
     while True:
         try:
-            endpoint, credential = rendezvous.endpoint, _credential(rendezvous, environ)
+            endpoint, credential = rendezvous.endpoint, _credential(rendezvous, environment)
             if endpoint is None and credential.token is not None:
-                endpoint = workspace_endpoint(environ, credential.token)
+                endpoint = workspace_endpoint(environment, credential.token)
             return AzureTable(endpoint, rendezvous.table, run_id, credential)
         except (TableUnavailable, TableNotFound) as error:
             left = until - time.monotonic()
@@ -138,22 +137,21 @@ def _open_azure(rendezvous: TableRendezvous, run_id: str, environ: Mapping[str, 
             time.sleep(random.uniform(*_PAUSE_S))
 
 
-def _credential(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> TableCredential:
+def _credential(rendezvous: TableRendezvous, environment: NodeEnvironment) -> TableCredential:
     from azureml_elastic.node.azure.credentials import TableCredential, choose_credential
-    from azureml_elastic.node.azure.workspace import WORKSPACE_VARIABLES
 
     endpoint, kind, variable = rendezvous.endpoint, rendezvous.credential, rendezvous.connection_string_variable
     by_connection_string = rendezvous.model_copy(update={"credential": "connection_string"})
-    if endpoint is None and kind == "auto" and not all(environ.get(name) for name in WORKSPACE_VARIABLES):
-        if not environ.get(variable):
+    if endpoint is None and kind == "auto" and environment.missing_workspace:
+        if not environment.get(variable):
             raise UsageError(
                 "The rendezvous names no endpoint, this is no job in an Azure ML workspace "
-                f"({', '.join(WORKSPACE_VARIABLES)} are not all set), and {variable} holds no connection string. "
+                f"({', '.join(WORKSPACE)} are not all set), and {variable} holds no connection string. "
                 f"{_ACCEPTED}"
             )
         rendezvous = by_connection_string
     elif endpoint is not None and endpoint.lower().startswith("http:"):
-        if kind == "auto" and not environ.get(variable):
+        if kind == "auto" and not environment.get(variable):
             if urlsplit(endpoint).path.strip("/") != EMULATOR_ACCOUNT:
                 raise _bad_form(endpoint)
             connection_string = emulator_connection_string(endpoint)
@@ -164,7 +162,7 @@ def _credential(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> Tabl
                 f"{endpoint!r}. Use the https:// address, or credential='auto' for an emulator."
             )
         rendezvous = by_connection_string
-    return choose_credential(rendezvous, environ)
+    return choose_credential(rendezvous, environment)
 
 
 def _bad_form(endpoint: str) -> UsageError:

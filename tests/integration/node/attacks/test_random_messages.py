@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from azureml_elastic.config import TableRendezvous
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.ipc import MessageClient
 from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.round import Round
@@ -162,7 +163,7 @@ def test_bytes_of_a_process_without_the_key(run):
 
 @pytest.fixture
 def channel(tmp_path):
-    table = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", {})
+    table = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", NodeEnvironment.read({}))
     recorder = Recorder(tmp_path, "node-0", "inc", table)
     made = open_channel(recorder)
     made.begin(1, 2, None)

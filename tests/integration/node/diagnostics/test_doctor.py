@@ -14,6 +14,7 @@ import pytest
 
 from azureml_elastic.config import ElasticResources, Plan, TableRendezvous
 from azureml_elastic.environment import names as variables
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.node.diagnostics import doctor as command
 from azureml_elastic.node.diagnostics.checks.machine import check_host, check_peer
 from azureml_elastic.node.diagnostics.checks.workspace import claims_of, why_refused
@@ -108,7 +109,9 @@ def azure(tmp_path, monkeypatch):
 
 
 def found(azure: Azure, rendezvous: TableRendezvous | None = None, **more) -> dict[str, Finding]:
-    report = DiagnosticReport(tuple(examine(rendezvous or TableRendezvous(), {**azure.environ, **more})))
+    report = DiagnosticReport(
+        tuple(examine(rendezvous or TableRendezvous(), NodeEnvironment.read({**azure.environ, **more})))
+    )
     output = report.text()
     assert SECRET_TOKEN not in output
     assert KEY not in output
@@ -243,7 +246,8 @@ def test_no_identity(azure):
 
 def test_outside_of_a_job_the_workspace_is_missing(azure):
     findings = {
-        finding.name: finding for finding in examine(TableRendezvous(), {}, no_workspace="No workspace is named.")
+        finding.name: finding
+        for finding in examine(TableRendezvous(), NodeEnvironment.read({}), no_workspace="No workspace is named.")
     }
     assert findings["workspace"].value == "No workspace is named."
     assert "--workspace-name" in findings["workspace"].advice
@@ -315,21 +319,21 @@ def no_proxy(monkeypatch):
 
 def test_an_untrusted_certificate(azure, monkeypatch):
     monkeypatch.delenv("SSL_CERT_FILE")
-    finding = check_host("resource manager", "https://management.azure.com", {})
+    finding = check_host("resource manager", "https://management.azure.com", NodeEnvironment.read({}))
     assert finding.status == "fail"
     assert "its certificate is not trusted" in finding.value
     assert "REQUESTS_CA_BUNDLE and SSL_CERT_FILE" in finding.advice
 
 
 def test_a_host_that_the_proxy_does_not_reach(azure):
-    finding = check_host("table service", "https://no-such-host.invalid", azure.environ)
+    finding = check_host("table service", "https://no-such-host.invalid", NodeEnvironment.read(azure.environ))
     assert finding.status == "fail"
     assert "Tunnel connection failed" in finding.value
     assert "Have the proxy let no-such-host.invalid:443 through" in finding.advice
 
 
 def test_a_name_without_an_address(no_proxy):
-    finding = check_host("table service", "https://no-such-account.table.core.invalid", {})
+    finding = check_host("table service", "https://no-such-account.table.core.invalid", NodeEnvironment.read({}))
     assert "its name has no address" in finding.value
     assert "privatelink.table.core.windows.net" in finding.advice
 
@@ -337,11 +341,11 @@ def test_a_name_without_an_address(no_proxy):
 def test_ports_that_refuse_and_accept(no_proxy):
     with socket.create_server((HERE, 0)) as listening:
         port = listening.getsockname()[1]
-        assert check_host("table service", f"http://{HERE}:{port}", {}).value.startswith(
+        assert check_host("table service", f"http://{HERE}:{port}", NodeEnvironment.read({})).value.startswith(
             f"{HERE} at {HERE} (private): "
         )
         assert check_peer(HERE, port).status == "ok"
-    finding = check_host("table service", f"http://{HERE}:{port}", {})
+    finding = check_host("table service", f"http://{HERE}:{port}", NodeEnvironment.read({}))
     assert "refused" in finding.value
     assert f"Open outbound TCP {port}" in finding.advice
     finding = check_peer(HERE, port)
@@ -379,7 +383,9 @@ def test_address_and_ports(local):
         low = probe.getsockname()[1] - 1
     findings = {
         finding.name: finding
-        for finding in examine(local.model_copy(update={"advertise": "lo", "port_range": (low, low + 9)}), {})
+        for finding in examine(
+            local.model_copy(update={"advertise": "lo", "port_range": (low, low + 9)}), NodeEnvironment.read({})
+        )
     }
     assert findings["address"].value == "127.0.0.1 of lo, for nodes of this machine only"
     ports, _, among = findings["ports"].value.partition(" (")
@@ -391,7 +397,7 @@ def test_address_and_ports(local):
 
 
 def test_an_interface_that_is_not_there_and_ports_that_are_taken(local):
-    findings = {f.name: f for f in examine(local.model_copy(update={"advertise": "wlan9"}), {})}
+    findings = {f.name: f for f in examine(local.model_copy(update={"advertise": "wlan9"}), NodeEnvironment.read({}))}
     assert "There are: " in findings["address"].value
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(socket.create_server((HERE, 0)))
@@ -399,7 +405,10 @@ def test_an_interface_that_is_not_there_and_ports_that_are_taken(local):
         for port in range(low + 1, low + 3):
             with contextlib.suppress(OSError):  # taken by another process, which is sufficient
                 stack.enter_context(socket.create_server((HERE, port)))
-        findings = {f.name: f for f in examine(local.model_copy(update={"port_range": (low, low + 2)}), {})}
+        findings = {
+            f.name: f
+            for f in examine(local.model_copy(update={"port_range": (low, low + 2)}), NodeEnvironment.read({}))
+        }
     assert findings["ports"].status == "fail"
     assert "All 3 ports" in findings["ports"].value
 

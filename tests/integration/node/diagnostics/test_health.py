@@ -24,6 +24,7 @@ import pytest
 from azureml_elastic.config import ElasticResources, HealthPolicy, Plan, TableRendezvous
 from azureml_elastic.config.exit_codes import UNHEALTHY
 from azureml_elastic.environment import names as variables
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import NodeLeaving
 from azureml_elastic.ledger.events import HealthChecked, HostQuarantined, HostStruck, read_event
 from azureml_elastic.local.view import Board, describe
@@ -60,14 +61,14 @@ def table(request, tmp_path):
         rendezvous = TableRendezvous(endpoint=str(tmp_path / "table.sqlite"))
     else:
         rendezvous = TableRendezvous(endpoint=request.getfixturevalue("azurite").endpoint, table=f"t{uuid.uuid4().hex}")
-    opened = open_table(rendezvous, "run", {})
+    opened = open_table(rendezvous, "run", NodeEnvironment.read({}))
     yield opened
     opened.close()
 
 
 @pytest.fixture
 def local_table(tmp_path):
-    opened = open_table(TableRendezvous(endpoint=str(tmp_path / "table.sqlite")), "run", {})
+    opened = open_table(TableRendezvous(endpoint=str(tmp_path / "table.sqlite")), "run", NodeEnvironment.read({}))
     yield opened
     opened.close()
 
@@ -725,7 +726,7 @@ def test_the_command_prints_the_findings_and_its_exit_code_is_the_result(tmp_pat
     assert re.search(r"^clock +ok +0\.\d s", done.stdout, re.MULTILINE)
     assert re.search(r"^peers +ok", done.stdout, re.MULTILINE)
     assert re.search(r"^(ok|warn) after \d+\.\d\d s$", done.stdout.strip().splitlines()[-1])
-    opened = open_table(plan.rendezvous, "run", {})
+    opened = open_table(plan.rendezvous, "run", NodeEnvironment.read({}))
     assert list(opened.query("")) == [], "a look leaves nothing behind"
     opened.close()
 

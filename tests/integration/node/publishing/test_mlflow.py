@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import pytest
 
 from azureml_elastic.config import ElasticResources, MetricsPolicy, Plan
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.node.publishing.mlflow import RUN_TAG, MlflowPublisher, MlflowTarget, mlflow_target
 from azureml_elastic.node.publishing.translation import Update, Value
 
@@ -128,12 +129,16 @@ def test_what_mlflow_rejects_is_dropped_with_a_warning(uri, client, caplog):
 
 
 def test_where_to_publish_follows_from_the_policy_and_the_environment():
-    assert mlflow_target(PLAN, "run", {}) is None
+    assert mlflow_target(PLAN, "run", NodeEnvironment.read({})) is None
     environ = {"MLFLOW_TRACKING_URI": "http://there", "MLFLOW_EXPERIMENT_NAME": "digits"}
-    assert mlflow_target(PLAN, "run", environ) == target("http://there", experiment_name="digits", name="run")
+    assert mlflow_target(PLAN, "run", NodeEnvironment.read(environ)) == target(
+        "http://there", experiment_name="digits", name="run"
+    )
     off = PLAN.model_copy(update={"metrics": MetricsPolicy(mlflow=False)})
-    assert mlflow_target(off, "run", environ) is None
+    assert mlflow_target(off, "run", NodeEnvironment.read(environ)) is None
     job = {**environ, "AZUREML_RUN_ID": "job_0", "MLFLOW_RUN_ID": "job_0", "AZUREML_ELASTIC_FIRST_JOB": "first"}
-    assert mlflow_target(PLAN, "run", job).run_id == "first", "that of the run, not of the node's own job"
+    assert mlflow_target(PLAN, "run", NodeEnvironment.read(job)).run_id == "first", (
+        "that of the run, not of the node's own job"
+    )
     own = {**environ, "MLFLOW_RUN_ID": "mine"}
-    assert mlflow_target(PLAN, "run", own).run_id == "mine"
+    assert mlflow_target(PLAN, "run", NodeEnvironment.read(own)).run_id == "mine"

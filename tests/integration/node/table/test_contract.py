@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from azureml_elastic.config.rendezvous import TableRendezvous
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import KeyInvalid, RowChanged, RowExists, UsageError, ValueTooLarge
 from azureml_elastic.node.table import open_table
 
@@ -31,7 +32,7 @@ def open_run(request, tmp_path):
     tables = []
 
     def run(name="run"):
-        tables.append(open_table(TableRendezvous(endpoint=endpoint, table=table), name, {}))
+        tables.append(open_table(TableRendezvous(endpoint=endpoint, table=table), name, NodeEnvironment.read({})))
         return tables[-1]
 
     yield run

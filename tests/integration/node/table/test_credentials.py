@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from azureml_elastic.config.rendezvous import TableRendezvous
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import TableForbidden, TableUnavailable, UsageError
 from azureml_elastic.node.azure.credentials import STORAGE_SCOPE, NodeTokenCredential, choose_credential
 from azureml_elastic.node.azure.http import HttpRequest, fetch
@@ -31,7 +32,7 @@ def token(text="t0ken", **fields):
 def test_a_managed_identity_without_a_secret(serve):
     node = serve(lambda _call: token())
     environ = {"MSI_ENDPOINT": f"{node.url}/token", "DEFAULT_IDENTITY_CLIENT_ID": "id-7"}
-    identity = NodeTokenCredential.managed(environ, None)
+    identity = NodeTokenCredential.managed(NodeEnvironment.read(environ), None)
     assert identity.get_token(STORAGE_SCOPE).token == "t0ken"
     (call,) = node.calls
     assert (call.method, call.path, call.headers["Metadata"]) == ("POST", "/token", "true")
@@ -41,7 +42,7 @@ def test_a_managed_identity_without_a_secret(serve):
 
 def test_a_node_that_only_takes_get(serve):
     node = serve(lambda call: token() if call.method == "GET" else (405, {}))
-    identity = NodeTokenCredential.managed({"MSI_ENDPOINT": f"{node.url}/token?v=1"}, "mine")
+    identity = NodeTokenCredential.managed(NodeEnvironment.read({"MSI_ENDPOINT": f"{node.url}/token?v=1"}), "mine")
     assert identity.get_token(STORAGE_SCOPE).token == "t0ken"
     assert [call.method for call in node.calls] == ["POST", "GET"]
     assert node.calls[1].query == {"v": "1", "resource": "https://storage.azure.com", "client_id": "mine"}
@@ -50,7 +51,7 @@ def test_a_node_that_only_takes_get(serve):
 def test_a_managed_identity_with_a_secret(serve):
     node = serve(lambda _call: token(expires_on="06/20/2089 02:57:58 +00:00"))
     environ = {"MSI_ENDPOINT": f"{node.url}/msi/token", "MSI_SECRET": "s3cret", "DEFAULT_IDENTITY_CLIENT_ID": "other"}
-    found = NodeTokenCredential.managed(environ, "mine").get_token(STORAGE_SCOPE)
+    found = NodeTokenCredential.managed(NodeEnvironment.read(environ), "mine").get_token(STORAGE_SCOPE)
     (call,) = node.calls
     assert (call.method, call.path) == ("GET", "/msi/token")
     assert call.query == {"api-version": "2017-09-01", "resource": "https://storage.azure.com", "clientid": "mine"}
@@ -60,7 +61,7 @@ def test_a_managed_identity_with_a_secret(serve):
 
 def test_the_identity_of_the_user(serve):
     node = serve(lambda _call: (200, {"token": "theirs", "expires_in": 3600}))
-    identity = NodeTokenCredential.on_behalf_of({"OBO_ENDPOINT": f"{node.url}/token"})
+    identity = NodeTokenCredential.on_behalf_of(NodeEnvironment.read({"OBO_ENDPOINT": f"{node.url}/token"}))
     assert identity.get_token("https://management.azure.com/.default").token == "theirs"
     (call,) = node.calls
     assert (call.method, call.query) == ("GET", {"resource": "https://management.azure.com"})
@@ -70,7 +71,9 @@ def test_a_token_is_kept_until_shortly_before_it_expires(serve):
     now = 1_000_000.0
     node = serve(lambda _call: (200, {"access_token": f"t{len(node.calls)}", "expires_on": int(now) + 3600}))
     identity = NodeTokenCredential(
-        "the user", NodeTokenCredential.on_behalf_of({"OBO_ENDPOINT": node.url}).requests, lambda: now
+        "the user",
+        NodeTokenCredential.on_behalf_of(NodeEnvironment.read({"OBO_ENDPOINT": node.url})).requests,
+        lambda: now,
     )
 
     def ask(scope=STORAGE_SCOPE):
@@ -100,7 +103,9 @@ def test_a_token_is_kept_until_shortly_before_it_expires(serve):
 def test_the_ways_in_which_an_expiry_is_written(serve, fields, seconds):
     node = serve(lambda _call: (200, {"access_token": "t", **fields}))
     identity = NodeTokenCredential(
-        "the user", NodeTokenCredential.on_behalf_of({"OBO_ENDPOINT": node.url}).requests, lambda: 500.0
+        "the user",
+        NodeTokenCredential.on_behalf_of(NodeEnvironment.read({"OBO_ENDPOINT": node.url})).requests,
+        lambda: 500.0,
     )
     assert identity.get_token(STORAGE_SCOPE).expires_on == seconds
 
@@ -108,14 +113,19 @@ def test_the_ways_in_which_an_expiry_is_written(serve, fields, seconds):
 def test_a_busy_node_is_asked_again_and_a_refusal_is_not(serve):
     answers = [(500, {}), None, (429, {}), token()]
     node = serve(lambda _call: answers.pop(0))
-    assert NodeTokenCredential.on_behalf_of({"OBO_ENDPOINT": node.url}).get_token(STORAGE_SCOPE).token == "t0ken"
+    assert (
+        NodeTokenCredential.on_behalf_of(NodeEnvironment.read({"OBO_ENDPOINT": node.url}))
+        .get_token(STORAGE_SCOPE)
+        .token
+        == "t0ken"
+    )
     refusing = serve(lambda _call: (400, {"error": "invalid_request", "error_description": "Identity not found"}))
     with pytest.raises(TableForbidden, match=r"HTTP 400: Identity not found.*Storage Table Data Contributor"):
-        NodeTokenCredential.managed({"MSI_ENDPOINT": refusing.url}, None).get_token(STORAGE_SCOPE)
+        NodeTokenCredential.managed(NodeEnvironment.read({"MSI_ENDPOINT": refusing.url}), None).get_token(STORAGE_SCOPE)
     assert len(refusing.calls) == 1
     odd = serve(lambda _call: (200, b"<html>access_token</html>"))
     with pytest.raises(TableForbidden, match="no token"):
-        NodeTokenCredential.managed({"MSI_ENDPOINT": odd.url}, None).get_token(STORAGE_SCOPE)
+        NodeTokenCredential.managed(NodeEnvironment.read({"MSI_ENDPOINT": odd.url}), None).get_token(STORAGE_SCOPE)
 
 
 def test_auto_takes_the_first_identity_that_works(serve, caplog):
@@ -126,7 +136,7 @@ def test_auto_takes_the_first_identity_that_works(serve, caplog):
 
     def chosen(**environ):
         with caplog.at_level(logging.DEBUG):
-            login = choose_credential(TableRendezvous(), environ | string)
+            login = choose_credential(TableRendezvous(), NodeEnvironment.read(environ | string))
         return login.connection_string or login.token.get_token(STORAGE_SCOPE).token
 
     assert chosen(MSI_ENDPOINT=managed.url, OBO_ENDPOINT=user.url) == "of the compute"
@@ -143,27 +153,31 @@ def test_an_explicit_choice_takes_no_other(serve):
     nobody = serve(lambda _call: (400, {"error": "no identity assigned"}))
     user = serve(lambda _call: token("of the user"))
     environ = {"MSI_ENDPOINT": nobody.url, "OBO_ENDPOINT": user.url, "MINE": "AccountKey=s3cret"}
-    login = choose_credential(TableRendezvous(credential="managed_identity", client_id="me"), environ)
+    login = choose_credential(
+        TableRendezvous(credential="managed_identity", client_id="me"), NodeEnvironment.read(environ)
+    )
     with pytest.raises(TableForbidden, match="client id me"):
         login.token.get_token(STORAGE_SCOPE)
-    login = choose_credential(TableRendezvous(credential="on_behalf_of"), environ)
+    login = choose_credential(TableRendezvous(credential="on_behalf_of"), NodeEnvironment.read(environ))
     assert login.token.get_token(STORAGE_SCOPE).token == "of the user"
     rendezvous = TableRendezvous(credential="connection_string", connection_string_variable="MINE")
-    login = choose_credential(rendezvous, environ)
+    login = choose_credential(rendezvous, NodeEnvironment.read(environ))
     assert login.connection_string == "AccountKey=s3cret"
     assert "s3cret" not in repr(login)
-    login = choose_credential(TableRendezvous(credential="developer"), {})
+    login = choose_credential(TableRendezvous(credential="developer"), NodeEnvironment.read({}))
     assert "az login" in login.name
     login.token.close()
     with pytest.raises(UsageError, match=r"connection string in the environment variable MINE,.*not set"):
-        choose_credential(rendezvous, {})
+        choose_credential(rendezvous, NodeEnvironment.read({}))
     with pytest.raises(UsageError, match="OBO_ENDPOINT"):
-        choose_credential(TableRendezvous(credential="on_behalf_of"), {})
+        choose_credential(TableRendezvous(credential="on_behalf_of"), NodeEnvironment.read({}))
 
 
 def test_the_address_must_be_one_of_http():
     with pytest.raises(UsageError, match="'file:///etc/passwd'"):
-        NodeTokenCredential.on_behalf_of({"OBO_ENDPOINT": "file:///etc/passwd"}).get_token(STORAGE_SCOPE)
+        NodeTokenCredential.on_behalf_of(NodeEnvironment.read({"OBO_ENDPOINT": "file:///etc/passwd"})).get_token(
+            STORAGE_SCOPE
+        )
 
 
 def test_an_address_that_is_silent_is_unavailable_and_its_query_is_not_revealed(serve):
@@ -179,7 +193,12 @@ def test_the_way_to_the_node_passes_no_proxy(serve, monkeypatch):
     node, proxy = serve(lambda _call: token()), serve(lambda _call: (502, {}))
     monkeypatch.setenv("http_proxy", proxy.url)
     monkeypatch.delenv("no_proxy", raising=False)
-    assert NodeTokenCredential.on_behalf_of({"OBO_ENDPOINT": node.url}).get_token(STORAGE_SCOPE).token == "t0ken"
+    assert (
+        NodeTokenCredential.on_behalf_of(NodeEnvironment.read({"OBO_ENDPOINT": node.url}))
+        .get_token(STORAGE_SCOPE)
+        .token
+        == "t0ken"
+    )
     assert proxy.calls == []
 
 
@@ -210,7 +229,7 @@ def test_the_tables_calls_carry_the_nodes_token(serve, tmp_path, monkeypatch):
     account = serve(lambda _call: (404, missing), context)
     node = serve(lambda _call: token())
     rendezvous = TableRendezvous(endpoint=f"https://127.0.0.1:{account.port}")
-    table = open_table(rendezvous, "run", {"MSI_ENDPOINT": node.url})
+    table = open_table(rendezvous, "run", NodeEnvironment.read({"MSI_ENDPOINT": node.url}))
     assert table.get("key") is None
     table.close()
     assert [call.headers["Authorization"] for call in account.calls] == ["Bearer t0ken"] * 2
@@ -225,7 +244,7 @@ def test_an_identity_without_the_role(serve, tmp_path, monkeypatch):
     node = serve(lambda _call: token())
     rendezvous = TableRendezvous(endpoint=f"https://127.0.0.1:{account.port}", client_id="me")
     with pytest.raises(TableForbidden) as caught:
-        open_table(rendezvous, "run", {"MSI_ENDPOINT": node.url})
+        open_table(rendezvous, "run", NodeEnvironment.read({"MSI_ENDPOINT": node.url}))
     for part in (rendezvous.endpoint, "managed identity", "client id me", "'Storage Table Data Contributor'", "403"):
         assert part in str(caught.value)
     assert "t0ken" not in str(caught.value)

@@ -6,6 +6,7 @@ import pytest
 from azure.core.credentials import AccessToken
 
 from azureml_elastic.config.rendezvous import TableRendezvous
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import TableForbidden, TableNotFound, UsageError
 from azureml_elastic.node.azure.workspace import ARM_URL, workspace_endpoint
 from azureml_elastic.node.table import open_table
@@ -29,7 +30,7 @@ class Reader:
 
 @pytest.mark.parametrize("form", ["{}/table.sqlite", "{}/table", "sqlite:///{}/table.sqlite", "SQLite:///{}/table"])
 def test_the_forms_of_an_sqlite_file(tmp_path, form):
-    table = open_table(TableRendezvous(endpoint=form.format(tmp_path)), "run", {})
+    table = open_table(TableRendezvous(endpoint=form.format(tmp_path)), "run", NodeEnvironment.read({}))
     assert isinstance(table, SqliteTable)
     table.insert("key", {})
     table.close()
@@ -39,13 +40,13 @@ def test_the_forms_of_an_sqlite_file(tmp_path, form):
 def test_relative_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for endpoint in ("one.db", "sqlite:///two.db", "runs/three"):
-        open_table(TableRendezvous(endpoint=endpoint), "run", {}).close()
+        open_table(TableRendezvous(endpoint=endpoint), "run", NodeEnvironment.read({})).close()
     assert {str(path) for path in Path().rglob("*")} == {"one.db", "two.db", "runs", "runs/three"}
 
 
 def test_the_emulator_with_its_published_key_and_with_a_connection_string(azurite):
     here = TableRendezvous(endpoint=azurite.endpoint, table="opening")
-    with_key = open_table(here, "run", {})
+    with_key = open_table(here, "run", NodeEnvironment.read({}))
     with_key.insert("key", {"n": 1})
     environ = {"AZURE_STORAGE_CONNECTION_STRING": azurite.connection_string}
     only_the_string = TableRendezvous(table="opening")
@@ -55,7 +56,7 @@ def test_the_emulator_with_its_published_key_and_with_a_connection_string(azurit
         only_the_string,
         only_the_string.model_copy(update={"credential": "connection_string"}),
     ):
-        table = open_table(rendezvous, "run", environ)
+        table = open_table(rendezvous, "run", NodeEnvironment.read(environ))
         assert table.get("key").value == {"n": 1}
         table.close()
     with_key.close()
@@ -81,7 +82,7 @@ def test_the_emulator_with_its_published_key_and_with_a_connection_string(azurit
 def test_other_forms_are_refused_with_the_accepted_ones(endpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as caught:
-        open_table(TableRendezvous(endpoint=endpoint), "run", {})
+        open_table(TableRendezvous(endpoint=endpoint), "run", NodeEnvironment.read({}))
     for part in (repr(endpoint), "https://<account>.table.core.windows.net", "devstoreaccount1", "sqlite:///"):
         assert part in str(caught.value)
     assert list(tmp_path.iterdir()) == []
@@ -89,25 +90,29 @@ def test_other_forms_are_refused_with_the_accepted_ones(endpoint, tmp_path, monk
 
 def test_tokens_do_not_travel_over_plain_http(azurite):
     with pytest.raises(UsageError, match="plain HTTP"):
-        open_table(TableRendezvous(endpoint=azurite.endpoint, credential="managed_identity"), "run", {})
+        open_table(
+            TableRendezvous(endpoint=azurite.endpoint, credential="managed_identity"), "run", NodeEnvironment.read({})
+        )
 
 
 def test_no_endpoint_outside_azure_ml():
     with pytest.raises(UsageError, match=r"names no endpoint.*AZUREML_ARM_SUBSCRIPTION.*sqlite:///"):
-        open_table(TableRendezvous(), "run", {})
+        open_table(TableRendezvous(), "run", NodeEnvironment.read({}))
 
 
 def test_no_endpoint_within_azure_ml_asks_the_node_for_a_token(serve):
     refusing = serve(lambda _call: (400, {"error": "no identity"}))
     environ = JOB | {"OBO_ENDPOINT": refusing.url}
     with pytest.raises(TableForbidden, match="no identity"):
-        open_table(TableRendezvous(credential="on_behalf_of"), "run", environ)
+        open_table(TableRendezvous(credential="on_behalf_of"), "run", NodeEnvironment.read(environ))
     assert refusing.calls[0].query == {"resource": "https://management.azure.com"}
 
 
 def test_the_workspaces_storage_account(serve):
     arm = serve(lambda _call: (200, {"properties": {"storageAccount": ACCOUNT}}))
-    assert workspace_endpoint(JOB, Reader(), arm.url) == "https://ws-storage.table.core.windows.net"
+    assert (
+        workspace_endpoint(NodeEnvironment.read(JOB), Reader(), arm.url) == "https://ws-storage.table.core.windows.net"
+    )
     call = arm.calls[0]
     assert call.path == (
         "/subscriptions/sub-1/resourceGroups/my%20group/providers/Microsoft.MachineLearningServices/workspaces/ws"
@@ -120,7 +125,7 @@ def test_a_workspace_that_cannot_be_read(serve):
     for status in (401, 403):
         arm = serve(lambda _call, status=status: (status, {"error": {"code": "AuthorizationFailed"}}))
         with pytest.raises(TableForbidden, match=rf"'ws'.*HTTP {status}.*'Reader'"):
-            workspace_endpoint(JOB, Reader(), arm.url)
+            workspace_endpoint(NodeEnvironment.read(JOB), Reader(), arm.url)
 
 
 @pytest.mark.parametrize(
@@ -129,13 +134,15 @@ def test_a_workspace_that_cannot_be_read(serve):
 def test_a_workspace_without_a_storage_account(serve, answer):
     arm = serve(lambda _call: answer)
     with pytest.raises(TableNotFound, match=r"'ws'.*names no storage account"):
-        workspace_endpoint(JOB, Reader(), arm.url)
+        workspace_endpoint(NodeEnvironment.read(JOB), Reader(), arm.url)
 
 
 def test_a_busy_resource_manager_is_waited_for(serve):
     answers = [(503, {}), (429, {}), (200, {"properties": {"storageAccount": ACCOUNT}}), (403, {})]
     arm = serve(lambda _call: answers.pop(0))
-    assert workspace_endpoint(JOB, Reader(), arm.url) == "https://ws-storage.table.core.windows.net"
+    assert (
+        workspace_endpoint(NodeEnvironment.read(JOB), Reader(), arm.url) == "https://ws-storage.table.core.windows.net"
+    )
 
 
 def test_an_account_whose_usual_name_has_no_address_is_asked_for_its_own(serve):
@@ -148,7 +155,7 @@ def test_an_account_whose_usual_name_has_no_address_is_asked_for_its_own(serve):
         return 200, {"properties": {"primaryEndpoints": {"table": zone}}}
 
     arm = serve(answer)
-    assert workspace_endpoint(JOB, Reader(), arm.url) == zone.rstrip("/")
+    assert workspace_endpoint(NodeEnvironment.read(JOB), Reader(), arm.url) == zone.rstrip("/")
 
 
 @pytest.mark.parametrize(
@@ -181,16 +188,19 @@ def test_the_clouds_of_china_and_the_us_government(serve, environ, scope, suffix
     arm = serve(
         lambda call: (200, {"properties": {"storageAccount": ACCOUNT}}) if "Learning" in call.path else (403, {})
     )
-    assert workspace_endpoint(JOB | environ, Reader(), arm.url) == f"https://ws-storage.table.{suffix}"
+    assert (
+        workspace_endpoint(NodeEnvironment.read(JOB | environ), Reader(), arm.url)
+        == f"https://ws-storage.table.{suffix}"
+    )
     assert {call.headers["Authorization"] for call in arm.calls} == {f"Bearer token for {scope}/.default"}
 
 
 def test_an_unknown_cloud_is_refused():
     with pytest.raises(UsageError, match=r"'AzureMoonCloud'.*AzureCloud, AzureChinaCloud, AzureUSGovernment"):
-        workspace_endpoint(JOB | {"AZUREML_CURRENT_CLOUD": "AzureMoonCloud"}, Reader())
+        workspace_endpoint(NodeEnvironment.read(JOB | {"AZUREML_CURRENT_CLOUD": "AzureMoonCloud"}), Reader())
 
 
 def test_what_is_missing_in_the_environment_is_named():
     environ = {"AZUREML_ARM_SUBSCRIPTION": "s", "AZUREML_ARM_WORKSPACE_NAME": ""}
     with pytest.raises(UsageError, match="without AZUREML_ARM_RESOURCEGROUP, AZUREML_ARM_WORKSPACE_NAME in"):
-        workspace_endpoint(environ, Reader())
+        workspace_endpoint(NodeEnvironment.read(environ), Reader())

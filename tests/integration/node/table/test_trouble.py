@@ -11,6 +11,7 @@ from datetime import timedelta
 import pytest
 
 from azureml_elastic.config.rendezvous import TableRendezvous
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import RowChanged, RowExists, TableNotFound, TableUnavailable
 from azureml_elastic.local.faults.model import Disturbance
 from azureml_elastic.local.faults.table_proxy import TableProxy
@@ -231,7 +232,9 @@ def test_opening_an_unavailable_table_waits_and_logs(proxy, caplog):
     back = threading.Timer(12.0, proxy.clear)  # longer than the time limit of one call
     back.start()
     began = time.monotonic()
-    table = open_table(TableRendezvous(endpoint=proxy.endpoint, table=f"t{uuid.uuid4().hex}"), "run", {})
+    table = open_table(
+        TableRendezvous(endpoint=proxy.endpoint, table=f"t{uuid.uuid4().hex}"), "run", NodeEnvironment.read({})
+    )
     table.insert("row", {})
     table.close()
     assert time.monotonic() - began > 11
@@ -242,7 +245,7 @@ def test_opening_a_table_that_stays_unavailable_fails():
     with socket.create_server(("127.0.0.1", 0)) as closed:
         endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}/{EMULATOR_ACCOUNT}"
     with pytest.raises(TableNotFound, match="cannot be reached"):
-        open_table(TableRendezvous(endpoint=endpoint), "run", {}, timeout=timedelta(0))
+        open_table(TableRendezvous(endpoint=endpoint), "run", NodeEnvironment.read({}), timeout=timedelta(0))
 
 
 def test_a_host_without_an_address_is_not_waited_for():
@@ -251,5 +254,5 @@ def test_a_host_without_an_address_is_not_waited_for():
     }
     began = time.monotonic()
     with pytest.raises(TableNotFound, match=r"no\.such\.invalid.*cannot be reached"):
-        open_table(TableRendezvous(endpoint="http://no.such.invalid/a"), "run", environ)
+        open_table(TableRendezvous(endpoint="http://no.such.invalid/a"), "run", NodeEnvironment.read(environ))
     assert time.monotonic() - began < 30

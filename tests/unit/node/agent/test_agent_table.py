@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from azureml_elastic.config import TableRendezvous
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import NodeLeaving, RowChanged, RowExists
 from azureml_elastic.node.agent.agent_table import AgentTable
 from azureml_elastic.node.table import open_table
@@ -38,7 +39,7 @@ class Notices:
 
 @pytest.fixture
 def table(tmp_path):
-    opened = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", {})
+    opened = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", NodeEnvironment.read({}))
     yield opened
     opened.close()
 

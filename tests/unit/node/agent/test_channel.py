@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from azureml_elastic.config import TableRendezvous
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.ipc import MessageClient
 from azureml_elastic.ipc.worker_messages import Assign, Decide, Prepare, Vote
 from azureml_elastic.ledger.events import CheckpointCommitted, Progress, Restored
@@ -43,7 +44,7 @@ class Worker:
 
 @pytest.fixture
 def table(tmp_path):
-    opened = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", {})
+    opened = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", NodeEnvironment.read({}))
     yield opened
     opened.close()
 

@@ -10,6 +10,7 @@ from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.config import ElasticResources, Plan, TableRendezvous
 from azureml_elastic.config.plan import EarlierRun
 from azureml_elastic.environment import names as variables
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import UsageError
 from azureml_elastic.node.agent.earlier_run import with_earlier_checkpoint
 from azureml_elastic.node.host import read_identity
@@ -25,7 +26,7 @@ class Runs:
         self.rendezvous = TableRendezvous(endpoint=str(folder / "table.sqlite"))
 
     def table(self, run):
-        return contextlib.closing(open_table(self.rendezvous, run, {}))
+        return contextlib.closing(open_table(self.rendezvous, run, NodeEnvironment.read({})))
 
     def write(self, run, step, *, committed=True):
         storage, name = LocalStorage(self.checkpoints / run), str(FolderName(step, 1, f"{step:08x}"))
@@ -47,9 +48,11 @@ class Runs:
             resume_from=EarlierRun(name=earlier, **given),
         )
         folder = str(self.checkpoints) if checkpoint_dir else None
-        identity = read_identity({variables.PLAN: plan.to_json(), variables.RUN_ID: run}, checkpoint_dir=folder)
+        identity = read_identity(
+            NodeEnvironment.read({variables.PLAN: plan.to_json(), variables.RUN_ID: run}), checkpoint_dir=folder
+        )
         with self.table(run) as table:
-            return with_earlier_checkpoint(identity, table, {}).plan.resume_from
+            return with_earlier_checkpoint(identity, table, NodeEnvironment.read({})).plan.resume_from
 
 
 @pytest.fixture

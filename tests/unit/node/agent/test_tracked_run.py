@@ -3,6 +3,7 @@
 import pytest
 
 from azureml_elastic.config import ElasticResources, Plan
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.node.agent.worker_group import tracked_run_variables
 
 NODE = {"MLFLOW_RUN_ID": "node", "AZUREML_RUN_ID": "node", "AZUREML_ROOT_RUN_ID": "root"}
@@ -25,6 +26,6 @@ JOB = dict.fromkeys(NODE, "job")
 )
 def test_all_nodes_log_to_the_run_of_the_first_job(placement, environ, run):
     plan = Plan(resources=ElasticResources(max_instance_count=2, placement=placement))
-    assert tracked_run_variables(plan, environ) == (
+    assert tracked_run_variables(plan, NodeEnvironment.read(environ)) == (
         {} if run is None else {"MLFLOW_RUN_ID": run, "AZUREML_RUN_ID": run}
     )

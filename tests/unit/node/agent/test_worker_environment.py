@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from azureml_elastic.config import TableRendezvous
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.node.agent.worker_group import withheld_variables, worker_environments
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.preload.command import is_read_late
@@ -36,11 +37,11 @@ def test_the_variable_that_opened_the_table_is_withheld_unless_it_opens_the_chec
 
 def test_only_a_connection_string_is_a_secret_of_the_table(tmp_path, azurite):
     rendezvous = TableRendezvous(endpoint=str(tmp_path / "t.sqlite"))
-    table = open_table(rendezvous, "run", {DEFAULT: "unused"})
+    table = open_table(rendezvous, "run", NodeEnvironment.read({DEFAULT: "unused"}))
     assert connection_string_variable(table, rendezvous) is None
     table.close()
     rendezvous = TableRendezvous(endpoint=azurite.endpoint, connection_string_variable="TABLE")
-    table = open_table(rendezvous, "run", {"TABLE": azurite.connection_string})
+    table = open_table(rendezvous, "run", NodeEnvironment.read({"TABLE": azurite.connection_string}))
     assert connection_string_variable(table, rendezvous) == "TABLE"
     table.close()
 

@@ -11,6 +11,7 @@ import pytest
 
 from azureml_elastic.config import ElasticResources, Plan, TableRendezvous
 from azureml_elastic.environment import names as variables
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import UsageError
 from azureml_elastic.node.host import (
     AdvertisedAddress,
@@ -79,14 +80,24 @@ def test_the_interfaces_of_this_machine():
 
 def test_the_environment_comes_before_the_job():
     job = TableRendezvous(endpoint="/tmp/t.sqlite", advertise="10.9.9.9")
-    assert advertised_address(job, {}).host == "10.9.9.9"
-    assert advertised_address(job, {variables.LOCAL_ADDRESS: "10.1.1.1"}) == AdvertisedAddress("10.1.1.1")
-    assert advertised_address(job, {variables.LOCAL_ADDRESS: "a-name.example"}) == AdvertisedAddress("a-name.example")
-    assert advertised_address(job, {variables.LOCAL_ADDRESS: "lo"}) == AdvertisedAddress("127.0.0.1", "lo")
-    assert advertised_address(job, {variables.LOCAL_ADDRESS: "127.0.0.0/8"}) == AdvertisedAddress("127.0.0.1", "lo")
+    assert advertised_address(job, NodeEnvironment.read({})).host == "10.9.9.9"
+    assert advertised_address(job, NodeEnvironment.read({variables.LOCAL_ADDRESS: "10.1.1.1"})) == AdvertisedAddress(
+        "10.1.1.1"
+    )
+    assert advertised_address(
+        job, NodeEnvironment.read({variables.LOCAL_ADDRESS: "a-name.example"})
+    ) == AdvertisedAddress("a-name.example")
+    assert advertised_address(job, NodeEnvironment.read({variables.LOCAL_ADDRESS: "lo"})) == AdvertisedAddress(
+        "127.0.0.1", "lo"
+    )
+    assert advertised_address(job, NodeEnvironment.read({variables.LOCAL_ADDRESS: "127.0.0.0/8"})) == AdvertisedAddress(
+        "127.0.0.1", "lo"
+    )
     with pytest.raises(UsageError, match=rf"{variables.LOCAL_ADDRESS}='203\.0\.113\.0/24'"):
-        advertised_address(job, {variables.LOCAL_ADDRESS: "203.0.113.0/24"})
-    assert advertised_address(TableRendezvous(endpoint="/tmp/t.sqlite"), {}) == AdvertisedAddress("127.0.0.1")
+        advertised_address(job, NodeEnvironment.read({variables.LOCAL_ADDRESS: "203.0.113.0/24"}))
+    assert advertised_address(TableRendezvous(endpoint="/tmp/t.sqlite"), NodeEnvironment.read({})) == AdvertisedAddress(
+        "127.0.0.1"
+    )
 
 
 def test_a_nodes_identity_has_the_address_and_its_interface():
@@ -95,7 +106,7 @@ def test_a_nodes_identity_has_the_address_and_its_interface():
         rendezvous=TableRendezvous(endpoint="/tmp/t.sqlite", advertise="lo"),
         name="run",
     )
-    identity = read_identity({variables.PLAN: plan.to_json()})
+    identity = read_identity(NodeEnvironment.read({variables.PLAN: plan.to_json()}))
     assert (identity.host, identity.interface) == ("127.0.0.1", "lo")
 
 

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.node.agent import worker_processes
 from azureml_elastic.node.agent.worker_processes import remove_stale_locks
 
@@ -32,19 +33,19 @@ def test_a_lock_is_removed_once_the_process_that_holds_it_is_killed(tmp_path, lo
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(lock)], stdout=subprocess.PIPE)
     with process:
         process.stdout.readline()
-        assert remove_stale_locks(environ) == []
+        assert remove_stale_locks(NodeEnvironment.read(environ)) == []
         assert lock.exists()
         process.send_signal(signal.SIGKILL)
-    assert remove_stale_locks(environ) == [lock]
+    assert remove_stale_locks(NodeEnvironment.read(environ)) == [lock]
     assert not lock.exists()
-    assert remove_stale_locks(environ) == []
+    assert remove_stale_locks(NodeEnvironment.read(environ)) == []
 
 
 def test_the_default_folder(tmp_path):
     lock = tmp_path / "torch_extensions" / "py311_cpu" / "some_op" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
-    assert remove_stale_locks({"XDG_CACHE_HOME": str(tmp_path)}) == [lock]
+    assert remove_stale_locks(NodeEnvironment.read({"XDG_CACHE_HOME": str(tmp_path)})) == [lock]
 
 
 def test_a_file_system_of_several_machines_is_left_alone(tmp_path, lock, monkeypatch):
@@ -52,5 +53,5 @@ def test_a_file_system_of_several_machines_is_left_alone(tmp_path, lock, monkeyp
     kinds = [type("Mount", (), {"mountpoint": "/", "fstype": "ext4"})]
     kinds.append(type("Mount", (), {"mountpoint": str(tmp_path), "fstype": "nfs4"}))
     monkeypatch.setattr(worker_processes.psutil, "disk_partitions", lambda **_: kinds)
-    assert remove_stale_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)}) == []
+    assert remove_stale_locks(NodeEnvironment.read({"TORCH_EXTENSIONS_DIR": str(tmp_path)})) == []
     assert lock.exists()

@@ -9,6 +9,7 @@ import pytest
 from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, TableRendezvous
 from azureml_elastic.config.command.program import Program
 from azureml_elastic.environment import names as variables
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.node.preload.client import begin_preload, start_early
 from azureml_elastic.node.preload.import_scan import Findings, Import, early_imports
 
@@ -49,7 +50,7 @@ def test_the_first_environment_has_no_secret():
         "AZURE_STORAGE_CONNECTION_STRING": "AccountKey=another",
         "PATH": "/bin",
     }
-    server = start_early(PROGRAM, environ, Server)
+    server = start_early(PROGRAM, NodeEnvironment.read(environ), Server)
     assert server.environ == {variables.PLAN: environ[variables.PLAN], "PATH": "/bin"}
 
 
@@ -59,13 +60,13 @@ def test_the_first_environment_has_no_secret():
 )
 def test_without_a_plan_that_wants_it_nothing_is_started(text):
     environ = {} if text is None else {variables.PLAN: text}
-    assert start_early(PROGRAM, environ, lambda *_: pytest.fail("started")) is None
+    assert start_early(PROGRAM, NodeEnvironment.read(environ), lambda *_: pytest.fail("started")) is None
 
 
 def test_a_plan_of_a_later_release_is_left_to_its_validation():
     document = json.loads(plan())
     document["rendezvous"] = {"name": "another"}
-    assert start_early(PROGRAM, {variables.PLAN: json.dumps(document)}, Server) is None
+    assert start_early(PROGRAM, NodeEnvironment.read({variables.PLAN: json.dumps(document)}), Server) is None
 
 
 def test_an_early_server_goes_on_unless_torch_may_have_read_another_environment():

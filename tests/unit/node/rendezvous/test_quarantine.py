@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 
 from azureml_elastic.config import HealthPolicy, RendezvousTimings, TableRendezvous
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import RunSucceeded
 from azureml_elastic.node.core.round import Limits
 from azureml_elastic.node.failures.host_strikes import HostStrikes
@@ -31,7 +32,7 @@ TIMEOUT = 60
 
 class Cluster:
     def __init__(self, path):
-        self.table = open_table(TableRendezvous(endpoint=str(path)), "run", {})
+        self.table = open_table(TableRendezvous(endpoint=str(path)), "run", NodeEnvironment.read({}))
         self.pool = ThreadPoolExecutor(8)
         self.over = threading.Event()
         self.made = []

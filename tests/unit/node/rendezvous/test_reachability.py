@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from azureml_elastic.config import RendezvousTimings, TableRendezvous
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import UsageError
 from azureml_elastic.node.core.join_events import HubSent
 from azureml_elastic.node.core.joining import is_leader_unreachable
@@ -113,7 +114,7 @@ def test_an_interface_that_is_not_ours_is_no_port_that_is_taken(free_range):
 
 def test_nodes_of_one_machine_share_a_range_through_many_rounds(tmp_path, free_range):
     low, high = free_range(7)
-    table = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", {})
+    table = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", NodeEnvironment.read({}))
     nodes = [
         Rendezvous(table, LocalNode(f"node-{k}", HERE, ports=(low, high)), Limits(2, 2), RendezvousTimings())
         for k in range(2)
@@ -144,7 +145,7 @@ def test_nodes_of_one_machine_share_a_range_through_many_rounds(tmp_path, free_r
 
 def test_a_node_without_a_free_port_says_so(tmp_path, free_range):
     low, high = free_range(3)
-    table = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", {})
+    table = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", NodeEnvironment.read({}))
     with contextlib.ExitStack() as stack:
         for port in range(low, high + 1):
             stack.enter_context(socket.create_server((HERE, port)))
@@ -349,7 +350,7 @@ def test_the_majority_decides_whether_rank_0_is_cut_off(answers, verdict):
 
 def test_members_answer_whether_they_have_reached_rank_0(tmp_path, monkeypatch):
     monkeypatch.setattr("azureml_elastic.node.rendezvous.reachability._TIMEOUT_SECONDS", 30.0)
-    table = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", {})
+    table = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", NodeEnvironment.read({}))
     nodes = [Rendezvous(table, LocalNode(f"node-{k}", HERE), Limits(4, 4), RendezvousTimings()) for k in range(4)]
     with ThreadPoolExecutor(4) as pool:
         assignment, *_ = pool.map(Rendezvous.join, nodes)
@@ -447,7 +448,7 @@ def test_the_row_of_a_node_without_gaps_is_as_short_as_before():
 
 def test_no_thread_stays_behind(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    table = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", {})
+    table = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", NodeEnvironment.read({}))
     nodes = [Rendezvous(table, LocalNode(f"node-{k}", HERE), Limits(3, 3), RendezvousTimings()) for k in range(3)]
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(Rendezvous.join, nodes))

@@ -9,6 +9,7 @@ import pytest
 from azure.core.credentials import AccessToken
 from azure.core.exceptions import ClientAuthenticationError
 
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import (
     JobRefused,
     TableForbidden,
@@ -217,6 +218,6 @@ def test_the_workspace_is_named_by_the_environment():
         "AZUREML_ARM_RESOURCEGROUP": "a group",
         "AZUREML_ARM_WORKSPACE_NAME": "w",
     }
-    assert workspace_id(environ) == WORKSPACE.replace("/g/", "/a%20group/")
+    assert workspace_id(NodeEnvironment.read(environ)) == WORKSPACE.replace("/g/", "/a%20group/")
     with pytest.raises(UsageError, match="AZUREML_ARM_WORKSPACE_NAME"):
-        workspace_id({**environ, "AZUREML_ARM_WORKSPACE_NAME": ""})
+        workspace_id(NodeEnvironment.read({**environ, "AZUREML_ARM_WORKSPACE_NAME": ""}))

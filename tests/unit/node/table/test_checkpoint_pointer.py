@@ -8,6 +8,7 @@ import time
 import pytest
 
 from azureml_elastic.config import TableRendezvous
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import Fenced, TableUnavailable
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.checkpoint_pointer import CHECKPOINT_KEY, CheckpointPointer
@@ -26,7 +27,7 @@ def short_wait(request, monkeypatch):
 
 @pytest.fixture
 def table(tmp_path):
-    opened = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", {})
+    opened = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", NodeEnvironment.read({}))
     yield opened
     opened.close()
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -19,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from azureml_elastic.environment.node import visible_devices
+from azureml_elastic.environment.process import Environment
 from azureml_elastic.node.diagnostics.findings import Finding
 
 __all__ = ["check_ecc", "check_gpus", "count_devices", "count_visible_devices", "examine", "read_ecc"]
@@ -37,12 +38,10 @@ def count_devices() -> int:
     return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
 
 
-def count_visible_devices() -> int:
+def count_visible_devices(environment: Environment) -> int:
     """Return the number of GPUs that the workers see, without an import of torch, which may take seconds."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
-    return count_devices()
+    visible = visible_devices(environment)
+    return count_devices() if visible is None else visible
 
 
 def check_gpus(expected: int, timeout: float, free: float | None, *, device: str = "cuda") -> list[Finding]:

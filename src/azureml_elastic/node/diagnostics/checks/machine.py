@@ -14,7 +14,7 @@ import ssl
 import sys
 import time
 from base64 import b64encode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +24,7 @@ from urllib.request import getproxies, proxy_bypass
 from azureml_elastic.config import TableRendezvous
 from azureml_elastic.config.rendezvous import PORTS_OF_A_NODE
 from azureml_elastic.environment.names import LOCAL_ADDRESS
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import UsageError
 from azureml_elastic.memory import available_memory
 from azureml_elastic.node.core.round import Member, Round
@@ -183,13 +184,13 @@ _SECONDS = 5.0
 _PORTS = {"http": 80, "https": 443}
 
 
-def check_host(what: str, url: str, environ: Mapping[str, str]) -> Finding:
+def check_host(what: str, url: str, environment: NodeEnvironment) -> Finding:
     """Connect to a service as its clients do: through the proxy of the environment, if any, and over TLS.
 
     Args:
         what: name of the finding.
         url: URL of the service.
-        environ: environment variables that name the trusted certificates.
+        environment: environment variables that name the trusted certificates.
     """
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
@@ -213,7 +214,7 @@ def check_host(what: str, url: str, environ: Mapping[str, str]) -> Finding:
                 connection.connect()
             if tls:
                 with _timed(steps, "TLS"):
-                    stack.enter_context(_tls_context(environ).wrap_socket(connection.sock, server_hostname=host))
+                    stack.enter_context(_tls_context(environment).wrap_socket(connection.sock, server_hostname=host))
         except (OSError, http.client.HTTPException) as error:
             problem = f"{host} {by_proxy}".strip() + f": {_describe(error)}"
             return Finding(what, "fail", problem, "", _advice(error, host, port, proxied=proxy is not None))
@@ -228,10 +229,12 @@ def _timed(steps: list[str], name: str) -> Iterator[None]:
     steps.append(f"{name} {(time.monotonic() - began) * 1000:.0f} ms")
 
 
-def _tls_context(environ: Mapping[str, str]) -> ssl.SSLContext:
+def _tls_context(environment: NodeEnvironment) -> ssl.SSLContext:
     """Return a context with the certificates of the system and of ``REQUESTS_CA_BUNDLE``, as in Azure's clients."""
     context = ssl.create_default_context()
-    bundle = Path(environ.get("REQUESTS_CA_BUNDLE") or environ.get("CURL_CA_BUNDLE") or "/nonexistent")
+    bundle = environment.certificates
+    if bundle is None:
+        return context
     if bundle.is_dir():
         context.load_verify_locations(capath=bundle)
     elif bundle.exists():
@@ -386,10 +389,10 @@ def check_packages() -> Iterator[Finding]:
         yield Finding("torch", "ok", f"{version} in Python {python}")
 
 
-def check_machine(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> Iterator[Finding]:
+def check_machine(rendezvous: TableRendezvous, environment: NodeEnvironment) -> Iterator[Finding]:
     """Determine the address at which peers reach this machine, and listen there as a node does."""
     try:
-        address = advertised_address(rendezvous, environ)
+        address = advertised_address(rendezvous, environment)
     except UsageError as error:
         yield Finding("address", "fail", str(error))
         return

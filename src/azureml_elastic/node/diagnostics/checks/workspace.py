@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from azureml_elastic.config import TableRendezvous
+from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import ElasticError, RowChanged, TableForbidden, TableNotFound
 from azureml_elastic.node.azure.credentials import STORAGE_SCOPE, TableCredential, choose_credential
 from azureml_elastic.node.azure.http import Reply
@@ -62,14 +63,14 @@ class CallerIdentity:
     assignee: str = UNKNOWN
 
 
-def check_identity(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> tuple[CallerIdentity | None, Finding]:
+def check_identity(rendezvous: TableRendezvous, environment: NodeEnvironment) -> tuple[CallerIdentity | None, Finding]:
     """Select the identity that opens the table, and request a token; the identity is ``None`` if none is needed."""
     name = "identity"
     if rendezvous.endpoint is not None and urlsplit(rendezvous.endpoint).scheme != "https":
         value = "the emulator's published key" if "://" in rendezvous.endpoint else "none is needed"
         return None, Finding(name, "ok", value)
     try:
-        login = choose_credential(rendezvous, environ)
+        login = choose_credential(rendezvous, environment)
         claims = claims_of(login.token.get_token(STORAGE_SCOPE).token) if login.token is not None else {}
     except ElasticError as error:
         return None, Finding(name, "fail", str(error), "", _ADVICE)
@@ -249,13 +250,13 @@ class _WrongResultError(Exception):
 
 
 def check_table(
-    rendezvous: TableRendezvous, environ: Mapping[str, str], account: Account | None, identity: CallerIdentity | None
+    rendezvous: TableRendezvous, environment: NodeEnvironment, account: Account | None, identity: CallerIdentity | None
 ) -> Iterator[Finding]:
     """Create the table if it is missing, and insert, read, replace and delete a row.
 
     Args:
         rendezvous: rendezvous settings with the endpoint.
-        environ: environment variables of the process.
+        environment: environment variables of the process.
         account: storage account of the table, ``None`` for an emulator or a file.
         identity: identity that opens the table, ``None`` if none is needed.
     """
@@ -264,7 +265,7 @@ def check_table(
 
     def open_() -> None:
         run = f"doctor-{secrets.token_hex(6)}"
-        tables.append(open_table(rendezvous, run, environ, timeout=timedelta(0)))
+        tables.append(open_table(rendezvous, run, environment, timeout=timedelta(0)))
 
     def insert() -> None:
         etags.append(tables[0].insert(_KEY, {"step": 1}))
