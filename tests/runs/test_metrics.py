@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import statistics
 import time
 from contextlib import closing
 from importlib.util import find_spec
@@ -79,7 +80,8 @@ def test_each_step_is_in_mlflow_once_although_rank_0_s_node_is_lost(tmp_path, fi
     assert (world[0], world[-1]) == ((0, 2), (40, 1))
     assert history(client, run, "elastic/restarts")[-1] == (40, 1)
     assert 0 < history(client, run, "elastic/goodput")[-1][1] <= 1
-    assert 0.05 < history(client, run, "elastic/step_seconds")[-1][1] < 5
+    # The median: on a busy machine one step may be seen late, and the next one then seems short.
+    assert 0.05 < statistics.median(seconds for _, seconds in history(client, run, "elastic/step_seconds")) < 5
     assert all(value >= 0 for _, value in history(client, run, "elastic/checkpoint_pause_seconds"))
     tags = run.data.tags
     assert tags["elastic.round.1"].startswith("round 1: sealed 2 workers on 2 nodes: ")
@@ -110,6 +112,7 @@ def test_a_database_gets_them_and_a_failed_run_says_so(tmp_path, files, monkeypa
 
 PROGRAM_THAT_FAILS = """
 import sqlite3
+import statistics
 import sys
 import time
 

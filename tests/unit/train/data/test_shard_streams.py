@@ -185,7 +185,7 @@ def test_windows_do_not_depend_on_the_world(sizes, lives):
     epochs, _ = trained(sizes, spec, policy, lives)
     alone, _ = trained(sizes, spec, policy, [(1, sum(steps for _, steps, _ in lives), 0)])
     for epoch, windows in epochs.items():
-        assert windows == alone[epoch][: len(windows)]
+        assert windows == alone.get(epoch, [])[: len(windows)]  # without any sample, each life has an epoch of its own
 
 
 @pytest.mark.parametrize("processes", [1, 2])
