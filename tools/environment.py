@@ -17,13 +17,13 @@ HOME = f"{PACKAGE}/environment/"
 NAMES = frozenset({"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"})
 
 EXCEPTIONS: Mapping[str, str] = {
-    f"{PACKAGE}/local/fork_server/node.py": "to be converted",
-    f"{PACKAGE}/local/fork_server/server.py": "to be converted",
+    f"{PACKAGE}/local/fork_server/node.py": "gives a fork the environment of its node",
+    f"{PACKAGE}/local/fork_server/server.py": "compares it before and after imports, writes what /proc shows",
     f"{PACKAGE}/node/preload/import_loader.py": "modules refer to the object, whose reads it notes",
     f"{PACKAGE}/node/preload/plain_start/sitecustomize.py": "its interpreter may have no package",
-    f"{PACKAGE}/node/preload/script_runner.py": "to be converted",
-    f"{PACKAGE}/node/preload/server.py": "to be converted",
-    f"{PACKAGE}/node/preload/stack_imports.py": "to be converted",
+    f"{PACKAGE}/node/preload/script_runner.py": "gives a fork the environment of its worker",
+    f"{PACKAGE}/node/preload/server.py": "compares it before and after the imports of a script",
+    f"{PACKAGE}/node/preload/stack_imports.py": "reads it when a script is about to import a stack",
     f"{PACKAGE}/submit/runtime/start.py": "makes the package importable",
     f"{PACKAGE}/testing/forks/wrapper.py": "imports nothing, each command of a job would wait for it",
 }
