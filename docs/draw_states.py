@@ -98,21 +98,6 @@ def step_transitions() -> dict[Enum, dict[str, set[Enum]]]:
     return found
 
 
-def step_table() -> str:
-    """Return the table of states and calls: what each call makes of each state."""
-    found = step_transitions()
-    lines = ["| in the state | a call | leads to |", "|---|---|---|"]
-    for state, calls in found.items():
-        by_target: dict[str, list[str]] = defaultdict(list)
-        for name, targets in calls.items():
-            others = sorted(target.value for target in targets if target is not state)
-            if others:
-                by_target[" or ".join(others)].append(name)
-        for index, (target, names) in enumerate(by_target.items()):
-            lines.append(f"| {f'**{state.value}**' if not index else ''} | {', '.join(names)} | {target} |")
-    return "\n".join(lines)
-
-
 def step_diagram() -> str:
     """Return the diagram of a step, in the language of Mermaid, without other states and the end of the session."""
     left_out = {"another state", "restored", "restored in a step", "finish"}
@@ -142,8 +127,7 @@ def put(page: str, name: str, drawn: str) -> str:
 
 def main() -> None:
     """Write the drawings between the pages' markers."""
-    page = put(STEP_PAGE.read_text(), "states of a step", step_diagram())
-    STEP_PAGE.write_text(put(page, "calls of a step", step_table()))
+    STEP_PAGE.write_text(put(STEP_PAGE.read_text(), "states of a step", step_diagram()))
     if sys.argv[1:] == ["step"]:
         return
     from azureml_elastic.node.core.joiner import JoinState

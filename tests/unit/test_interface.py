@@ -63,6 +63,4 @@ def test_the_states_of_a_step_are_drawn_as_they_are():
     spec = importlib.util.spec_from_file_location("draw_states", ROOT / "docs" / "draw_states.py")
     drawing = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(drawing)
-    page = drawing.STEP_PAGE.read_text(encoding="utf-8")
-    assert drawing.step_diagram() in page
-    assert drawing.step_table() in page
+    assert drawing.step_diagram() in drawing.STEP_PAGE.read_text(encoding="utf-8")
