@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from azureml_elastic.local.azurite import azurite_command, user_cache
+from azureml_elastic.environment.user import UserEnvironment
+from azureml_elastic.local.azurite import azurite_command
 from tests.support.node_server import FORKED
 from tests.support.paths import SAMPLES
 
@@ -36,10 +37,11 @@ def project(tmp_path, monkeypatch):
     shutil.copytree(SAMPLES, folder, ignore=shutil.ignore_patterns("__pycache__", "runs"))
     # A folder itself is no ceiling for what runs in it, but its parent is.
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    cache = tmp_path / "cache" / user_cache().name
+    installations = UserEnvironment.read().cache
+    cache = tmp_path / "cache" / installations.name
     cache.mkdir(parents=True)
     azurite_command()  # npm would install it again for each test: for two thirds of the test's time
-    for installed in user_cache().glob("azurite-*"):
+    for installed in installations.glob("azurite-*"):
         (cache / installed.name).symlink_to(installed)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))

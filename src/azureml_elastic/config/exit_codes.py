@@ -1,4 +1,4 @@
-"""Exit codes of nodes and workers with a fixed meaning; ``docs/explanation/failures.md`` lists all of them."""
+"""Exit codes of nodes and workers with a fixed meaning; ``docs/reference/errors.md`` lists all of them."""
 
 from __future__ import annotations
 

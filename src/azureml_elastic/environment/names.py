@@ -51,6 +51,7 @@ __all__ = [
     "OBO_ENDPOINT",
     "OTEL_EXPORTER_OTLP_ENDPOINT",
     "OTEL_SERVICE_NAME",
+    "OWN",
     "PATH",
     "PLAN",
     "RANK",
@@ -118,6 +119,11 @@ WORKER = "AZUREML_ELASTIC_WORKER"
 HISTORY = "AZUREML_ELASTIC_HISTORY"
 """Number of node and worker losses of the run, and seconds of training before this round."""
 
+OWN = frozenset(
+    value for value in tuple(globals().values()) if isinstance(value, str) and value.startswith("AZUREML_ELASTIC_")
+)
+"""The variables of this library alone, which are those above."""
+
 # --- torch, which torchrun and the agent set for workers ---
 
 GROUP_RANK = "GROUP_RANK"
@@ -174,7 +180,7 @@ AZUREML_SERVICE_ENDPOINT = "AZUREML_SERVICE_ENDPOINT"
 DATASET_MOUNT_ATTRIBUTE_CACHE_TTL = "DATASET_MOUNT_ATTRIBUTE_CACHE_TTL"
 DEFAULT_IDENTITY_CLIENT_ID = "DEFAULT_IDENTITY_CLIENT_ID"
 MSI_ENDPOINT = "MSI_ENDPOINT"
-MSI_SECRET = "MSI_SECRET"  # noqa: S105 - a name  # noqa: S105 - a name
+MSI_SECRET = "MSI_SECRET"  # noqa: S105 - a name
 OBO_ENDPOINT = "OBO_ENDPOINT"
 
 # --- MLflow and OpenTelemetry ---

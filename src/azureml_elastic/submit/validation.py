@@ -27,10 +27,7 @@ _LOG = logging.getLogger(__name__)
 RESERVED_PREFIX = "azureml_elastic_"
 """Prefix of the inputs and outputs that this library adds to the job."""
 
-_RESERVED_VARIABLES = {getattr(variables, name) for name in variables.__all__} - {
-    variables.INTEGRATIONS,
-    variables.STEP,
-}
+_RESERVED_VARIABLES = variables.OWN - {variables.INTEGRATIONS, variables.STEP}
 _REMOTE = re.compile(r"[A-Za-z][\w+.-]+:", re.ASCII)  # a scheme; one letter is a drive of Windows
 _RUN_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,254}", re.ASCII)
 _STEP_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)

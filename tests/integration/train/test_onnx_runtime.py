@@ -32,7 +32,7 @@ class ORTModule(nn.Module):
 
 
 def run(folder, path, epochs):
-    outside = {names.__dict__[name] for name in names.__all__} | {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
+    outside = names.OWN | {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
     environment = {name: value for name, value in os.environ.items() if name not in outside}
     sample = path / "sample.py"  # what lies beside it is imported
     sample.write_text(SAMPLE.read_text())

@@ -28,8 +28,8 @@ from tests.support.worlds import store_on_a_free_port
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    for name in (*names.__all__,):
-        monkeypatch.delenv(getattr(names, name), raising=False)
+    for name in names.OWN:
+        monkeypatch.delenv(name, raising=False)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
 

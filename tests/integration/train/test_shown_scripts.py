@@ -46,7 +46,7 @@ def test_it_goes_on_from_a_checkpoint_at_the_end_of_an_epoch(shown, tmp_path):
     script.write_text(source(shown))
     steps = EPOCHS[shown]
     policy = CheckpointPolicy(path=str(tmp_path / "checkpoints"), every=None, every_steps=steps)
-    outside = {getattr(names, name) for name in names.__all__} | {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
+    outside = names.OWN | {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
     environment = {name: value for name, value in os.environ.items() if name not in outside}
     environment[names.RUN_DIR] = str(tmp_path)
     environment[names.PLAN] = Plan(resources=ElasticResources(max_instance_count=1), checkpoint=policy).to_json()

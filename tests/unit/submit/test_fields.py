@@ -121,7 +121,7 @@ def test_every_field_of_the_sdk_has_its_place_here():
     assert not unknown, (
         f"azure.ai.ml.command() has fields that this library does not know: {sorted(unknown)}. Carry each to every "
         "placement (a field of ElasticCommandJob, compilation.py, conversion.py) or refuse it by name, list it in "
-        "ARRIVES or REFUSED above, and add it to the table in docs/how-to/submit.md."
+        "ARRIVES or REFUSED above, and add it to the list in docs/how-to/submit.md."
     )
     gone = (ARRIVES.keys() | REFUSED.keys()) - fields
     assert not gone, f"azure.ai.ml.command() has lost fields: {sorted(gone)}. See what becomes of ours."
