@@ -3,7 +3,7 @@
 A scheduler that is lost takes its state with it: the round's new first node has another one, and the program computes
 its futures again. A worker that leaves with notice is retired, so that its results are on other workers before it ends.
 
-All connections are mutual TLS with :mod:`~azureml_elastic.engines.dask` of the run. A cluster keeps those that
+All connections are mutual TLS with credentials that are derived from the run's key. A cluster keeps those that
 it has begun with; where the run gets another key meanwhile, the next cluster uses that one.
 """
 

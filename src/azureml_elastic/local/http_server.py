@@ -3,10 +3,9 @@
 Requests have limits, malformed ones are refused with a status, and the end of a server ends all its connections and
 their threads.
 
-A server of one page, which only shows: it answers GET requests of ``/`` and nothing else.
-
-On the loopback it answers requests that name the loopback as their host, so that no other web site can read the page by
-a name of its own that it lets resolve to this machine. On any other address each request needs the token of the URL.
+**A server of one page, which only shows: it answers GET requests of ``/`` and nothing else.** On the loopback it
+answers requests that name the loopback as their host, so that no other web site can read the page by a name of its own
+that it lets resolve to this machine. On any other address each request needs the token of the URL.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Comparison of the strategies, and the settings of an elastic run that are worth recommending.
 
-Runs of a fixed number of nodes: one that starts from scratch after a loss, and one that restarts from a checkpoint.
-
+**Runs of a fixed number of nodes: one that starts from scratch after a loss, and one that restarts from a checkpoint.**
 They are treated favourably: nodes that wait for the last one are not billed, and a failed job is submitted again at
 once, to the machines that are still there without provisioning them again.
 """

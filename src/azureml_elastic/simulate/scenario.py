@@ -1,9 +1,8 @@
 """What is simulated: pools of machines with their availability, the program, the work and policies; and the outcome.
 
-Accounting of simulated nodes: each second of each node has one activity, as in :mod:`ledger.accounting`.
-
-Times are multiples of 2^-20 s, about a microsecond. Sums and differences of such floats are exact up to 2^33 s, which
-is two million node-hours: the accounted node-seconds are the delivered ones to the last bit.
+**Accounting of simulated nodes: each second of each node has one activity, as in :mod:`ledger.accounting`.** Times are
+multiples of 2^-20 s, about a microsecond. Sums and differences of such floats are exact up to 2^33 s, which is two
+million node-hours: the accounted node-seconds are the delivered ones to the last bit.
 """
 
 from __future__ import annotations

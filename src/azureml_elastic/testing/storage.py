@@ -3,10 +3,9 @@
 Requests with a signature are forwarded unchanged, and Azurite verifies it. In requests with a token, which Azurite
 accepts over TLS only, the token is replaced by a signature.
 
-The storage account's blobs as files, for mounts and downloads of the nodes.
-
-A real mount needs privileges that a test lacks. Here a mount is a folder shared by all nodes, so that one node's writes
-are immediately visible to the others; it is uploaded to the blobs when a job ends.
+Nodes see the account's blobs as files, by mounts and downloads. A real mount needs privileges that a test lacks. Here a
+mount is a folder shared by all nodes, so that one node's writes are immediately visible to the others; it is uploaded
+to the blobs when a job ends.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@ Source of the protocol: ``horovod/runner/http/http_server.py`` and ``horovod/com
 names a scope and a key, ``GET /scope/key``. The server listens on the loopback interface alone; what workers of
 different nodes tell each other goes through the store of the round.
 
-Notifications that the hosts have changed, after which workers leave their place at the next commit.
-
-Workers listen for them with Horovod's own service, and send its address and a key to the rendezvous server as a pickled
-object. It is loaded only if it came from a process of the worker: all users of the machine reach the port.
+Notifications say that the hosts have changed, after which workers leave their place at the next commit. Workers listen
+for them with Horovod's own service, and send its address and a key to the rendezvous server as a pickled object. It is
+loaded only if it came from a process of the worker: all users of the machine reach the port.
 """
 
 from __future__ import annotations

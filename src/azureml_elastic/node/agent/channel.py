@@ -4,10 +4,9 @@ Workers never access the table. They report their steps to the agent, request th
 of new ones, and receive the step at which to save or to leave. A script without a session never connects, and is
 restarted at each change as under torchrun. The messages are in :mod:`azureml_elastic.ipc.worker_messages`.
 
-The temporary folder of a node, which the next node on the machine removes if this one is killed.
-
-A node holds the lock of a file in its folder while it lives. The file gets its name after it is locked, so that a file
-of this name without a lock always belongs to a node that has ended::
+**The temporary folder of a node, which the next node on the machine removes if this one is killed.** A node holds the
+lock of a file in its folder while it lives. The file gets its name after it is locked, so that a file of this name
+without a lock always belongs to a node that has ended::
 
     TMP/elastic-x1y2z3w4/azureml-elastic.lock    locked while the node lives
     TMP/elastic-x1y2z3w4/agent.sock

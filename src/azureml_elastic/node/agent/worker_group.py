@@ -1,9 +1,8 @@
 """Group of this node's workers: started or kept over rounds, assigned their ranks, with the environment that they find.
 
-The MLflow run that the workers of all nodes log to.
-
-Azure ML sets ``MLFLOW_RUN_ID`` to the job that a process belongs to. Where every node is a job of its own, rank 0 moves
-from job to job with each change of the round, and its metrics would be spread over all of them.
+**The MLflow run that the workers of all nodes log to.** Azure ML sets ``MLFLOW_RUN_ID`` to the job that a process
+belongs to. Where every node is a job of its own, rank 0 moves from job to job with each change of the round, and its
+metrics would be spread over all of them.
 
 Workers find the common run in ``AZUREML_RUN_ID``, too: azureml-mlflow leaves the status of the run that this variable
 names to the service, whereas the end of a script's ``with mlflow.start_run()`` sets the status of any other run.

@@ -1,9 +1,8 @@
 """This node's worker processes: started, looked at and stopped; what they print goes to the console.
 
-Locks of torch's compiled extensions that a killed process has left: the next one would wait for them forever.
-
-torch compiles an extension in a folder with the file ``lock``, which its process holds open until the extension is
-complete, and then removes (``torch/utils/file_baton.py``). DeepSpeed compiles its operators so when it first uses them.
+**Locks of torch's compiled extensions that a killed process has left: the next one would wait for them forever.** torch
+compiles an extension in a folder with the file ``lock``, which its process holds open until the extension is complete,
+and then removes (``torch/utils/file_baton.py``). DeepSpeed compiles its operators so when it first uses them.
 """
 
 from __future__ import annotations

@@ -7,12 +7,10 @@ proposed a little later (a two-phase commit whose participants cannot crash sile
 round). Every agent reports when its workers have stopped, and after the last report rank 0's agent ends the round: a
 round that ended sooner would cut the save of a slower node short.
 
-When waiting nodes may end a round, and when that would cost more than it brings.
-
-A program with a session stops at a step boundary. One without is ended, and the next round begins where the program
-itself resumes. Whether it resumes shows only in what it reads: a program that saves and never reads begins anew. So a
-round goes on until the program has saved, while nodes wait, a file that it has looked for at its start. Then next to
-nothing is lost.
+**When waiting nodes may end a round, and when that would cost more than it brings.** A program with a session stops at
+a step boundary. One without is ended, and the next round begins where the program itself resumes. Whether it resumes
+shows only in what it reads: a program that saves and never reads begins anew. So a round goes on until the program has
+saved, while nodes wait, a file that it has looked for at its start. Then next to nothing is lost.
 """
 
 from __future__ import annotations

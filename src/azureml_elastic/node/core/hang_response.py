@@ -4,11 +4,10 @@ Rank 0's agent decides, and broadcasts that. Every agent collects the stacks of 
 them. When all have, or after a few seconds, rank 0's agent ends the round. An agent whose own verdict comes, much
 later, although rank 0's has not, does so alone: what hangs may be that agent.
 
-Whether the workers of a round connect to each other within a time limit.
-
-Every rank connects to every other one; where two nodes cannot reach each other, gloo waits without an error. The limit
-counts from when the workers of *all* nodes connect, so that the imports of a slow node do not matter. Rank 0's agent
-collects that from the nodes and broadcasts it.
+**Whether the workers of a round connect to each other within a time limit.** Every rank connects to every other one;
+where two nodes cannot reach each other, gloo waits without an error. The limit counts from when the workers of *all*
+nodes connect, so that the imports of a slow node do not matter. Rank 0's agent collects that from the nodes and
+broadcasts it.
 """
 
 from __future__ import annotations

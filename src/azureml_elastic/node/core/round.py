@@ -15,11 +15,10 @@ then reads an older one, writes the row again with a higher number than any that
 as any other change. All nodes join that round. A node of a later round that finds this one does the same, so the
 highest number of all living nodes remains.
 
-The newest version of the round that a node knows, so that a node which receives one need not read the table.
-
-A node acts at once on a received round that follows the one that it knows: the seal of an open round, or the next
-open round. Every node may write either of them, and repeating a round costs one restart. Any other received round, one
-that is closed or leaves out a round, is only the reason to read the row.
+**The newest version of the round that a node knows, so that a node which receives one need not read the table.** A node
+acts at once on a received round that follows the one that it knows: the seal of an open round, or the next open round.
+Every node may write either of them, and repeating a round costs one restart. Any other received round, one that is
+closed or leaves out a round, is only the reason to read the row.
 """
 
 from __future__ import annotations

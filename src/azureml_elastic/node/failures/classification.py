@@ -1,12 +1,10 @@
 """Classification of worker failures: kind, signature and message.
 
-``docs/explanation/failures.md`` lists which messages belong to which kind.
+``docs/explanation/failures.md`` describes the kinds. Pure functions.
 
-Parser of the traceback that ended a Python program, from its standard error. Pure functions.
-
-It handles the output of the ``traceback`` and ``faulthandler`` modules: chained tracebacks, exception groups, syntax
-errors without a header, and stacks of crashed processes. The prefix ``[rank<n>]:`` of torch's exception hook is
-removed.
+The traceback that ended a Python program is parsed from its standard error: the output of the ``traceback`` and
+``faulthandler`` modules: chained tracebacks, exception groups, syntax errors without a header, and stacks of crashed
+processes. The prefix ``[rank<n>]:`` of torch's exception hook is removed.
 """
 
 from __future__ import annotations

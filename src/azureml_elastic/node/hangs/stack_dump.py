@@ -12,10 +12,9 @@ Three ways, the best one first:
 The handler is over when the signal is no longer pending and no thread blocks it that had not blocked it before: the
 kernel blocks a signal while its handler runs.
 
-What the kernel tells about a process of another owner: its state, its signals and its descendants.
-
-Only files of ``/proc`` are read that answer at once whatever state the process is in. ``cmdline``, ``maps`` and the
-like wait for its memory map, which a process that hangs may hold for ever.
+**What the kernel tells about a process of another owner: its state, its signals and its descendants.** Only files of
+``/proc`` are read that answer at once whatever state the process is in. ``cmdline``, ``maps`` and the like wait for its
+memory map, which a process that hangs may hold for ever.
 """
 
 from __future__ import annotations

@@ -6,11 +6,10 @@ a scale set or availability set, each with the names of its machines in ``Resour
 ``Started``; once it is over or withdrawn, it is no longer listed. The first request enables the service and may take
 two minutes.
 
-Requests to Azure's Instance Metadata Service, with one deadline for connecting, sending and reading.
-
-The service is plain HTTP at an address of the machine and must be called without a proxy (see "Azure Instance Metadata
-Service" in Azure's documentation). The timeouts of ``http.client`` limit single reads only: a service that sends a byte
-per second would block it for ever.
+**Requests to Azure's Instance Metadata Service, with one deadline for connecting, sending and reading.** The service is
+plain HTTP at an address of the machine and must be called without a proxy (see "Azure Instance Metadata Service" in
+Azure's documentation). The timeouts of ``http.client`` limit single reads only: a service that sends a byte per second
+would block it for ever.
 """
 
 from __future__ import annotations

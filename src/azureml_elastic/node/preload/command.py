@@ -1,9 +1,8 @@
 """The command line of the preload server, and the environment variables that its imports may not depend on.
 
-Environment variables that may differ between the imports and a worker without effect on the imports.
-
-Libraries read variables at import (``OMP_NUM_THREADS``) and keep the values. A worker forked after the imports must
-therefore have the same environment, except for variables that are read later.
+**Environment variables that may differ between the imports and a worker without effect on the imports.** Libraries read
+variables at import (``OMP_NUM_THREADS``) and keep the values. A worker forked after the imports must therefore have the
+same environment, except for variables that are read later.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ _READ_LATE = re.compile(
     r"(CUDA|HIP|ROCR)_VISIBLE_DEVICES|CUDA_(DEVICE_ORDER|LAUNCH_BLOCKING)|CUBLAS_WORKSPACE_CONFIG|"
     r"(GLOO|NCCL|TORCH_NCCL|UCX)_.*"
 )
-"""Read when a GPU or a process group is opened, which no import may do (see :mod:`.fork_safety`)."""
+"""Read when a GPU or a process group is opened, which no import may do (see :mod:`.import_loader`)."""
 
 READ_BY_TORCH = re.compile(
     r"(ATEN|BLIS|CUDA|DNNL|GOMP|GOTO|KMP|LD|MALLOC|MKL|NPY|OMP|ONEDNN|OPENBLAS)_|NUMPY|PYTHON|PYTORCH|TORCH|TRITON"

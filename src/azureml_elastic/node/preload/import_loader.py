@@ -1,18 +1,15 @@
 """Imports of the preload server, made as the script would make them.
 
 Output of the imports and their changes of the environment are recorded, for each worker to repeat. A package is left
-to the workers if its import reads ``RANK`` or another variable of a single worker for more than logging (see
-:mod:`.rank_at_import`), or starts threads that a fork would not copy.
+to the workers if its import reads ``RANK`` or another variable of a single worker for more than logging (see below), or
+starts threads that a fork would not copy.
 
-Modules whose import reads the rank, and keeps it for nothing but the choice of the process that logs.
+**Modules whose import reads the rank, and keeps it for nothing but the choice of the process that logs.** They are
+imported by the preload server all the same, and each worker sets its own rank after the fork. The attributes are those
+of ``lightning_utilities/core/rank_zero.py`` and ``torchmetrics/utilities/prints.py``.
 
-They are imported by the preload server all the same, and each worker sets its own rank after the fork. The attributes
-are those of ``lightning_utilities/core/rank_zero.py`` and ``torchmetrics/utilities/prints.py``.
-
-Checks whether the preload server may be forked.
-
-A fork copies one thread: locks held by other threads stay locked in the child. A process that has opened a GPU driver
-leaves its children an unusable one.
+**Checks whether the preload server may be forked.** A fork copies one thread: locks held by other threads stay locked
+in the child. A process that has opened a GPU driver leaves its children an unusable one.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@ It reproduces the interpreter's start, which is in ``Modules/main.c`` and ``Pyth
 possible exactly (a script that is a folder, has a syntax error, or is missing), the child executes the command of a
 plain start.
 
-Names the file that could not be read in the message of an uncaught exception.
-
-Readers of checkpoints say what is wrong with a file (``Ran out of input``) but not which file it is. The file is found
-in the frames of the traceback, whose local variables still hold it. Only the names of regular files are added.
+**Names the file that could not be read in the message of an uncaught exception.** Readers of checkpoints say what is
+wrong with a file (``Ran out of input``) but not which file it is. The file is found in the frames of the traceback,
+whose local variables still hold it. Only the names of regular files are added.
 """
 
 from __future__ import annotations

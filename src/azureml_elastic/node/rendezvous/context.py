@@ -1,9 +1,8 @@
 """What all parts of one node's rendezvous share: settings, objects, and time, threads and connections of the process.
 
-What the rendezvous uses of its environment: time, threads and connections.
-
-All waiting and all reading of clocks goes through one :class:`Runtime`, so that the same code also runs in simulated
-time, with a thousand nodes in one process.
+**What the rendezvous uses of its environment: time, threads and connections.** All waiting and all reading of clocks
+goes through one :class:`Runtime`, so that the same code also runs in simulated time, with a thousand nodes in one
+process.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@ Where a firewall or a missing route blocks TCP between two nodes, connections ti
 Each such :class:`UnreachablePair` is therefore logged, written to the ledger and sent to the other nodes; the selection
 of members leaves such nodes out.
 
-The majority's view of whether rank 0's node can be reached.
-
-Where rank 0's node does not answer, either it is gone or cut off, and the round must go on without it; or this node is
-cut off, and the round must go on without this one. A node that decided that alone could end a round that works.
+**The majority's view of whether rank 0's node can be reached.** Where rank 0's node does not answer, either it is gone
+or cut off, and the round must go on without it; or this node is cut off, and the round must go on without this one. A
+node that decided that alone could end a round that works.
 """
 
 from __future__ import annotations

@@ -8,10 +8,9 @@ An answer counts only if the table can give it to such a call. Any other one, an
 contradicts (another version is said to be there, but the row has the expected one), is repeated with growing pauses
 until the time limit, and then the table is unavailable: a node keeps its state and waits, whatever stands in between.
 
-Transport that accepts only answers of the table service.
-
-Gateways, proxies and firewalls between a node and its table answer with pages of their own. The SDK reads such a page
-with status 404 as a missing row, and one with 200 as a permanent error, on which the node would leave its round.
+**Transport that accepts only answers of the table service.** Gateways, proxies and firewalls between a node and its
+table answer with pages of their own. The SDK reads such a page with status 404 as a missing row, and one with 200 as a
+permanent error, on which the node would leave its round.
 """
 
 from __future__ import annotations

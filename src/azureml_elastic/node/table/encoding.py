@@ -4,10 +4,9 @@ Letters, digits and ``-._`` are kept; every other byte of the UTF-8 form becomes
 works byte by byte, so the encoded form of a prefix is a prefix of the encoded form. No encoded character is greater
 than a letter: all keys with a prefix lie between its encoded form and the same followed by ``~``.
 
-Row values: JSON text, cut into pieces that fit a table's string properties.
-
-The text is ASCII (JSON escapes everything else as ``\uXXXX``): each character is one UTF-16 unit in the table, no cut
-divides a surrogate pair, and every backend stores the same text with the same limit.
+**Row values: JSON text, cut into pieces that fit a table's string properties.** The text is ASCII (JSON escapes
+everything else as ``\uXXXX``): each character is one UTF-16 unit in the table, no cut divides a surrogate pair, and
+every backend stores the same text with the same limit.
 """
 
 from __future__ import annotations

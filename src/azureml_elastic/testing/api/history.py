@@ -1,11 +1,9 @@
 """The workspace's data plane: the run history that ``stream``, ``list`` and ``download`` read.
 
-What Azure ML returns for a submitted job: its document, with the additions of the service.
-
-The additions are those in the responses to azure-ai-ml's own tests, which Microsoft publishes as
-``sdk/ml/azure-ai-ml/tests/recordings`` in Azure/azure-sdk-for-python, and those in the documentation of a run's
-properties ("Git integration for Azure Machine Learning"). The default size of ``/dev/shm`` is one of them. The
-properties of pipelines are assumed.
+What Azure ML returns for a submitted job is its document, with the additions of the service. These are those in the
+responses to azure-ai-ml's own tests, which Microsoft publishes as ``sdk/ml/azure-ai-ml/tests/recordings`` in
+Azure/azure-sdk-for-python, and those in the documentation of a run's properties ("Git integration for Azure Machine
+Learning"). The default size of ``/dev/shm`` is one of them. The properties of pipelines are assumed.
 """
 
 from __future__ import annotations

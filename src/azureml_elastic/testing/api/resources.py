@@ -1,9 +1,8 @@
 """The resource manager of a local workspace: computes, datastores and jobs, beside assets and schedules.
 
-What Azure ML refuses in the document of a submitted job, whatever runs it.
-
-The sizes are those of the page "Service limits in Azure Machine Learning", the forms those that the models of the API
-in azure-ai-ml describe (``JobBaseProperties``, ``JobResourceConfiguration``, ``QueueSettings``).
+What Azure ML refuses in the document of a submitted job, whatever runs it, is refused here: the sizes are those of the
+page "Service limits in Azure Machine Learning", the forms those that the models of the API in azure-ai-ml describe
+(``JobBaseProperties``, ``JobResourceConfiguration``, ``QueueSettings``).
 """
 
 from __future__ import annotations

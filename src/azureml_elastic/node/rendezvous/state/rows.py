@@ -1,9 +1,8 @@
 """The rendezvous' rows, as one node reads and writes them. While the table is unavailable, calls are repeated.
 
-The run's key, with which nodes authenticate themselves to each other, and its row in the table.
-
-The row also says which program the run has. Nodes of another one that got the same run id, as steps of one pipeline
-may, are not let in, and do not learn how the run has ended.
+**The run's key, with which nodes authenticate themselves to each other, and its row in the table.** The row also says
+which program the run has. Nodes of another one that got the same run id, as steps of one pipeline may, are not let in,
+and do not learn how the run has ended.
 
 The first node makes the key with insert-if-absent. The row decides: a node adopts the key that it finds there, and puts
 its own back where the row is gone. So all nodes end up with one key after a table was cleaned, whichever was first.

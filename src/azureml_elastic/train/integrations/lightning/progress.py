@@ -210,7 +210,7 @@ class Progress:
         versions: versions of the trainer's loggers
         loaded: whether a former process has trained
         stage: stage of the last capture, or of the former process
-        sums: what former processes have added up in this epoch, see :mod:`~.epoch_metrics`
+        sums: what former processes have added up in this epoch
         record: what the hooks of the last step need, see :func:`~.replay.recorded`
     """
 
