@@ -22,8 +22,8 @@ from azureml_elastic.config import (
     PreemptionPolicy,
     Recovery,
     TableRendezvous,
-    environment,
 )
+from azureml_elastic.environment import names
 from azureml_elastic.local.azurite import Azurite
 
 __all__ = ["C10D", "IN_PROCESS", "OURS", "ROW", "SYSTEMS", "TORCHRUN_SETTINGS", "Nodes"]
@@ -80,13 +80,13 @@ def _ours(recovery: Recovery) -> Callable[[Path, Azurite], AbstractContextManage
             name=f"bench-{secrets.token_hex(4)}",
         )
         shared = {
-            environment.PLAN: plan.to_json(),
-            environment.RUN_DIR: str(folder / "run"),
-            environment.LOCAL_ADDRESS: "127.0.0.1",
+            names.PLAN: plan.to_json(),
+            names.RUN_DIR: str(folder / "run"),
+            names.LOCAL_ADDRESS: "127.0.0.1",
             "BENCH_SESSION": "1",
         }
         argv = (sys.executable, "-m", "azureml_elastic.node", "--", "python", str(HERE / "training.py"))
-        yield Nodes(argv, lambda node: {**shared, environment.NODE_ID: node}, counts_steps=True)
+        yield Nodes(argv, lambda node: {**shared, names.NODE_ID: node}, counts_steps=True)
 
     return started
 
