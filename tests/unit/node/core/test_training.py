@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 
 import pytest
@@ -517,3 +518,11 @@ def test_a_deadline_is_a_moment_to_come():
 def test_the_page_about_the_inside_of_a_node_has_every_state():
     page = (ROOT / "docs" / "internals" / "node.md").read_text()
     assert [each.name for each in (*State, *JoinState) if f" {each.name}" not in page] == []
+
+
+def test_its_files_that_follow_a_lost_node_are_there_and_few():
+    page = (ROOT / "docs" / "internals" / "node.md").read_text()
+    section = page.split("## A lost node\n")[1].split("\n## ")[0]
+    files = set(re.findall(r"`(\w+(?:/\w+)*\.py)`", section))
+    assert [each for each in files if not (ROOT / "src" / "azureml_elastic" / "node" / each).is_file()] == []
+    assert 0 < len(files) <= 15
