@@ -39,6 +39,9 @@ EVENTS: dict[Event, str] = {
 
 _SEQUENCE: tuple[Event, ...] = ("join", "kill_worker", "lose_follower", "join", "freeze", "join", "lose_leader")
 _STEADY_STEPS = 20
+_BEFORE_FREEZING_SECONDS = 5.0
+"""Time for which the nodes train before one is frozen: for the first three seconds of a connection, its heartbeats are
+not known yet, and silence has to be as long as that."""
 _POLL_SECONDS = 0.02
 _WAITING_SECONDS = 12.0
 """Time for which a node waits for the last node of the minimum, so that its own preparations are done."""
@@ -264,6 +267,7 @@ def _take_through(cluster: Cluster, waiting: list[Event], limit_s: float, nodes:
             if event == "join":
                 happened = cluster.add()
             elif event == "freeze":
+                time.sleep(_BEFORE_FREEZING_SECONDS)
                 happened = cluster.freeze()
             elif event == "kill_worker":
                 happened = cluster.kill_worker()
