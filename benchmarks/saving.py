@@ -7,6 +7,7 @@ pause is the duration of the save call. Prints tables and writes ``benchmarks/re
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import os
@@ -139,8 +140,11 @@ def rank_main(megabytes: int, runs: int, folder: Path) -> None:
             durable()
             dist.barrier()
             _note(run, name, stall, time.perf_counter() - began, state.nbytes)
+    # The memory of torch's stagers and the cached pages of files leave none free on a machine of this size, so that new
+    # memory would cost its reclaim too.
+    del source, target, ways, save
+    gc.collect()
     if rank == 0:
-        # Their pages in the cache leave no free memory on a machine of this size: new memory would cost its reclaim too.
         (folder / "torch.pt").unlink()
         for path in folder.glob("DCP*"):
             shutil.rmtree(path)
