@@ -20,7 +20,7 @@ EVENTS = {
     "a node is killed → next step of the others": "a node is killed",
     "rank 0's node is killed → next step of the others": "rank 0's node is killed",
     "a node is frozen → next step of the others": "a node is frozen",
-    "a third node joins: training stands still": "a node joins: pause",
+    "a third node joins: training is paused": "a node joins: pause",
     "both nodes of the minimum are started at once → first step": "two nodes start",
 }
 SYSTEMS = {"azureml-elastic": "ours", "azureml-elastic, in process": "process", "torchrun, c10d": "peer"}
