@@ -81,11 +81,7 @@ def duration_text(seconds: float) -> str:
     if seconds < _MINUTE:
         return f"{seconds:.1f} s"
     whole = round(seconds)
-    for unit, name, part, part_name in (
-        (_DAY, "d", _HOUR, "h"),
-        (_HOUR, "h", _MINUTE, "min"),
-        (_MINUTE, "min", 1, "s"),
-    ):
+    for unit, name, part, part_name in _UNITS:
         if whole >= unit:
             rest = whole % unit // part
             return f"{whole // unit:,} {name}" + (f" {rest} {part_name}" if rest else "")

@@ -32,6 +32,7 @@ _MOST_MARKS = 1500
 _CLOSEST = 0.006
 """Least distance of two marks of a kind, as a share of the run."""
 
+_LONGEST_NAME = 15
 _FINEST = 1 / 800
 """Shortest visible segment, as a share of the run."""
 
@@ -89,6 +90,11 @@ class NodeTimeline:
     ending: str
     segments: tuple[Segment, ...]
     marks: tuple[Mark, ...]
+
+    @property
+    def label(self) -> str:
+        """Name as far as there is room for it."""
+        return self.node if len(self.node) <= _LONGEST_NAME else f"{self.node[:6]}…{self.node[-(_LONGEST_NAME - 7) :]}"
 
 
 def node_timelines(report: Report, spans: Sequence[Span], events: Sequence[Event]) -> list[NodeTimeline]:

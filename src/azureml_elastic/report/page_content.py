@@ -68,10 +68,10 @@ class DataTable:
             found = [*found[: _MOST_ROWS // 2], *found[-_MOST_ROWS // 2 :]]
         return cls(tuple(headings), tuple(found), omitted)
 
-    def kind(self, column: int) -> str | None:
-        """Return ``number`` or ``text`` for a column of numbers or of long texts, otherwise ``None``."""
-        heading = self.headings[column]
-        return "number" if heading in _NUMBERS else "text" if heading in _TEXTS else None
+    @property
+    def kinds(self) -> list[str | None]:
+        """``number`` or ``text`` for each column of numbers or of long texts, otherwise ``None``."""
+        return ["number" if each in _NUMBERS else "text" if each in _TEXTS else None for each in self.headings]
 
 
 def cost_table(report: Report) -> DataTable | None:
@@ -234,8 +234,8 @@ class PageContent:
         hidden_nodes: number of nodes without a timeline.
         rescales: changes of the world size over the steps.
         metrics: logged metrics.
-        hidden_metrics: number of metrics that are left out.
         throughput: steps per second and samples per second, as far as they are known.
+        training_notes: sentences below the charts of metrics and throughput.
         waterfall: delivered time, what was subtracted from it, and what is left.
         cost: cost of the nodes; ``None`` without a bill.
         cost_notes: sentences below it.
@@ -256,8 +256,8 @@ class PageContent:
     hidden_nodes: int
     rescales: tuple[Rescale, ...]
     metrics: tuple[Series, ...]
-    hidden_metrics: int
     throughput: tuple[Series, ...]
+    training_notes: tuple[str, ...]
     waterfall: tuple[WaterfallBar, ...]
     cost: DataTable | None
     cost_notes: tuple[str, ...]
@@ -285,6 +285,7 @@ def page_content(report: Report, events: Sequence[Event], *, running: bool = Fal
     duration = max(max((ended for _, ended in times), default=0.0) - start, 1e-3)
     reporters = {round_.number: round_.reporter for round_ in report.rounds}
     metrics = metric_series(events)
+    rescales = tuple(_rescales(ran))
     return PageContent(
         title=report.name or report.paths.run_dir.name,
         state="running" if running else report.outcome,
@@ -296,10 +297,10 @@ def page_content(report: Report, events: Sequence[Event], *, running: bool = Fal
         sizes=tuple(_sizes(ran)),
         nodes=tuple(timelines),
         hidden_nodes=len({span.node for span in spans}) - len(timelines),
-        rescales=tuple(_rescales(ran)),
+        rescales=rescales,
         metrics=tuple(metrics[:_MOST_SERIES]),
-        hidden_metrics=max(0, len(metrics) - _MOST_SERIES),
         throughput=tuple(throughput(events, reporters)),
+        training_notes=tuple(_training_notes(rescales, metrics)),
         waterfall=tuple(_waterfall(report.activities)),
         cost=cost_table(report),
         cost_notes=tuple(cost_notes(report)),
@@ -369,6 +370,15 @@ def _rescales(ran: Sequence[RoundSpan]) -> Iterable[Rescale]:
         if before.world_size != after.world_size:
             step = after.restored_step if after.restored_step is not None else before.last_step
             yield Rescale(step or 0, before.world_size, after.world_size)
+
+
+def _training_notes(rescales: Sequence[Rescale], metrics: Sequence[Series]) -> Iterable[str]:
+    if rescales:
+        yield "Dashed lines, or short strokes at the top: the number of workers changed after this step."
+    if any(bucket.not_finite for series in metrics[:_MOST_SERIES] for bucket in series.buckets):
+        yield "Crosses: values that are NaN or infinite."
+    if len(metrics) > _MOST_SERIES:
+        yield f"{len(metrics) - _MOST_SERIES:,} further metrics are in the event files."
 
 
 def _waterfall(activities: Sequence[Total]) -> Iterable[WaterfallBar]:

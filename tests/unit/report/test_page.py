@@ -29,7 +29,6 @@ from azureml_elastic.ledger.samples import SampleAudit
 from azureml_elastic.ledger.summary import FaultRecord, MissedFault, NodeSummary, Paths, Report, report_of_events
 from azureml_elastic.report.page import message_page, run_page, write_page
 from azureml_elastic.report.page_content import page_content
-from azureml_elastic.report.svg import Markup, element
 from tests.support.chromium import Elements
 from tests.support.histories import long_run, loss_and_newcomer
 
@@ -96,7 +95,7 @@ def test_the_page_has_what_the_report_has(tmp_path):
         "back at step",
         "trained again",
         ">2 steps<",
-        "a survivor&#x27;s notice",
+        "a survivor&#39;s notice",
         "Throughput, steps/s",
     ):
         assert part in text, part
@@ -201,18 +200,17 @@ def test_nothing_of_a_run_becomes_markup(tmp_path):
 
 
 @given(st.text(), st.text())
-def test_no_text_can_end_its_element_or_attribute(content, value):
-    made = element("p", content, data_x=value)
-    assert made.count("<") == 2
-    assert made.count('"') == 2
-    assert element("p", Markup("<b>x</b>")) == "<p><b>x</b></p>"
+def test_no_text_can_end_its_element_or_attribute(title, message):
+    made, harmless = message_page(title, message), message_page("title", "message")
+    for sign in '<>"':
+        assert made.count(sign) == harmless.count(sign)
     made.encode("utf-8")
 
 
 def test_a_failed_run_s_message_is_folded_below_its_headline(tmp_path):
     text = page(tmp_path, outcome="failed", message=TRACEBACK)
     assert "The run failed" in text
-    assert text.count("File &#x27;train.py&#x27;, line 3") == 2  # the run's and the worker's
+    assert text.count("File &#39;train.py&#39;, line 3") == 2  # the run's and the worker's
     assert "<strong>ValueError: &lt;b&gt;" in text
 
 
@@ -229,7 +227,7 @@ def test_running_runs_poll_and_others_do_not(tmp_path):
     content = page_content(report(tmp_path, events), events, running=True)
     assert "The run is running" in run_page(content)
     assert 'data-poll="2000"' in run_page(content, poll_seconds=2)
-    assert "connect-src &#x27;self&#x27;" in run_page(content, poll_seconds=2)
+    assert "connect-src 'self'" in run_page(content, poll_seconds=2)
     assert "data-poll=" not in run_page(content).partition("<body")[0]
 
 
