@@ -165,8 +165,6 @@ def azurite_command(cache: Path | None = None, package: str = AZURITE_PACKAGE, s
 
     Args:
         cache: folder for the installation; ``None`` for the user's cache.
-        package: npm package to install.
-        service: ``table`` or ``blob``.
 
     Raises:
         UsageError: Node.js is not installed, or npm cannot install the package.
@@ -183,10 +181,6 @@ def install_azurite(cache: Path, package: str = AZURITE_PACKAGE) -> Path:
     """Install Azurite into a cache folder unless it is there, and return the script of the table service.
 
     Safe for concurrent processes: one installs into a temporary folder and renames it when complete, the others wait.
-
-    Args:
-        cache: folder for the installation.
-        package: npm package to install.
 
     Raises:
         UsageError: Node.js is not installed, or npm cannot install the package.
@@ -306,7 +300,6 @@ def open_table_choice(table: str, paths: Paths, schedule: Schedule | None = None
 
     Args:
         table: ``sqlite``, ``azurite`` or the URL of a storage account, see :func:`check_table`.
-        paths: files of the run.
         schedule: fault schedule; table faults put a proxy in front of the table.
 
     Raises:

@@ -32,7 +32,6 @@ class DemoResult:
     """Result of the demo.
 
     Args:
-        report: report of the run.
         accuracy: accuracy on the held-out images; ``None`` if the run did not get that far.
         doubts: expectations that were not met; empty if all were.
     """
@@ -47,7 +46,6 @@ def run_demo(run_dir: Path | None, view: View) -> DemoResult:
 
     Args:
         run_dir: new folder for the run's files; ``None`` creates one below ``./runs``.
-        view: view that shows the run.
     """
     cluster = LocalCluster(
         (1, _NODES),

@@ -57,7 +57,6 @@ def read_body(headers: Message, reader: BinaryIO | BufferedIOBase, limit: int = 
     """Return the body of a request.
 
     Args:
-        headers: headers of the request.
         reader: stream that continues with the body.
         limit: largest length in bytes.
 
@@ -88,7 +87,6 @@ class Server(ThreadingHTTPServer):
     """A server with a thread for each connection.
 
     Args:
-        handler: handler of the connections.
         address: address to listen on, by default a free port of this machine's loopback; port 0 is a free one.
     """
 
@@ -187,8 +185,6 @@ class PageServer(Server):
 
     Args:
         page: function that returns the page; calls may overlap.
-        host: host name or address to listen on.
-        port: port; 0 selects a free one.
 
     Raises:
         UsageError: the server cannot listen there.

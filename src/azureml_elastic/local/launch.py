@@ -113,14 +113,6 @@ class Launch:
     """Start the nodes, watch them and inject the faults.
 
     Args:
-        plan: plan that the nodes receive.
-        table: table of the run.
-        paths: files of the run.
-        command: command that starts a node.
-        processes: context in which the nodes are started.
-        schedule: faults to inject.
-        view: view that shows the run.
-        signals: signals that stop the run.
         opens_session: whether the program uses this library, so that it reports its steps.
         continued: folders of the runs that this run continues, the first one first.
     """

@@ -52,9 +52,6 @@ class NodeStart(Protocol):
         """Start a node as a child of this process, with a session of its own.
 
         Args:
-            argv: command of the node.
-            env: its environment.
-            output: file for its output.
             network: network namespace of the node; ``None`` for that of this process.
         """
 

@@ -47,7 +47,6 @@ class NodeProcess:
     """One node: its agent and all descendants of the agent.
 
     Args:
-        name: node name.
         log: file with the output of the whole tree.
         marker: value of :data:`MARKER`, unique on this machine.
         agent: process of the agent.
@@ -148,13 +147,7 @@ class NodeProcesses:
         set_subreaper(self._was_subreaper)
 
     def start(self, name: str, argv: Sequence[str], environment: Mapping[str, str]) -> NodeProcess:
-        """Start a node.
-
-        Args:
-            name: unused node name.
-            argv: command line of the agent.
-            environment: environment of the agent.
-        """
+        """Start a node."""
         log, marker = self._logs / f"{name}.log", f"{self._nonce}/{name}"
         with log.open("ab") as output:
             agent = self.starting.start(argv, env={**environment, MARKER: marker}, output=output)

@@ -50,11 +50,7 @@ class NodeStatus:
     """State of one node.
 
     Args:
-        name: node name.
         ending: ``running``, or the reason why the node no longer runs; ``frozen`` for a permanently frozen node.
-        exit_code: exit code of the node's agent; ``None`` while it runs.
-        log: file with the node's output.
-        last_line: last line of that output.
     """
 
     name: str
@@ -82,8 +78,6 @@ def phase(nodes: Collection[NodeStatus], ended: RunEnded | None, *, more_to_come
     """Return whether the run goes on, is ending (some nodes have yet to exit) or is over.
 
     Args:
-        nodes: all started nodes.
-        ended: event that reports the end of the run, if there was one.
         more_to_come: whether nodes will be added even if none is left.
     """
     running = any(node.ending == "running" for node in nodes)
@@ -94,13 +88,7 @@ def phase(nodes: Collection[NodeStatus], ended: RunEnded | None, *, more_to_come
 
 
 def outcome_of(nodes: Collection[NodeStatus], ended: RunEnded | None, failure: WorkerFailed | None) -> RunEnd:
-    """Return the outcome of a run that is over.
-
-    Args:
-        nodes: all started nodes.
-        ended: event that reports the end of the run, if there was one.
-        failure: last worker failure, if there was one.
-    """
+    """Return the outcome of a run that is over."""
     if any(node.exit_code == 0 for node in nodes) or (ended is not None and ended.succeeded):
         return RunEnd("succeeded", 0)
     failed = [node for node in nodes if node.failed]

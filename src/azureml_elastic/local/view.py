@@ -52,11 +52,9 @@ class NodePicture:
     """State of one node.
 
     Args:
-        name: node name.
         state: short description for people.
         rank: rank in the newest round.
         round: number of the newest round, 0 before the first.
-        step: last reported training step.
         alive: whether the agent runs.
     """
 
@@ -188,11 +186,7 @@ class View:
 
 
 class UntilBroken(View):
-    """View that shows a run in another view until that one fails, as when its terminal is closed.
-
-    Args:
-        view: the other view.
-    """
+    """View that shows a run in another view until that one fails, as when its terminal is closed."""
 
     def __init__(self, view: View) -> None:
         self._view: View | None = view
@@ -226,11 +220,7 @@ class UntilBroken(View):
 
 
 class PlainView(View):
-    """View that prints one line per event and per line of output, in the order of arrival.
-
-    Args:
-        console: console to print to.
-    """
+    """View that prints one line per event and per line of output, in the order of arrival."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -100,8 +100,6 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
     """Return about ``count`` round numbers from one at or below ``low`` to one at or above ``high``.
 
     Args:
-        low: least value.
-        high: greatest value.
         count: number of intervals, about which there are.
     """
     size = max(abs(low), abs(high))
@@ -121,7 +119,6 @@ def time_ticks(duration: float, count: int = 6) -> list[tuple[float, str]]:
     """Return round times from 0 up to a duration in seconds, with their texts.
 
     Args:
-        duration: last time.
         count: most intervals.
     """
     if duration <= 1:
@@ -158,7 +155,6 @@ def goodput_text(least: float, most: float | None, digits: int = 0) -> str:
     Args:
         least: share of the time that is known to be training which was kept.
         most: that share with all unknown time; ``None`` if it is the same.
-        digits: digits after the decimal point.
     """
     low, high = f"{least:.{digits}%}", f"{least if most is None else most:.{digits}%}"
     return low if low == high else f"{low} to {high}"

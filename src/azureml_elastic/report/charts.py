@@ -180,7 +180,6 @@ def series_chart(content: PageContent, series: Series, name: str, title: str, *,
     """Return the chart of a quantity over the steps.
 
     Args:
-        name: name of the chart that is unique in the page.
         is_rate: whether only the means count, from zero.
     """
     buckets = series.buckets

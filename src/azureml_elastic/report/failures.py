@@ -33,7 +33,6 @@ class Failure:
     """A failure.
 
     Args:
-        kind: kind in a word or two.
         where: node, round and step.
         summary: one line.
         details: whole message, such as a traceback; empty if the summary says it all.
@@ -49,7 +48,6 @@ def failures(report: Report, events: Iterable[Event], start: float) -> list[Fail
     """Return the failures in the order in which they were recorded, and those of the schedule that did not happen.
 
     Args:
-        events: events of all nodes.
         start: time from which times count.
     """
     found = []

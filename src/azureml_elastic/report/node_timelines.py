@@ -45,7 +45,6 @@ class Segment:
 
     Args:
         activity: activity that took most of the time.
-        cause: cause of this activity.
         started: seconds since the epoch.
         ended: seconds since the epoch.
         rounds: first and last round.
@@ -67,7 +66,6 @@ class Mark:
     Args:
         kind: kind of event; a fault is one that was injected.
         time: seconds since the epoch.
-        text: description.
     """
 
     kind: Literal["checkpoint", "fault", "loss", "failure", "added"]
@@ -80,7 +78,6 @@ class NodeTimeline:
     """Timeline of one node.
 
     Args:
-        node: name of the node.
         ending: end of the node, such as ``killed``; empty if it is unknown.
         segments: segments without gaps.
         marks: marks in the order of their times.
@@ -98,12 +95,7 @@ class NodeTimeline:
 
 
 def node_timelines(report: Report, spans: Sequence[Span], events: Sequence[Event]) -> list[NodeTimeline]:
-    """Return the timelines of the first nodes, in the order in which they started.
-
-    Args:
-        spans: spans of all nodes.
-        events: events of all nodes.
-    """
+    """Return the timelines of the first nodes, in the order in which they started."""
     if not spans:
         return []
     by_node: dict[str, list[Span]] = {}

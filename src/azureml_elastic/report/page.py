@@ -39,7 +39,6 @@ def write_page(report: Report, events: Sequence[Event], path: Path, *, running: 
     """Write the page to a file, which is overwritten.
 
     Args:
-        events: events of all nodes.
         running: whether the run goes on.
 
     Raises:
@@ -74,7 +73,6 @@ def message_page(title: str, message: str, *, poll_seconds: float | None = None)
     """Return a page for a run of which nothing can be shown yet.
 
     Args:
-        title: name of the run.
         message: reason.
         poll_seconds: see :func:`run_page`.
     """

@@ -50,8 +50,6 @@ class DataTable:
     """A table of texts.
 
     Args:
-        headings: headings of the columns.
-        rows: cells by row.
         omitted: number of rows in the middle that are left out.
     """
 
@@ -206,7 +204,6 @@ class WaterfallBar:
     """A part of the nodes' time.
 
     Args:
-        name: name of the part.
         activity: activity, ``delivered`` for the whole.
         seconds: node-seconds of the part.
         left: node-seconds that are left below it.
@@ -223,23 +220,19 @@ class PageContent:
     """Content of the page of a run.
 
     Args:
-        title: name of the run.
         state: outcome, or ``running``.
         verdict: outcome as the rest of a sentence.
         message: reason of a failure; may be empty.
-        facts: facts of the head.
         start: begin of the time axis in seconds since the epoch.
         duration: length of the time axis in seconds.
         sizes: world size over time.
         hidden_nodes: number of nodes without a timeline.
         rescales: changes of the world size over the steps.
-        metrics: logged metrics.
         throughput: steps per second and samples per second, as far as they are known.
         training_notes: sentences below the charts of metrics and throughput.
         waterfall: delivered time, what was subtracted from it, and what is left.
         cost: cost of the nodes; ``None`` without a bill.
         cost_notes: sentences below it.
-        checkpoints: committed checkpoints.
         failures: failures, and what else needs attention.
         notes: further remarks.
     """
@@ -272,7 +265,6 @@ def page_content(report: Report, events: Sequence[Event], *, running: bool = Fal
     """Return the content of the page.
 
     Args:
-        events: events of all nodes.
         running: whether the run goes on.
     """
     spans = report.spans(events)

@@ -20,8 +20,6 @@ class Bucket:
     """Values of successive steps.
 
     Args:
-        first: first step.
-        last: last step.
         mean: mean of the finite values; ``None`` if there is none.
         low: least finite value.
         high: greatest finite value.
@@ -51,7 +49,6 @@ class Series:
     """A quantity over the steps.
 
     Args:
-        name: name of the quantity.
         buckets: buckets in the order of their steps.
         count: number of values.
     """
@@ -65,10 +62,6 @@ def metric_series(events: Iterable[Event], most: int = BUCKETS) -> list[Series]:
     """Return the logged metrics, losses and learning rates first, the others by name.
 
     A step that was trained again has the values of its highest round.
-
-    Args:
-        events: events of all nodes.
-        most: greatest number of buckets of a series.
     """
     found: dict[str, dict[int, tuple[int, float]]] = {}
     for event in events:
@@ -86,9 +79,7 @@ def throughput(events: Iterable[Event], reporters: Mapping[int, str], most: int 
     The times of a round are those of one node. A step that was trained again counts in its highest round.
 
     Args:
-        events: events of all nodes.
         reporters: node whose times count, by round, among those that have reported the most steps.
-        most: greatest number of buckets.
     """
     reported: dict[int, dict[str, dict[int, Progress]]] = {}
     for event in events:
@@ -123,8 +114,6 @@ class _Interval:
     """Time between two reported steps.
 
     Args:
-        before: first reported step.
-        last: second reported step.
         seconds: time between them.
         samples: samples of the steps after the first one; ``None`` if they were not counted.
     """

@@ -55,7 +55,6 @@ class Lifeline:
     """The life of a node as one bar of text.
 
     Args:
-        node: node name.
         bar: one character per unit of time: ``█`` as rank 0, ``━`` with another rank, ``·`` where the node starts,
             waits or recovers, and a blank while it does not exist.
         end: end of the node, in words.
@@ -73,7 +72,6 @@ class TimeColumns:
     Args:
         start: begin of the first column.
         end: end of the last one.
-        count: number of columns.
     """
 
     start: float

@@ -55,7 +55,6 @@ def calibrate(runs: Iterable[Sequence[Event]], base: Parameters | None = None) -
     """Return the parameters that the events of runs show.
 
     Args:
-        runs: events of each run.
         base: values of what no run shows, such as the provisioning of machines; the defaults without it.
 
     Raises:

@@ -143,12 +143,7 @@ _INTERVALS: tuple[float | None, ...] = (60.0, 300.0, 900.0, 3600.0)
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings of an elastic run with their result.
-
-    Args:
-        scenario: scenario with the settings.
-        result: result of its simulation.
-    """
+    """Settings of an elastic run with their result."""
 
     scenario: Scenario
     result: Outcome
@@ -227,7 +222,6 @@ def recommend(found: Iterable[Candidate], deadline: float = math.inf) -> Candida
     """Return the cheapest candidate that meets the deadline; without one, that of the smallest time times cost.
 
     Args:
-        found: candidates.
         deadline: latest end of the run in seconds after its submission.
     """
     front = [each for each in pareto_front(found) if each.result.seconds <= deadline]

@@ -34,14 +34,11 @@ class Process:
     """Process of a node. Its seconds are accounted up to ``at``; those of members while they train, by ``Training``.
 
     Args:
-        pool: index of its pool.
-        began: start of the process.
         at: time up to which its seconds are accounted.
         ready: whether it may be in a round.
         entered: whether it has been in one.
         waiting_since: time since which it waits for a round.
         activity: what it does since ``at``.
-        cause: cause of that.
     """
 
     name: str
@@ -56,11 +53,7 @@ class Process:
 
 
 class Processes(dict[str, Process]):
-    """Running processes by the name of their node.
-
-    Args:
-        accounts: accounts of the run.
-    """
+    """Running processes by the name of their node."""
 
     def __init__(self, accounts: Accounts) -> None:
         super().__init__()
@@ -111,17 +104,8 @@ _Phase = Literal["open", "entering", "training", "broken", "ended"]
 class ElasticRun:
     """An elastic run.
 
-    Args:
-        work: number of steps.
-        limits: node counts.
-        parameters: durations.
-        checkpoint: checkpoint policy.
-        timings: timeouts of the rendezvous.
-
     Attributes:
         now: time in seconds since the submission.
-        training: steps and checkpoints.
-        accounts: node-seconds by activity.
         nodes: running processes by the names of their nodes.
         over: whether the run has ended.
         rounds: number of rounds that have trained.
@@ -167,8 +151,6 @@ class ElasticRun:
         """Start the process of a node.
 
         Args:
-            name: name of the node, unique in the run.
-            pool: index of its pool.
             ready_in: seconds until it is ready; by default those of the parameters.
         """
         node = self.nodes.start(name, pool, self.now)
@@ -181,10 +163,8 @@ class ElasticRun:
         """End the process of a node at once.
 
         Args:
-            name: name of the node.
             silent: whether the others notice it by its silence only, as when a machine is gone; otherwise its
                 connections break at once.
-            cause: reason of the loss.
         """
         self._break(name, cause)
         self.nodes.end(name, self.now)

@@ -126,8 +126,6 @@ class Life:
     """Lifetime of the process of a simulated node.
 
     Args:
-        node: name of the node.
-        pool: index of its pool.
         began: start in seconds since the submission of the run.
         ended: end in seconds since the submission of the run.
     """
@@ -190,8 +188,6 @@ class SimulatedPool:
 
     Args:
         trace: availability of its machines; ``None`` for machines that are always there.
-        size: VM size, for the price.
-        tier: tier, for the price.
     """
 
     pool: NodePool
@@ -213,11 +209,7 @@ class Scenario:
         pools: pools in the order of preference.
         minimum: number of nodes below which training pauses.
         maximum: number of nodes that may train at once; that of the rigid strategies.
-        work: number of steps.
-        parameters: durations.
-        checkpoint: checkpoint policy.
         replacement: replacement policy of the elastic run.
-        timings: timeouts of the rendezvous.
         prices: prices by VM size and tier; ``None`` for those of the pools.
         limit_seconds: simulated time after which a run is given up.
     """
@@ -256,14 +248,11 @@ class Outcome:
 
     Args:
         seconds: time from the submission to the end of the run, or to the point at which it was given up.
-        steps: number of completed steps.
         finished: whether the work was done.
         why: reason why it was not done, or what else the run's owner should know.
         lost_steps: number of steps that were trained again.
         restarts: number of times that training began again, or of rounds after the first.
         node_seconds: time for which nodes were delivered.
-        activities: node-seconds by activity and cause.
-        bill: cost of the nodes.
     """
 
     strategy: Strategy

@@ -51,7 +51,6 @@ class Change:
 
     Args:
         time: seconds since the start of the trace.
-        machine: index of the machine.
         up: whether it becomes available.
     """
 
@@ -66,7 +65,6 @@ class Trace:
 
     Args:
         changes: changes in the order of time; each one changes the state of its machine.
-        machines: number of machines.
         seconds: length of the trace.
     """
 
@@ -232,14 +230,7 @@ class Hazard:
 
 
 def synthetic_trace(hazard: Hazard, machines: int, seconds: float, seed: int = 0) -> Trace:
-    """Return a trace in which all machines are available at first. Equal arguments give equal traces.
-
-    Args:
-        hazard: rates of the losses.
-        machines: number of machines.
-        seconds: length of the trace.
-        seed: start value of the random numbers.
-    """
+    """Return a trace in which all machines are available at first. Equal arguments give equal traces."""
     if machines < 1 or not 0 < seconds < math.inf:
         raise UsageError(f"A trace of {machines} machines and {seconds:g} s is empty; give 1 machine and 1 s or more.")
     # A machine's losses and the pool's events have generators of their own: one more machine changes no other's.

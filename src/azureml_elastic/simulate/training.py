@@ -36,12 +36,6 @@ class Training:
     Time between two interesting steps is skipped: those at which a checkpoint may be due or has been written, and the
     ones at which training is to stop.
 
-    Args:
-        work: number of steps of the run.
-        parameters: durations.
-        policy: checkpoint policy.
-        accounts: accounts of the run.
-
     Attributes:
         steps: completed steps.
         committed: steps in the newest committed checkpoint.
@@ -83,7 +77,6 @@ class Training:
 
         Args:
             now: time at which its first step begins.
-            members: number of its nodes.
             losses: number of losses in the rounds before.
             seconds: duration of the rounds before.
         """

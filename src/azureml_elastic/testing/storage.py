@@ -187,7 +187,6 @@ def locate(address: str, asset: Callable[[str], str | None]) -> Location:
 
     Args:
         address: ``azureml://datastores/...`` in its short or long form, an asset id, or the URL of a blob.
-        asset: function that returns the address of an asset by its id.
 
     Raises:
         UsageError: the address has another form, or is not in this workspace.

@@ -265,7 +265,6 @@ class LocalWorkspace:
         """Wait for the end of a job and return its state, seconds before ``jobs.stream`` would.
 
         Args:
-            name: job name.
             timeout: longest time to wait; ``None`` for no limit.
 
         Raises:

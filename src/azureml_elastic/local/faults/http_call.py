@@ -73,8 +73,6 @@ class Exchange:
     Args:
         number: number of the call, from 1.
         time: end of the call in seconds since the epoch.
-        method: HTTP method.
-        path: path without the query.
         row: key of the row as written in the table; empty for calls about several rows.
         trouble: injected fault, ``None`` for none.
         arrived: whether the call reached the table.
@@ -132,10 +130,6 @@ def read_request(reader: BinaryIO) -> Request | None:
 def forward(request: Request, address: tuple[str, int]) -> Answer:
     """Send the request to the table on a new connection and return the response.
 
-    Args:
-        request: request of the client.
-        address: host and port of the table.
-
     Raises:
         OSError, HTTPException: the table does not respond.
     """
@@ -164,8 +158,6 @@ def lie(kind: Lie, method: str, number: int) -> Answer | None:
     """Return a false answer, ``None`` where the table's own is given.
 
     Args:
-        kind: kind of lie.
-        method: HTTP method of the call.
         number: number of the call, by which other services take turns.
     """
     if kind == "refused":

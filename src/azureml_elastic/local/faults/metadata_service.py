@@ -127,7 +127,6 @@ class MetadataService:
 
         Args:
             type_: ``Preempt``, ``Terminate``, ``Reboot``, ``Redeploy`` or ``Freeze``.
-            machines: affected machines.
             notice: seconds until the earliest start; about 30 for a real preemption.
             duration: expected interruption in seconds, -1 for unknown.
         """

@@ -59,7 +59,6 @@ class Disturbance:
     ========  ================================================================================================
 
     Args:
-        kind: kind of fault.
         share: share of the calls that are affected, in (0, 1]; an outage affects all.
         arrives: whether a call without a proper response still reaches the table; for ``slow``, whether the response
             (true) or the call (false) is delayed. ``None`` draws it for each call.
@@ -102,12 +101,9 @@ class Fate:
     """The fault of one call.
 
     Args:
-        source: fault that it was drawn from.
         kind: kind of fault, never ``any``.
         arrives: whether the call reaches the table, see :class:`Disturbance`.
-        delay_s: delay in seconds of a ``slow`` call.
         retry_after_s: value of ``Retry-After`` for ``throttle``, 0 for no such header.
-        status: HTTP status of ``garbage``.
     """
 
     source: Disturbance
@@ -123,7 +119,6 @@ def draw(disturbances: Sequence[Disturbance], seed: str) -> Fate | None:
 
     Args:
         disturbances: faults that may affect the call.
-        seed: random seed of this call.
     """
     rng = random.Random(seed)
     for disturbance in disturbances:
@@ -222,8 +217,6 @@ class TableTrouble:
     """Fault between all nodes and the table, see :class:`~azureml_elastic.local.faults.model.Disturbance`.
 
     Args:
-        trouble: kind of fault.
-        when: start of the fault.
         duration_s: duration in seconds, ``None`` for the rest of the run.
         percent: share of the calls that are affected, 1 to 100.
     """

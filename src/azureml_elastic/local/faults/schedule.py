@@ -84,7 +84,6 @@ class ChaosState:
     """State of the cluster that decisions depend on.
 
     Args:
-        step: number of completed training steps.
         seconds: seconds since training began, ``None`` before; see :func:`training_seconds`.
         living: nodes that can be targets: alive, not frozen and without a preemption notice.
         gone: nodes that will not come back.
@@ -105,8 +104,6 @@ class Due:
     """A fault that is due now.
 
     Args:
-        index: index of the fault in the schedule.
-        fault: the fault.
         victim: target node; ``None`` for ``add``, for table faults and for a target that has already ended.
     """
 
@@ -124,7 +121,6 @@ def training_seconds(
     begins with its workers.
 
     Args:
-        now: the present time in seconds.
         workers_started: time at which the first workers started, ``None`` before.
         first_step: time at which a step was reported first, ``None`` before.
         opens_session: whether the program uses this library.
@@ -339,8 +335,6 @@ def reason_missed(fault: Fault, state: ChaosState, endings: Mapping[str, NodeEnd
     """Return why a fault had not been injected when the run ended.
 
     Args:
-        fault: the fault.
-        state: state at the end of the run.
         endings: started nodes, in the order of their starts, and how they ended.
     """
     if not reached(fault.when, state):

@@ -108,7 +108,6 @@ class ForkedProcess:
     """A child process of this one, with the methods of ``subprocess.Popen`` that its users call.
 
     Args:
-        pid: process id
         argv: words that name the process in errors.
     """
 
@@ -235,7 +234,6 @@ class ForkServer:
         Args:
             become: function that makes the fork the wanted process, as ``module:name``; see :mod:`.server`.
             request: what the function needs, as JSON; ``argv`` names the process.
-            environ: environment of the process.
             descriptors: file descriptors for the function.
             folder: working directory of the process; ``None`` for that of this one.
 
@@ -394,8 +392,6 @@ class ForkStart:
         """Fork a node.
 
         Args:
-            arguments: arguments of the agent.
-            env: environment of the node.
             streams: descriptors for standard input, output and error.
             folder: working directory of the node; ``None`` for that of this process.
             network: network namespace of the node; ``None`` for that of this process.
@@ -418,8 +414,6 @@ def are_forked(program: Program, distribution: ElasticDistribution, most_nodes: 
     """Return whether the nodes of a run are forked, as far as its settings decide.
 
     Args:
-        program: program of the run.
-        distribution: settings of the nodes' processes.
         most_nodes: number of nodes that are started together.
     """
     return (
@@ -432,12 +426,7 @@ def are_forked(program: Program, distribution: ElasticDistribution, most_nodes: 
 
 @contextlib.contextmanager
 def open_fork_start(program: Program, environ: Mapping[str, str]) -> Iterator[NodeStart]:
-    """Yield what forks the nodes of a run from a server of its own.
-
-    Args:
-        program: program of the run.
-        environ: environment that all nodes have.
-    """
+    """Yield what forks the nodes of a run from a server of its own."""
     server = ForkServer(Imports(program), environ)
     try:
         yield ForkStart(lambda _: server)

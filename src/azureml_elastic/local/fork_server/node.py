@@ -80,9 +80,6 @@ class _Preload:
     """The process that waits to become the preload server, on the agent's side.
 
     Args:
-        link: connection to the process.
-        process: process
-        server: what the server has imported.
         gathered: pipe that ends once all nodes of the same start have announced themselves.
         announced: end of that pipe which this node holds until it has.
     """

@@ -83,9 +83,7 @@ class Server:
     """The server, and what its forks take over from it.
 
     Args:
-        link: connection to the client.
         imports: fields of the client's ``Imports``.
-        excluded: packages that are left to the workers, with the reasons.
 
     Attributes:
         excluded: packages that are left to the workers, with the reasons.

@@ -23,12 +23,7 @@ _LABEL = ":"
 
 @dataclass
 class Assets:
-    """Handler of requests for assets, which stores the versions that were put.
-
-    Args:
-        root: resource id of the workspace.
-        storage: storage account to which clients upload the files of assets.
-    """
+    """Handler of requests for assets, which stores the versions that were put."""
 
     root: str
     storage: StorageAccount

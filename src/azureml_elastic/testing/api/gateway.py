@@ -46,7 +46,6 @@ class Gateway:
     Each gateway has a certificate authority of its own, whose keys never leave this process.
 
     Args:
-        hosts: request handlers by host name.
         own: handler of plain requests to the gateway itself.
     """
 
@@ -203,7 +202,6 @@ def signed_in(answer: Callable[[Request], Answer], public: Collection[str] = ())
     """Return a request handler that refuses requests without a token.
 
     Args:
-        answer: handler of the other requests.
         public: beginnings of the paths that need no token.
     """
 

@@ -199,10 +199,6 @@ def job_properties(run: Run, status: Status, *, host: str, workspace: str, versi
     """Return the properties of a job's document in a response.
 
     Args:
-        run: the job.
-        status: its state.
-        host: host name of the services of the run.
-        workspace: resource id of the workspace.
         version: API version of the request; fields that are younger are left out.
     """
     single = run.kind == "Command"

@@ -105,7 +105,6 @@ class Schedules:
     """Handler of requests for schedules.
 
     Args:
-        root: resource id of the workspace.
         check: function that raises ``UsageError`` for properties of a job that could not be submitted.
         submit: function that submits a job, given its name, its properties and the name of the schedule.
         job: function that returns the properties of a submitted job by its id, ``None`` if there is none.

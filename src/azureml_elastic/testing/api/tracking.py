@@ -35,11 +35,7 @@ class Logged:
 
 
 class Tracking:
-    """Handler of requests to the tracking API; thread-safe.
-
-    Args:
-        runs: runs of the workspace.
-    """
+    """Handler of requests to the tracking API; thread-safe."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs

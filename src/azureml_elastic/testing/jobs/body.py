@@ -151,10 +151,6 @@ class _Pipeline:
 def read_job(properties: Mapping[str, Any], component: Component) -> JobBody:
     """Parse the properties of a job document.
 
-    Args:
-        properties: properties of the document.
-        component: function that returns the specification of a component by its id.
-
     Raises:
         UsageError: the local workspace does not run such jobs, or the document is malformed.
     """

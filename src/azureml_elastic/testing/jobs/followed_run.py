@@ -23,11 +23,8 @@ class FollowedRun:
     """Reader of the events and logs of a run's nodes.
 
     Args:
-        setting: objects of the workspace.
         runs: records of the workspace, all of whose jobs belong to the run.
         first: name of the job that was submitted.
-        paths: folder that the run leaves.
-        view: view that shows the run.
     """
 
     def __init__(self, setting: Setting, runs: Runs, first: str, paths: Paths, view: View) -> None:

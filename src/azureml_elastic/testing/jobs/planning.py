@@ -33,9 +33,6 @@ class Step:
     """A step that decisions depend on.
 
     Args:
-        status: its state.
-        started: whether it was started.
-        cancelled: whether its cancellation was requested.
         reads: states of the steps whose outputs it reads.
     """
 
@@ -119,12 +116,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Planner:
-    """Planner of the jobs of a workspace.
-
-    Args:
-        pools: computes by name.
-        address: function that returns the address of an asset by its id.
-    """
+    """Planner of the jobs of a workspace."""
 
     pools: Mapping[str, Pool]
     address: Callable[[str], str | None]

@@ -46,8 +46,6 @@ def pipeline_status(steps: Sequence[Status], *, cancelled: bool, sufficient: Seq
     """Return the state of a pipeline.
 
     Args:
-        steps: states of its steps.
-        cancelled: whether its cancellation was requested.
         sufficient: states of the steps of which one completed one is enough; empty where all must complete.
     """
     if not all(step in TERMINAL for step in steps):
@@ -67,7 +65,6 @@ def unlike_the_run(commands: Sequence[Status], *, succeeded: bool) -> Status | N
 
     Args:
         commands: final states of the jobs of all nodes.
-        succeeded: whether the run succeeded.
     """
     if succeeded and "Failed" in commands and "Completed" not in commands:
         return "Failed"

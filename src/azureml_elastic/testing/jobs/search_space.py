@@ -149,7 +149,6 @@ def best_trial(values: Mapping[str, Sequence[float]], *, maximize: bool) -> tupl
 
     Args:
         values: all values of the primary metric by trial, in the order in which the trials began.
-        maximize: whether the greatest value is the best.
     """
     best = max if maximize else min
     reached = {
@@ -177,8 +176,6 @@ class Binding:
     """What an input or output of a step is bound to.
 
     Args:
-        kind: whether it is one of the inputs or of the outputs.
-        name: name of the input or output.
         step: name of the step in the same pipeline that has it; ``None`` for the pipeline itself.
     """
 

@@ -48,11 +48,7 @@ class Service(threading.Thread):
     """Thread that starts the steps of pipelines and the trials of sweeps, and evicts machines, until it is closed.
 
     Args:
-        setting: objects that all jobs share.
-        runs: records of the workspace's runs.
-        properties: function that returns the properties of an entity by its id.
         metrics: function that returns the metrics of a run: for each of them its steps and values.
-        evictions: planned evictions.
     """
 
     def __init__(
@@ -110,8 +106,6 @@ class Service(threading.Thread):
         """Start a job, given the properties of its document.
 
         Args:
-            name: name of the job.
-            properties: properties of its document.
             schedule: name of the schedule that submits it.
         """
         plan, body = self._plan(name, properties)
