@@ -84,7 +84,7 @@ def read_body(headers: Message, reader: BinaryIO | BufferedIOBase, limit: int = 
 
 
 class Server(ThreadingHTTPServer):
-    """A server with a thread for each connection.
+    """A server with a thread for each connection, a context manager that serves in a thread of its own.
 
     Args:
         address: address to listen on, by default a free port of this machine's loopback; port 0 is a free one.
@@ -100,6 +100,22 @@ class Server(ThreadingHTTPServer):
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         super().__init__(address, handler)
+        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the server and all connections, and wait for the end of their threads."""
+        self.shutdown()
+        self._thread.join()
+        with self._lock:
+            self._closed = True
+            connections = list(self._open)
+        for connection in connections:
+            _shut(connection)
+        self.server_close()
 
     def keep(self, connection: socket.socket) -> None:
         """Register a connection to be closed with the server."""
@@ -113,15 +129,6 @@ class Server(ThreadingHTTPServer):
         """Unregister a closed connection."""
         with self._lock:
             self._open.discard(connection)
-
-    def close(self) -> None:
-        """Close all connections; returns when their threads have ended. ``serve_forever`` must have returned."""
-        with self._lock:
-            self._closed = True
-            connections = list(self._open)
-        for connection in connections:
-            _shut(connection)
-        self.server_close()
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore clients that close connections or are killed, which may happen at any time."""
@@ -181,7 +188,7 @@ _HEADERS = {
 
 
 class PageServer(Server):
-    """Server of a page, a context manager that serves in a thread of its own.
+    """Server of a page.
 
     Args:
         page: function that returns the page; calls may overlap.
@@ -202,7 +209,6 @@ class PageServer(Server):
                 f"The dashboard cannot listen on {host}, port {port} ({error}). Give another --port, 0 for a free one, "
                 "or another --host."
             ) from error
-        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
 
     @property
     def url(self) -> str:
@@ -233,15 +239,6 @@ class PageServer(Server):
                     "Open the URL that 'azureml-elastic report --serve' has printed, with its token.",
                 )
         return None if parts.path == "/" else (HTTPStatus.NOT_FOUND, "There is one page, at /.")
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
-        self._thread.join()
-        self.close()
 
 
 class _PageHandler(Handler):

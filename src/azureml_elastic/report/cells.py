@@ -31,6 +31,7 @@ __all__ = [
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 _UNITS = ((_DAY, "d", _HOUR, "h"), (_HOUR, "h", _MINUTE, "min"), (_MINUTE, "min", 1, "s"))
 _TIMES = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
+_MOST_INTERVALS = 6
 _LARGE, _SMALL = 1e6, 1e-3
 _HUGE = 1e300
 
@@ -54,9 +55,7 @@ def number_text(value: float) -> str:
     if value == int(value) and size < _LARGE:
         text = f"{int(value):,}"
     elif size >= _LARGE or size < _SMALL:
-        mantissa, _, exponent = f"{value:.3e}".partition("e")
-        mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
-        text = f"{mantissa}e{int(exponent)}"
+        text = _scientific(value)
     else:
         text = f"{value:,.{max(0, 3 - math.floor(math.log10(size)))}f}"
     return text
@@ -64,12 +63,14 @@ def number_text(value: float) -> str:
 
 def tick_text(value: float) -> str:
     """Return a round number without trailing zeros."""
-    size = abs(value)
-    if value and (size >= _LARGE or size < _SMALL):
-        mantissa, _, exponent = f"{value:.3e}".partition("e")
-        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
-    text = f"{value:,.6f}"
-    return text.rstrip("0").rstrip(".")
+    if value and not _SMALL <= abs(value) < _LARGE:
+        return _scientific(value)
+    return f"{value:,.6f}".rstrip("0").rstrip(".")
+
+
+def _scientific(value: float) -> str:
+    mantissa, _, exponent = f"{value:.3e}".partition("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
 def duration_text(seconds: float) -> str:
@@ -115,18 +116,14 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
     return [round(index * step, 12 - math.floor(math.log10(step))) for index in range(first, last + 1)]
 
 
-def time_ticks(duration: float, count: int = 6) -> list[tuple[float, str]]:
-    """Return round times from 0 up to a duration in seconds, with their texts.
-
-    Args:
-        count: most intervals.
-    """
+def time_ticks(duration: float) -> list[tuple[float, str]]:
+    """Return round times from 0 up to a duration in seconds, with their texts."""
     if duration <= 1:
-        ticks = [tick for tick in nice_ticks(0, duration, count) if 0 <= tick <= duration]
+        ticks = [tick for tick in nice_ticks(0, duration, _MOST_INTERVALS) if 0 <= tick <= duration]
         return [(tick, f"{tick * 1000:g} ms" if tick else "0") for tick in ticks]
-    step = next((each for each in _TIMES if duration / each <= count), None)
+    step = next((each for each in _TIMES if duration / each <= _MOST_INTERVALS), None)
     if step is None:
-        step = _DAY * math.ceil(duration / _DAY / count)
+        step = _DAY * math.ceil(duration / _DAY / _MOST_INTERVALS)
     return [(index * step, _tick_text(index * step, step)) for index in range(int(duration // step) + 1)]
 
 

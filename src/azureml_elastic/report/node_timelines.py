@@ -118,74 +118,59 @@ def node_timelines(report: Report, spans: Sequence[Span], events: Sequence[Event
     ]
 
 
-class _Pending:
+@dataclass
+class _Part:
     """Successive spans that become one segment."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[_Key, float] = {}
-        self.started = self.ended = 0.0
-        self.rounds = (0, 0)
+    seconds: dict[_Key, float]
+    started: float
+    ended: float
+    rounds: tuple[int, int]
+
+    @classmethod
+    def of(cls, span: Span) -> _Part:
+        return cls({(span.activity, span.cause): span.seconds}, span.started, span.ended, (span.round, span.round))
 
     @property
     def main(self) -> _Key:
         return max(self.seconds, key=lambda key: self.seconds[key])
 
-    def add(self, span: Span) -> None:
-        if not self.seconds:
-            self.started, self.rounds = span.started, (span.round, span.round)
-        key = (span.activity, span.cause)
-        self.seconds[key] = self.seconds.get(key, 0.0) + span.seconds
-        self.ended = span.ended
-        self.rounds = (min(self.rounds[0], span.round), max(self.rounds[1], span.round))
-
-    def extend(self, other: _Pending) -> None:
-        if not self.seconds:
-            self.started, self.rounds = other.started, other.rounds
+    def extend(self, other: _Part) -> None:
         for key, seconds in other.seconds.items():
             self.seconds[key] = self.seconds.get(key, 0.0) + seconds
         self.ended = other.ended
         self.rounds = (min(self.rounds[0], other.rounds[0]), max(self.rounds[1], other.rounds[1]))
 
     def segment(self) -> Segment:
-        activity, cause = self.main
         others = sorted(((key, each) for key, each in self.seconds.items() if key != self.main), key=lambda x: -x[1])
-        return Segment(
-            activity,
-            cause,
-            self.started,
-            self.ended,
-            self.rounds,
-            tuple((activity_text(*key), seconds) for key, seconds in others),
-        )
+        texts = tuple((activity_text(*key), seconds) for key, seconds in others)
+        return Segment(*self.main, self.started, self.ended, self.rounds, texts)
 
 
 def _merged(spans: Iterable[Span], shortest: float) -> list[Segment]:
     """Return the spans of one node as segments, of which none but the only one is shorter than ``shortest``."""
-    parts: list[_Pending] = []
-    short = _Pending()
+    parts: list[_Part] = []
+    short: _Part | None = None  # spans that are together still too short to be seen
     for span in spans:
-        if span.seconds < shortest:
-            short.add(span)
-            if short.ended - short.started >= shortest:
-                _append(parts, short)
-                short = _Pending()
-            continue
-        current = _Pending()
-        if short.seconds and parts:
+        part = _Part.of(span)
+        if short is not None and (span.seconds < shortest or not parts):
+            short.extend(part)
+            part, short = short, None
+        elif short is not None:
             parts[-1].extend(short)
-        elif short.seconds:
-            current.extend(short)
-        short = _Pending()
-        current.add(span)
-        _append(parts, current)
-    if short.seconds and parts:
+            short = None
+        if part.ended - part.started < shortest:
+            short = part
+        else:
+            _append(parts, part)
+    if short is not None and parts:
         parts[-1].extend(short)
-    elif short.seconds:
+    elif short is not None:
         parts.append(short)
     return [part.segment() for part in parts]
 
 
-def _append(parts: list[_Pending], part: _Pending) -> None:
+def _append(parts: list[_Part], part: _Part) -> None:
     """Append a part, or extend the last one if it has the same activity in the same round."""
     if parts and parts[-1].main == part.main and parts[-1].rounds[1] == part.rounds[0]:
         parts[-1].extend(part)

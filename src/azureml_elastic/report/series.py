@@ -50,12 +50,10 @@ class Series:
 
     Args:
         buckets: buckets in the order of their steps.
-        count: number of values.
     """
 
     name: str
     buckets: tuple[Bucket, ...]
-    count: int
 
 
 def metric_series(events: Iterable[Event], most: int = BUCKETS) -> list[Series]:
@@ -140,7 +138,7 @@ def _rates(name: str, intervals: Sequence[_Interval], amounts: Sequence[int], mo
         rates = [amount / interval.seconds for interval, amount in group]
         mean = sum(amount for _, amount in group) / math.fsum(interval.seconds for interval, _ in group)
         buckets.append(Bucket(group[0][0].before + 1, group[-1][0].last, mean, min(rates), max(rates)))
-    return Series(name, tuple(buckets), len(intervals))
+    return Series(name, tuple(buckets))
 
 
 def _order(names: Iterable[str]) -> list[str]:
@@ -156,7 +154,7 @@ def _reduced(name: str, values: Mapping[int, float], most: int) -> Series:
     steps = sorted(values)
     width = _width(steps[0], steps[-1], most)
     groups = (list(group) for _, group in groupby(steps, lambda step: (step - steps[0]) // width))
-    return Series(name, tuple(_bucket(group, [values[step] for step in group]) for group in groups), len(steps))
+    return Series(name, tuple(_bucket(group, [values[step] for step in group]) for group in groups))
 
 
 def _width(first: int, last: int, most: int) -> int:

@@ -55,7 +55,7 @@ def replaced(client, sent, components):
         else:
             chosen = {name: out.get("uri", f"azureml://chosen/{name}/") for name, out in properties["outputs"].items()}
             run.outputs = {name: (properties["outputs"][name]["jobOutputType"], uri) for name, uri in chosen.items()}
-        returned = job_properties(run, "Running", host="api.example", workspace="/w", version="2025-01-01-preview")
+        returned = job_properties(run, "Running", workspace="/w", version="2025-01-01-preview")
         returned["tags"] = {**returned["tags"], "_aml_system_ComputeTargetStatus": "{}"}
         assert returned["properties"] != properties["properties"]
         assert "Studio" in returned["services"]

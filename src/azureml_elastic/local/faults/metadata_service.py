@@ -20,8 +20,6 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from typing_extensions import Self
-
 from azureml_elastic.local.http_server import Handler, Server
 
 __all__ = ["MetadataFault", "MetadataService"]
@@ -73,7 +71,7 @@ class _Event:
         }
 
 
-class MetadataService:
+class MetadataService(Server):
     """A thread-safe context manager that runs the service on a free port of this machine.
 
     Args:
@@ -82,6 +80,7 @@ class MetadataService:
     """
 
     def __init__(self, *, first_delay: float = 0.0, clock_offset: timedelta = timedelta(0)) -> None:
+        super().__init__(_Handler)
         self.fault = MetadataFault()
         """Current fault; may be changed at any time."""
         self.closed = threading.Event()
@@ -89,28 +88,19 @@ class MetadataService:
         """Maximum number of requests that were open at the same time."""
         self._first_delay = first_delay
         self._clock_offset = clock_offset
-        self._lock = threading.Lock()
         self._requests: list[str] = []
         self._approved: list[str] = []
-        self._open = 0
+        self._at_once = 0
         self._events: dict[str, _Event] = {}
         self._incarnation = 1
 
-    def __enter__(self) -> Self:
-        self._server = _Server(self)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="metadata", daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.closed.set()
-        self._server.shutdown()
-        self._thread.join()
-        self._server.close()
+    def __exit__(self, *exception: object) -> None:
+        self.closed.set()  # first: requests that are held up end before their threads are waited for
+        super().__exit__(*exception)
 
     def address(self, machine: str) -> str:
         """Return the service address of a machine."""
-        return f"http://127.0.0.1:{self._server.server_address[1]}/{machine}/metadata"
+        return f"http://127.0.0.1:{self.server_address[1]}/{machine}/metadata"
 
     @property
     def documents(self) -> int:
@@ -182,24 +172,18 @@ class MetadataService:
         with self._lock:
             first = resource == "scheduledevents" and resource not in self._requests
             self._requests.append(resource)
-            self._open += 1
-            self.most_at_once = max(self.most_at_once, self._open)
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
         try:
             self.closed.wait(self.fault.delay + (self._first_delay if first else 0.0))
             yield
         finally:
             with self._lock:
-                self._open -= 1
-
-
-class _Server(Server):
-    def __init__(self, service: MetadataService) -> None:
-        self.service = service
-        super().__init__(_Handler)
+                self._at_once -= 1
 
 
 class _Handler(Handler):
-    server: _Server
+    server: MetadataService
 
     def do_GET(self) -> None:  # noqa: N802 - the base class's name
         body = self.read_body()
@@ -213,7 +197,7 @@ class _Handler(Handler):
 
     def date_time_string(self, timestamp: float | None = None) -> str:
         del timestamp
-        return format_datetime(self.server.service.now(), usegmt=True)
+        return format_datetime(self.server.now(), usegmt=True)
 
     def _serve(self, body: bytes | None) -> None:
         try:
@@ -223,7 +207,7 @@ class _Handler(Handler):
             return
         machine, _, path = parts.path.strip("/").partition("/")
         resource = path.removeprefix("metadata/")
-        with self.server.service.request(resource):
+        with self.server.request(resource):
             status, answer = self._answer(machine, resource, parse_qs(parts.query), body)
         if status is None:
             self.close_connection = True
@@ -238,7 +222,7 @@ class _Handler(Handler):
         self, machine: str, resource: str, query: dict[str, list[str]], body: bytes | None
     ) -> tuple[int | None, bytes]:
         """Return the status and the body; ``None`` as status closes the connection without a response."""
-        service, fault = self.server.service, self.server.service.fault
+        service, fault = self.server, self.server.fault
         if fault.silent or fault.dripping:
             while not service.closed.wait(_DRIP_SECONDS) and fault is service.fault and not self._hung_up():
                 if fault.dripping:

@@ -13,15 +13,12 @@ import json
 import select
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable, Collection
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
-
-from typing_extensions import Self
 
 from azureml_elastic.errors import needs_extra
 from azureml_elastic.local.http_server import Handler, Server
@@ -40,7 +37,7 @@ _SELF = "node"
 """Host name of plain requests."""
 
 
-class Gateway:
+class Gateway(Server):
     """A context manager that runs the proxy on a free port of this machine.
 
     Each gateway has a certificate authority of its own, whose keys never leave this process.
@@ -51,26 +48,15 @@ class Gateway:
 
     def __init__(self, hosts: dict[str, Callable[[Request], Answer]], own: Callable[[Request], Answer]) -> None:
         self._authority = trustme.CA(organization_name="azureml-elastic local workspace")
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self._authority.issue_cert(*sorted(hosts)).configure_cert(context)
-        self._server = _Server({**hosts, _SELF: own}, context)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.05,), name="workspace-gateway", daemon=True
-        )
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.close()
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._authority.issue_cert(*sorted(hosts)).configure_cert(self.context)
+        self.hosts = {**hosts, _SELF: own}
+        super().__init__(_Handler)
 
     @property
     def address(self) -> str:
         """URL of the proxy for ``HTTPS_PROXY``."""
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        return f"http://127.0.0.1:{self.server_address[1]}"
 
     def write_bundle(self, target: Path, trusted: Path | None = None) -> Path:
         """Write a bundle of the trusted certificates, by default certifi's, and the gateway's authority.
@@ -87,15 +73,8 @@ class Gateway:
         return target
 
 
-class _Server(Server):
-    def __init__(self, hosts: dict[str, Callable[[Request], Answer]], context: ssl.SSLContext) -> None:
-        self.hosts = hosts
-        self.context = context
-        super().__init__(_Handler)
-
-
 class _Handler(Handler):
-    server: _Server
+    server: Gateway
 
     def setup(self) -> None:
         super().setup()

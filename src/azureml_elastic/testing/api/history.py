@@ -195,7 +195,7 @@ _EMPTY_OF_OUTPUT: dict[str, Any] = {
 }
 
 
-def job_properties(run: Run, status: Status, *, host: str, workspace: str, version: str) -> dict[str, Any]:
+def job_properties(run: Run, status: Status, *, workspace: str, version: str) -> dict[str, Any]:
     """Return the properties of a job's document in a response.
 
     Args:
@@ -213,7 +213,7 @@ def job_properties(run: Run, status: Status, *, host: str, workspace: str, versi
         "isArchived": bool(run.body.get("isArchived")),
         "properties": {**(run.body.get("properties") or {}), **_OWN_PROPERTIES[run.kind](run)},
         "outputs": _outputs(run),
-        "services": _services(run, host, workspace),
+        "services": _services(run, workspace),
     }
 
 
@@ -264,15 +264,15 @@ def _outputs(run: Run) -> dict[str, Any]:
     return {"default": default, **named}
 
 
-def _services(run: Run, host: str, workspace: str) -> dict[str, Any]:
+def _services(run: Run, workspace: str) -> dict[str, Any]:
     """Return the services of the run, with the fields of their state, and those of the service itself."""
     given = {
         name: {**_EMPTY_OF_SERVICE, **service, "endpoint": None, "status": "NotStarted"}
         for name, service in (run.body.get("services") or {}).items()
     }
     # With a query, as in Azure ML: azure-ai-ml appends another part to it.
-    studio = f"https://{host}/runs/{run.name}?wsid={workspace}"
-    own = {"Tracking": f"azureml://{host}/mlflow/v1.0", "Studio": studio}
+    studio = f"https://{API_HOST}/runs/{run.name}?wsid={workspace}"
+    own = {"Tracking": f"azureml://{API_HOST}/mlflow/v1.0", "Studio": studio}
     return {
         **given,
         **{

@@ -408,7 +408,7 @@ class Resources:
         return document(self._job_document(run, version))
 
     def _job_document(self, run: Run, version: str = "") -> dict[str, Any]:
-        properties = job_properties(run, self.runs.status(run), host=API_HOST, workspace=self.root, version=version)
+        properties = job_properties(run, self.runs.status(run), workspace=self.root, version=version)
         created = {"createdAt": run.created.isoformat(), "createdBy": "local"}
         return self._resource("jobs", run.name, properties, systemData=created)
 
