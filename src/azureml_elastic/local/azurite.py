@@ -122,12 +122,14 @@ class Azurite:
 
     def _start(self, command: list[str], log: IO[bytes]) -> None:
         """Start the service and wait until it listens."""
+        # The SDKs send versions of the API that are younger than the pinned Azurite, and which it would refuse.
         options = ["--inMemoryPersistence", "--silent", "--disableTelemetry", "--skipApiVersionCheck"]
         where = [f"--{self._service}Host", self._host, f"--{self._service}Port", "0"]
         process = self._process = subprocess.Popen(
             [*command, *options, *where],
             cwd=tempfile.gettempdir(),
             stdin=subprocess.PIPE,
+            # A file: nobody would read a pipe while the service runs, and a full one would stop it.
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,

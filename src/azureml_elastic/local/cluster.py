@@ -243,6 +243,7 @@ class LocalCluster:
             try:
                 report = self._run(argv, words, paths, signals)
             except (KeyboardInterrupt, SystemExit) as error:
+                # A signal that comes before hold() raises, and no launch is there that writes the report.
                 if not paths.report.exists():
                     _early_report(paths, error).write()
                 raise
@@ -253,6 +254,8 @@ class LocalCluster:
         with contextlib.ExitStack() as stack:
             starting = stack.enter_context(self._open_start(words))  # it imports while the table is opened
             table = stack.enter_context(open_table_choice(self.table, paths, self.chaos))
+            # From here on there are processes: an exception at any line could cut off their end or the report. The loop
+            # of the launch looks for signals instead.
             signals.hold()
             processes = stack.enter_context(NodeProcesses(paths.logs, starting))
             launch = Launch(
@@ -309,6 +312,7 @@ class LocalCluster:
     def plan(self, table: TableChoice, paths: Paths) -> Plan:
         """Return the plan that the nodes receive."""
         minimum, maximum = self.nodes
+        # A round without survivors is given up after two missing heartbeats. A local run is too short for a job's 5 s.
         timings = self.rendezvous.timings.model_copy(update={"table_heartbeat_interval": timedelta(seconds=1)})
         count = self.distribution.process_count_per_instance
         processes = {"process_count_per_instance": 1 if count == "auto" else count}

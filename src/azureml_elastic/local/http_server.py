@@ -64,15 +64,17 @@ def read_body(headers: Message, reader: BinaryIO | BufferedIOBase, limit: int = 
         RequestRefused: the length is missing, malformed or too large.
         ConnectionError: the client has closed the connection before the end of the body.
     """
-    if "Transfer-Encoding" in headers:
+    if "Transfer-Encoding" in headers:  # what is not read of such a body would be taken for the next request
         raise RequestRefused(HTTPStatus.LENGTH_REQUIRED, "Send a Content-Length instead of a Transfer-Encoding.")
     lengths = set(headers.get_all("Content-Length", ["0"]))
     length = lengths.pop().strip()
     if lengths or not (length.isascii() and length.isdigit()):
         raise RequestRefused(HTTPStatus.BAD_REQUEST, "The Content-Length is not one number.")
+    # Of thousands of digits int() makes no number, or takes long.
     size = int(length) if len(length) <= len(str(limit)) else limit + 1
     if size > limit:
         raise RequestRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"The body is longer than {limit} bytes.")
+    # In pieces: one read of the whole length takes the memory for it before the first byte has come.
     pieces, left = [], size
     while left:
         piece = reader.read(min(left, _CHUNK))
@@ -90,7 +92,9 @@ class Server(ThreadingHTTPServer):
         address: address to listen on, by default a free port of this machine's loopback; port 0 is a free one.
     """
 
+    # Of daemon threads the base class keeps no list, and server_close() would not wait for them.
     daemon_threads = False
+    # Nodes of a run connect at once. With the default of 5 some connections would be tried again a second later.
     request_queue_size = 256
 
     def __init__(self, handler: type[Handler], address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
@@ -113,6 +117,7 @@ class Server(ThreadingHTTPServer):
         with self._lock:
             self._closed = True
             connections = list(self._open)
+        # Before server_close(), which waits for the handlers: each reads until its connection ends.
         for connection in connections:
             _shut(connection)
         self.server_close()
@@ -121,6 +126,7 @@ class Server(ThreadingHTTPServer):
         """Register a connection to be closed with the server."""
         with self._lock:
             self._open.add(connection)
+            # The connection may have been accepted before the end of the server and be registered after it.
             closed = self._closed
         if closed:
             _shut(connection)
@@ -233,6 +239,7 @@ class PageServer(Server):
                 return HTTPStatus.FORBIDDEN, f"Open {self.url}: this server answers to no other name."
         else:
             given = parse_qs(parts.query).get("token", [""])[0]
+            # The time of a plain comparison would tell how much of a guessed token is right.
             if not hmac.compare_digest(given.encode(), self.token.encode()):
                 return (
                     HTTPStatus.FORBIDDEN,

@@ -158,6 +158,8 @@ class Launch:
         def is_late() -> bool:
             return timeout is not None and time.monotonic() - started > timeout
 
+        # The imports of the fork server take seconds. They count to the time limit, and a signal ends the wait for
+        # them.
         self.processes.starting.prepare(lambda: is_late() or self.signals.first is not None)
         interrupted = self.signals.first
         if interrupted is not None:
@@ -174,6 +176,7 @@ class Launch:
             now = time.monotonic()
             if current == "ending" and ending_since is None:
                 ending_since = now
+            # A node whose agent hangs must not keep the run from its end.
             hurried = self.signals.hurried or (ending_since is not None and now - ending_since > exit_grace)
             if current == "over" or (current == "ending" and hurried):
                 return outcome_of(statuses, self._board.ended, self._board.failure)
@@ -182,6 +185,8 @@ class Launch:
             if current == "going":
                 for decision in due(self.schedule, state):
                     self._inject(decision)
+            # Also while the run ends: a preempted node has to go at its time, and a frozen one ends only when it is
+            # resumed.
             for timer in sorted(timer for timer in self._timers if timer.at <= now):
                 self._timers.remove(timer)
                 timer.action()
@@ -269,11 +274,13 @@ class Launch:
     def _update(self) -> None:
         """Read new events, output and exit codes."""
         for node in self._nodes.values():
+            # Before events and output are read: those of a node that has ended are then complete.
             code = node.process.exit_code()
             if code is not None and node.exit_code is None:
                 node.exit_code, node.ended = code, time.time()
                 # As with a lost machine, no process of the node stays.
                 left = node.process.kill(_ENDING_S)
+                # Of a node that was killed at once all processes are left; nothing else could have ended them.
                 node.leftovers = 0 if node.forced == "killed" else left
                 exited = "finished" if code == 0 else f"exited with {code}"
                 self._board.set_state(node.name, node.forced or exited, alive=False)
@@ -352,6 +359,8 @@ class Launch:
 
     def _kill(self, node: LaunchedNode) -> None:
         node.forced = "killed"
+        # Before the kill, which waits for the end of all processes: the others notice the loss meanwhile, and the
+        # recovery is measured from here.
         self._losses.append((node.name, time.time()))
         node.process.kill()
 

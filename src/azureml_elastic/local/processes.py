@@ -129,6 +129,7 @@ class NodeProcesses:
             [sys.executable, "-m", __name__, self._nonce],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
+            # Ctrl-C in the terminal, or the end of the launcher's process group, must not end the watchdog first.
             start_new_session=True,
         )
         return self
@@ -144,6 +145,7 @@ class NodeProcesses:
                 process.kill()
         _reap(cleaning)
         self._watchdog.communicate()
+        # Last, when all orphans are waited for: later ones are init's, which in a container may wait for none.
         set_subreaper(self._was_subreaper)
 
     def start(self, name: str, argv: Sequence[str], environment: Mapping[str, str]) -> NodeProcess:
@@ -213,6 +215,7 @@ def _remove_shared_memory(processes: Iterable[psutil.Process]) -> None:
 
 def _freeze(tree: Callable[[], Iterable[psutil.Process]]) -> set[psutil.Process]:
     frozen: set[psutil.Process] = set()
+    # A process may have started another one before it was stopped. A look that finds none that is new is the last.
     while fresh := set(tree()) - frozen:
         for process in fresh:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -188,6 +188,8 @@ def _per_step(found: Sequence[tuple[float, int]], paused: float) -> float:
     """
     usual = median(seconds / count for seconds, count in found)
     steps = [(seconds, count) for seconds, count in found if seconds <= _STALL * usual * count]
+    # The pauses are those of the whole round, also before its first and after its last reported step. Those of a short
+    # round may be longer than what was measured.
     return max(1e-6, usual / 2, (sum(seconds for seconds, _ in steps) - paused) / sum(count for _, count in steps))
 
 

@@ -57,6 +57,7 @@ class _Gang:
         provisioned: set[Machine] = set()
         losses, seconds = 0, 0.0
         while not self._training.done and self._wait_for_machines():
+            # Machines that are provisioned first: the next job starts on them without delay.
             ranked = sorted(self._available, key=lambda machine: (machine not in provisioned, machine))
             chosen = set(ranked[: self._scenario.maximum])
             new = not chosen <= provisioned

@@ -245,6 +245,7 @@ class ElasticRun:
     # --- rounds ------------------------------------------------------------------------------------------------------
 
     def _is_ready(self, node: Process) -> None:
+        # The timer of a node that has ended meanwhile was not cancelled.
         if self.nodes.get(node.name) is not node or self.over:
             return
         node.ready, node.waiting_since = True, self.now
@@ -278,6 +279,8 @@ class ElasticRun:
         self._round, self._sealed_at, self._phase = sealed, self.now, "entering"
         self._members = [member.node for member in sealed.members]
         self._leavers, self._boundary = {}, None
+        # A member without the newest state gets it from one that has it. If all of those are lost, the checkpoint is
+        # read.
         self._holders &= set(self._members)
         if self._holders:
             seconds = self._parameters.recovery_seconds[self._cause]
@@ -325,6 +328,7 @@ class ElasticRun:
         if self.training.done:
             self._end()
         elif self._boundary is not None and self.training.steps >= self._boundary:
+            # As on real nodes, which leave only when the state is committed.
             if self._leavers and self.training.committed < self.training.steps:
                 self.training.save(must_commit=True)
                 return
@@ -339,6 +343,7 @@ class ElasticRun:
         node = self.nodes[name]
         if self._phase == "training":
             self._interrupt(cause)
+            # Its part of the step in progress, which the survivors train again.
             node.activity = "lost work"
         else:
             for member in self._survivors:

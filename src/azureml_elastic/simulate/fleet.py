@@ -124,6 +124,8 @@ class _Fleet:
         long_ago = now - max(_LONG_AGO, self._scenario.replacement.fallback_after.total_seconds())
         for job in [job for job in self._recent.values() if job.ended is not None and job.ended < long_ago]:
             del self._recent[job.name]
+            # Jobs only get more, and each check would look at all of them: those whose age no longer matters are kept
+            # as they are.
             self._old.append(replace(job.observed(now), ended_s=_END_OF_TIME - (job.ended or 0.0)))
         return [*self._old, *(job.observed(now) for job in self._recent.values())]
 
@@ -169,6 +171,7 @@ class _Fleet:
 
     def _settle(self) -> None:
         """Record the nodes whose process has ended."""
+        # Processes end inside the run, which knows no jobs: those that are new in its accounts are read here.
         for life in self._run.accounts.lives[self._settled :]:
             job = self._jobs[life.node]
             job.ended = life.ended

@@ -91,6 +91,7 @@ class Trace:
         up: set[int] = set()
         for number in range(math.ceil(seconds / self.seconds)):
             start = number * self.seconds
+            # At the seam a machine stays up if it is up at the beginning, too; the others that were up go down.
             at_start = {change.machine for change in self.changes if change.time == 0 and change.up}
             changes += [Change(start, machine, False) for machine in sorted(up - at_start)]
             up &= at_start

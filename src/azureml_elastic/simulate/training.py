@@ -81,6 +81,7 @@ class Training:
             seconds: duration of the rounds before.
         """
         self.at, self._members = now, members
+        # At least two units of time: with steps that take none the simulated time would stand still.
         self._pace = max(exact(self._parameters.step_time(members)), exact(2e-6))
         self._schedule = self._new_schedule()
         self._schedule.begin(self.steps, self._unsaved_seconds, (losses, seconds))
@@ -121,8 +122,9 @@ class Training:
 
     def interrupt(self, now: float) -> None:
         """End the round at a time up to which it has been advanced; the step in progress is not completed."""
-        if self._written is not None and self._written[1] <= now:
+        if self._written is not None and self._written[1] <= now:  # on storage, and only not noticed yet
             self._commit()
+        # A checkpoint that is not written ends with its round, and the next one begins it again.
         self._save_again = self._written is not None or self._paused_until is not None
         self._written = self._paused_until = None
         self._unsaved_seconds = self._schedule.unsaved_seconds
@@ -183,6 +185,7 @@ class Training:
 
 def _whole(seconds: float, pace: float) -> int:
     """Return the number of steps that are completed within a time, exactly."""
+    # The quotient is rounded, and may be one step off. Products of the times are exact.
     count = int(seconds / pace)
     while count * pace > seconds:
         count -= 1

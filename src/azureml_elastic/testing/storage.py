@@ -78,6 +78,7 @@ class StorageAccount:
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             with ThreadPoolExecutor(2) as pool:
+                # At once, as both wait for a process of Node.js.
                 started = [pool.submit(stack.enter_context, service) for service in (self._blob, self._table)]
             for future in started:
                 future.result()
@@ -235,6 +236,7 @@ class Mirror:
         A file that a node has changed is kept unless its blob has changed too.
         """
         with self._lock, self._storage.container(location.container) as client:
+            # One job at a time: two downloads of a file would write the same partial one.
             new = []
             with contextlib.suppress(ResourceNotFoundError):
                 for blob in client.list_blobs(name_starts_with=location.path or None):
@@ -281,8 +283,10 @@ class Mirror:
                     answer = client.upload_blob(found.path, path.read_bytes(), overwrite=True)
                     if source is None:
                         self._written[found] = mark
+                        # What was uploaded here is not to be downloaded again.
                         self._tags[found] = _tag(answer.get_blob_properties())
             if source is None:
+                # A file that a job has deleted or renamed is not to come back with the next download.
                 for missing in [found for found in self._written if found in location and found not in files]:
                     del self._written[missing]
                     self._tags.pop(missing, None)

@@ -154,6 +154,7 @@ class LocalWorkspace:
                 self._grows,
             )
             service = Service(setting, self._runs, resources.properties, self._metrics, self._evictions)
+            # Before the start: whatever fails from here on, the threads of jobs end before what they use is closed.
             stack.callback(service.close)
             service.start()
             # azure-identity's default credential then logs in to this workspace.
@@ -245,6 +246,7 @@ class LocalWorkspace:
             signals.hold()
             with UntilBroken(view or View()) as shown:
                 followed = FollowedRun(self._service.setting, self._runs, str(submitted.name), paths, shown)
+                # The jobs end by themselves once they are cancelled; a second signal does not wait for that.
                 while not followed.over and not signals.hurried:
                     if signals.first is not None:
                         for run in self._runs.all():

@@ -196,6 +196,7 @@ class _Handler(Handler):
             self._serve(body)
 
     def date_time_string(self, timestamp: float | None = None) -> str:
+        # Nodes measure by this header how much time a notice leaves, whatever their own clock says.
         del timestamp
         return format_datetime(self.server.now(), usegmt=True)
 
@@ -242,6 +243,7 @@ class _Handler(Handler):
 
     def _hung_up(self) -> bool:
         try:
+            # A look without reading: what follows may be the next request.
             return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False

@@ -312,6 +312,7 @@ class TableProxy:
             ]
             fate = draw(concerned, f"{self._seed}/{request.method}/{self._seen[request.method]}")
             if fate is not None:
+                # By identity: two equal faults have hits of their own.
                 self._hits[id(fate.source)] += 1
             return self._seen.total(), fate
 

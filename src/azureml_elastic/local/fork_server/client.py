@@ -134,6 +134,7 @@ class ForkedProcess:
             subprocess.TimeoutExpired: the process is still running.
         """
         limit = None if timeout is None else time.monotonic() + timeout
+        # waitpid() has no time limit.
         while (code := self.poll()) is None:
             if limit is not None and time.monotonic() > limit:
                 raise subprocess.TimeoutExpired(self._argv, timeout or 0.0)
@@ -143,6 +144,7 @@ class ForkedProcess:
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the process has ended."""
         if self.poll() is None:
+            # Only before it was waited for: another process may have its id afterwards.
             os.kill(self.pid, number)
 
     def terminate(self) -> None:

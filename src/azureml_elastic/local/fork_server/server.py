@@ -99,12 +99,16 @@ class Server:
         self.printed: tuple[bytes, bytes] = (b"", b"")
         self.variables_set: Mapping[str, str | None] = {}
         self.attached = False
+        # /proc shows the memory that the kernel has filled at the start. The server's variable is in it as long as
+        # nobody sets it again, which would take other memory.
         getenv = ctypes.CDLL(None).getenv
         getenv.restype = ctypes.c_void_p
         self._marker: int = getenv(MARKER.encode())
         self._marker_bytes = len(os.environ[MARKER])
         self._environment = dict(os.environ)
+        # A signal, as a thread that watches the socket would forbid all forks, and the imports may take a minute.
         self._usual = signal.signal(signal.SIGIO, self._end_with_client)
+        # Python repeats interrupted system calls, but libraries that are imported may not.
         signal.siginterrupt(signal.SIGIO, False)
         fcntl.fcntl(link, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(link, fcntl.F_SETFL, fcntl.fcntl(link, fcntl.F_GETFL) | os.O_ASYNC)
@@ -135,6 +139,7 @@ class Server:
         of_program = sys.path[:]
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() opens no GPU then
         before = dict(os.environ)
+        # The forks turn it on again. What the imports make stays, and each collection would look at all of it.
         gc.disable()
         if program is not None:
             # First, as the program makes them without anything imported before: their order may matter.

@@ -90,6 +90,7 @@ class _Handler(Handler):
             return
         self.send_response(HTTPStatus.OK, "Connection established")
         self.end_headers()
+        # wrap_socket() takes the descriptor from the plain socket, which can no longer be shut down.
         self.server.forget(self.connection)
         plain = self.connection
         try:
@@ -99,6 +100,7 @@ class _Handler(Handler):
             plain.close()
             return
         self.server.keep(self.connection)
+        # setup() has made both for the plain socket.
         self.rfile.close()
         self.rfile = self.connection.makefile("rb", -1)
         self.wfile = self.connection.makefile("wb", 0)
@@ -138,7 +140,7 @@ class _Handler(Handler):
             self.send_error(HTTPStatus.BAD_GATEWAY, f"{host}:{port} cannot be reached: {error}")
             return
         with other:
-            self.server.keep(other)
+            self.server.keep(other)  # so that the end of the gateway ends the tunnel
             self.send_response(HTTPStatus.OK, "Connection established")
             self.end_headers()
             with contextlib.suppress(OSError):

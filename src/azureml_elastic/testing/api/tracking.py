@@ -88,6 +88,7 @@ class Tracking:
             raise MalformedRequest(f"The request logs no parameters, tags or metrics: {error!r}.") from error
         with self._lock:
             logged = self._logged.setdefault(name, Logged())
+            # Before anything is changed: a batch that is refused logs nothing.
             for key, value in parameters.items():
                 held = logged.parameters.get(key, value)
                 if held != value:

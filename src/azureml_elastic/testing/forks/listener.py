@@ -180,6 +180,7 @@ class NodeForks:
             try:
                 link.send(wrapper.FORKED.encode())
             except OSError:
+                # The wrapper is gone: nobody would end its fork.
                 process.kill()
             code = _wait(process, link)
             link.send(str(code).encode())
@@ -213,6 +214,7 @@ class NodeForks:
         if _DOCTOR in arguments:
             raise ForkRefused("the doctor examines what a new process finds")
         with self._lock:
+            # One fork at a time: the client of the fork server sends one request and reads its answer.
             server = self._starting.server_for(environ)
             if server.wait_ready(lambda: _has_ended(link)):
                 _check_library(words[own + 1], server, folder)
@@ -267,6 +269,7 @@ def _has_ended(link: socket.socket) -> bool:
 
 def _wait(process: ForkedProcess, link: socket.socket) -> int:
     """Wait for the end of a fork and return its exit code; kill it if its wrapper ends first."""
+    # Both ends are waited for at once, without polling: the fork's, and the wrapper's with its signals.
     ended = os.pidfd_open(process.pid)
     try:
         poll = select.poll()

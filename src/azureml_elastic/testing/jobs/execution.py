@@ -54,12 +54,14 @@ class Execution(threading.Thread):
             run.status = "Finalizing"
             self._upload()
             run.ended = datetime.now(timezone.utc)
+            # After the time of the end: clients read the record as soon as the state is final.
             run.status = "Completed" if ended == "completed" else "Canceled" if run.cancel.is_set() else "Failed"
         except UsageError as error:
             self._fail("UserError", str(error))
         except Exception:  # noqa: BLE001 - a thread's error would be lost, and the job would never end
             self._fail("SystemError", traceback.format_exc())
         finally:
+            # Last: who waits for it reads the state, the error and the outputs.
             run.over.set()
 
     def _fail(self, code: str, message: str) -> None:
@@ -109,11 +111,13 @@ class Execution(threading.Thread):
         """Start the nodes whose machines are provisioned; the initial ones start together."""
         run, body, now = self.job.run, self.job.body, time.monotonic()
         ready = [number for number, (_, at) in self._provisioning.items() if at <= now]
+        # With torch.distributed none could begin without the others, and the timeout of its start would run.
         if not self._nodes and len(ready) < len(self._provisioning):
             return
         for number in ready:
             node = start_node(self.job, self._setting, number, self._provisioning[number][0], master)
             for local, process in enumerate(node.processes):
+                # Azure ML numbers the logs of distributed jobs by rank.
                 suffix = f"_process_{number * body.processes + local:02d}" if body.distributed else ""
                 run.logs.setdefault(f"user_logs/std_log{suffix}.txt", []).append(process.log)
             del self._provisioning[number]
@@ -194,6 +198,8 @@ class Execution(threading.Thread):
 
 def _free_port(host: str) -> int:
     with socket.socket() as probe:
+        # The address belongs to one machine of the workspace at a time, so that hardly anything else takes the port
+        # meanwhile.
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port

@@ -105,6 +105,7 @@ class Machines:
                 machines = self._take(pool, count)
                 if machines is not None:
                     return machines
+                # With a limit: neither a cancellation nor the time of a refill notifies anyone.
                 self._change.wait(_POLL_S)
         return None
 

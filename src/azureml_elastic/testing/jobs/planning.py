@@ -59,6 +59,7 @@ def due_steps(steps: Mapping[str, Step], *, cancelled: bool, continues: bool) ->
         cancelled: whether the cancellation of the pipeline was requested.
         continues: whether the others go on after the failure of one step.
     """
+    # Azure ML's default: the first failed step cancels all others.
     stops = cancelled or (not continues and any(step.status == "Failed" for step in steps.values()))
     waiting = {name: step for name, step in steps.items() if not step.started and step.status not in TERMINAL}
     skip = {

@@ -48,6 +48,7 @@ def pipeline_status(steps: Sequence[Status], *, cancelled: bool, sufficient: Seq
     Args:
         sufficient: states of the steps of which one completed one is enough; empty where all must complete.
     """
+    # A failed step does not end a pipeline: the others are cancelled, or go on, first.
     if not all(step in TERMINAL for step in steps):
         if cancelled:
             return "CancelRequested"

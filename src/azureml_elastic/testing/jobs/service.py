@@ -77,6 +77,7 @@ class Service(threading.Thread):
     def close(self) -> None:
         """Cancel all runs and wait for their end."""
         with self._lock:
+            # Under the lock: a job is either submitted before, and cancelled below, or refused.
             self._closed.set()
         for run in self._runs.all():
             self._runs.cancel(run)
@@ -168,6 +169,8 @@ class Service(threading.Thread):
                 left = node.exit_code() is not None
                 if at <= now or left:
                     self._announced.remove((at, event, node))
+                    # Before the kill: as soon as the node has ended, the job's thread uploads what is on its disk
+                    # unless it is lost.
                     node.lost = not left
                     node.kill()
                     self.setting.metadata.remove(event)
@@ -222,6 +225,7 @@ class Service(threading.Thread):
 
     def _advance_sweep(self, run: Run, sweep: _Sweep) -> None:
         trials = self._runs.children(run.name)
+        # A sweep has no thread of its own: its state follows from its trials.
         began = [trial.started for trial in trials if trial.started is not None]
         if began and run.status == "Queued":
             run.status = "Running"
@@ -280,6 +284,8 @@ class Service(threading.Thread):
             nodes[run.name] = found
         for eviction, name in due(pending, targets):
             job, node = nodes[name][eviction.node]
+            # Before the announcement or the kill: the job's thread would take the exit code for a failure of the
+            # program.
             node.evicted = True
             if notice := eviction.notice.total_seconds():
                 event = self.setting.metadata.announce("Preempt", node.machine.name, notice=notice)
