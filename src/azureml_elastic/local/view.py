@@ -247,6 +247,7 @@ class PlainView(View):
             self._print(f"{node} | {line}")
 
     def _print(self, text: str) -> None:
+        # What a program prints may look like markup of rich.
         self._console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
@@ -279,6 +280,7 @@ class LiveView(View):
         self._board = board
         for event in events:
             text = describe(event)
+            # All members of a round report its start in the same words.
             if text is not None and text not in self._notes:
                 self.note(text)
 

@@ -175,6 +175,7 @@ class ElasticRun:
 
     def freeze(self, name: str, seconds: float) -> None:
         """Stop the process of a node for a time. If no other member notices it by then, training goes on."""
+        # A node that is alone is missed by nobody, and a short pause is no silence.
         noticed = seconds >= SilenceLimit(self._timings).shortest and len(self._survivors) > 1
         if noticed or self._phase != "training" or name not in self._members:
             node = self.nodes[name]
@@ -267,6 +268,7 @@ class ElasticRun:
             Member(node.name, node.name, "waiting" if node.ready else "starting", number)
             for node in self.nodes.values()
         ]
+        # What the candidates would see in the table.
         ranked = candidates(self._round, rows)
         self._wake = math.inf
         if ranked and self._seal_timer.is_due(rows, ranked[0].node, self.now):

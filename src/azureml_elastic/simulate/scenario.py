@@ -248,11 +248,9 @@ class Outcome:
 
     Args:
         seconds: time from the submission to the end of the run, or to the point at which it was given up.
-        finished: whether the work was done.
         why: reason why it was not done, or what else the run's owner should know.
         lost_steps: number of steps that were trained again.
         restarts: number of times that training began again, or of rounds after the first.
-        node_seconds: time for which nodes were delivered.
     """
 
     strategy: Strategy

@@ -294,11 +294,13 @@ def _check_library(archive: str, server: ForkServer, folder: Path) -> None:
     Raises:
         ForkRefused: it would not.
     """
+    # By ctime: what installs a package may set another time of modification, such as that in its archive.
     if any(path.stat().st_ctime >= server.began for path in _PACKAGE.rglob("*.py")):
         raise ForkRefused("the installed library was changed after it was imported")
     if archive == "-m":
         return
     with contextlib.suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(folder / archive) as files:
+        # The directory of the archive has the checksums, so that nothing is unpacked.
         own = [entry for entry in files.infolist() if entry.filename.startswith(_IN_ARCHIVE)]
         if own and all(
             zlib.crc32((_PACKAGE / entry.filename.removeprefix(_IN_ARCHIVE)).read_bytes()) == entry.CRC for entry in own

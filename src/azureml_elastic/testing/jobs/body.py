@@ -156,6 +156,7 @@ def read_job(properties: Mapping[str, Any], component: Component) -> JobBody:
     """
     try:
         return _read_job(properties, component)
+    # Any client may send any document: what is malformed can fail at each line of the parser.
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise UsageError(
             f"The job's document is malformed: {error!r}. Build the job with azure-ai-ml, which writes valid ones."

@@ -60,6 +60,7 @@ class FollowedRun:
         self._board.apply(fresh)
         for run in self._commands():
             over = run.over.is_set()  # before the read: all is written by then
+            # Copies, as the job's thread adds logs meanwhile.
             for name, files in list(run.logs.items()):
                 for path in list(files):
                     lines = self._logs.setdefault(path, LineReader(path)).read(last=over)
@@ -98,6 +99,7 @@ class FollowedRun:
             folder = outputs / self._label_of(run.name)
             written = Location(ARTIFACTS, f"ExperimentRun/dcid.{run.name}") / "outputs"
             self._setting.mirror.copy(written, folder)
+            # Events and samples have folders of their own.
             shutil.rmtree(folder / LEDGER.name, ignore_errors=True)
             if not any(folder.iterdir()):
                 folder.rmdir()
@@ -120,6 +122,7 @@ class FollowedRun:
             changes |= {"outcome": "interrupted" if interrupted else "failed", "message": self._failure(interrupted)}
         elif not interrupted:
             changes |= self._end_of_commands(report)
+        # With a notice the node leaves before its machine is lost.
         losses = [(self._label_of(each.job), each.time) for each in evicted if not each.eviction.notice]
         return report.model_copy(update=changes).with_timeline(self._events, losses)
 

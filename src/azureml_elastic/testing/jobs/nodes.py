@@ -225,6 +225,7 @@ def start_node(job: CommandJob, setting: Setting, number: int, machine: Machine,
         is_file = body.outputs[name].type == "uri_file"
         (path.parent if is_file else path).mkdir(parents=True, exist_ok=True)
         outputs[name] = str(path)
+    # The line feed ends what the last line of a command may leave open, such as a comment.
     command = ("/bin/bash", "-c", f"cd {shlex.quote(str(folder))} && {{ {expand(body.command, inputs, outputs)}\n}}")
     variables = {
         **node_variables(setting.variables, job.run, body, machine, inputs, outputs),
