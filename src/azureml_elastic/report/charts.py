@@ -128,7 +128,6 @@ class Chart:
     """An image and its data.
 
     Args:
-        name: name that is unique in the page.
         heading: title of the image.
         description: what can be seen, in words.
         height: height of the image in pixels, without its axis.
@@ -143,10 +142,8 @@ class Chart:
         top: upper end of the lines of rescales in pixels.
         is_crowded: whether the rescales are short strokes, because there are too many for lines.
         crosses: positions of values that are NaN or infinite.
-        bars: bars, each in a row.
         x: scale of the nodes' times.
-        nodes: timelines, each in a row.
-        activities: activities that occur in them.
+        activities: activities that occur in the nodes' timelines.
         symbols: kinds of marks that occur in them, with their names.
     """
 

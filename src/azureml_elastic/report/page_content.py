@@ -225,7 +225,6 @@ class PageContent:
         message: reason of a failure; may be empty.
         start: begin of the time axis in seconds since the epoch.
         duration: length of the time axis in seconds.
-        sizes: world size over time.
         hidden_nodes: number of nodes without a timeline.
         rescales: changes of the world size over the steps.
         throughput: steps per second and samples per second, as far as they are known.
@@ -234,7 +233,6 @@ class PageContent:
         cost: cost of the nodes; ``None`` without a bill.
         cost_notes: sentences below it.
         failures: failures, and what else needs attention.
-        notes: further remarks.
     """
 
     title: str
