@@ -22,6 +22,7 @@ __all__ = [
     "ROW",
     "Chart",
     "DataRow",
+    "Scale",
     "nodes_chart",
     "percent",
     "pixels",

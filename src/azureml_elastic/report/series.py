@@ -89,6 +89,7 @@ def throughput(events: Iterable[Event], reporters: Mapping[int, str], most: int 
         by_node = reported[number]
         most_steps = max(map(len, by_node.values()))
         nodes = sorted(node for node, own in by_node.items() if len(own) == most_steps)
+        # One node's, as clocks of two machines cannot be compared.
         own = by_node[reporters[number] if reporters.get(number) in nodes else nodes[0]]
         points = [own[step] for step in sorted(own)]
         intervals += [

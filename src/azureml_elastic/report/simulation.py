@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from decimal import Decimal
 
@@ -10,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from azureml_elastic.report.charts import Scale
 from azureml_elastic.simulate.comparison import Candidate, pareto_front
 from azureml_elastic.simulate.scenario import Outcome
 
@@ -55,14 +55,14 @@ def cost_chart(found: Sequence[Candidate], best: Candidate | None = None) -> Ren
     if not finished:
         return Text("No setting has done the work within the time.", style="yellow")
     front = pareto_front(finished)
-    columns = _Scale([each.result.seconds for each in finished], _WIDTH)
-    rows = _Scale([each.expense for each in finished], _HEIGHT)
+    expenses = [each.expense for each in finished]
+    times = [each.result.seconds for each in finished]
+    columns, rows = Scale(min(times), max(times), 0, _WIDTH), Scale(min(expenses), max(expenses), 0, _HEIGHT)
     grid = [[" "] * _WIDTH for _ in range(_HEIGHT)]
     for mark, group in (("·", finished), ("●", front), ("★", [best] if best is not None else [])):
         for each in group:
-            grid[_HEIGHT - 1 - rows(each.expense)][columns(each.result.seconds)] = mark
-    expenses = [each.expense for each in finished]
-    times = [each.result.seconds for each in finished]
+            row, column = min(_HEIGHT - 1, int(rows(each.expense))), min(_WIDTH - 1, int(columns(each.result.seconds)))
+            grid[_HEIGHT - 1 - row][column] = mark
     unit = finished[0].result.bill.currency if finished[0].result.cost else "node-hours"
     labels = {0: f"{max(expenses):,.0f}", _HEIGHT - 1: f"{min(expenses):,.0f}"}
     lines: list[RenderableType] = [Text(f"{unit} against time, ● Pareto front, ★ recommended", style="bold")]
@@ -98,15 +98,3 @@ def _time(result: Outcome) -> str:
 
 def _money(amount: Decimal | None, currency: str) -> str:
     return "" if amount is None else f"{amount:,.2f} {currency}".strip()
-
-
-class _Scale:
-    """Map values to the positions of a chart, from the least to the greatest value."""
-
-    def __init__(self, values: Sequence[float], size: int) -> None:
-        self._low, self._span, self._size = min(values), max(values) - min(values), size
-
-    def __call__(self, value: float) -> int:
-        if self._span <= 0 or not math.isfinite(value):
-            return 0
-        return min(self._size - 1, int((value - self._low) / self._span * self._size))

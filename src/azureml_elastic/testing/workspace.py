@@ -120,7 +120,7 @@ class LocalWorkspace:
                 f"/providers/Microsoft.MachineLearningServices/workspaces/{_NAME}"
             )
             assets = Assets(root, storage)
-            schedules = Schedules(root, self._check, self._submit, self._submitted)
+            schedules = Schedules(root, self._check, self._submit, self._runs)
             resources = Resources(root, storage, self._runs, self._pools, assets, schedules, self._submit)
             # As on Azure, discovery is public, and the addresses of logs are passed on to those who may read them.
             history = History(self._runs, self._tracking)
@@ -319,11 +319,6 @@ class LocalWorkspace:
     def _submit(self, name: str, properties: dict[str, Any], schedule: str | None = None) -> None:
         assert self._service is not None
         self._service.submit(name, properties, schedule)
-
-    def _submitted(self, job: str) -> dict[str, Any] | None:
-        """Return the properties with which a job was submitted, given its id."""
-        run = self._runs.get(job.rpartition("/")[2])
-        return None if run is None else run.body
 
 
 def _client() -> MLClient:

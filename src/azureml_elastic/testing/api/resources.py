@@ -107,13 +107,12 @@ class Schedules:
     Args:
         check: function that raises ``UsageError`` for properties of a job that could not be submitted.
         submit: function that submits a job, given its name, its properties and the name of the schedule.
-        job: function that returns the properties of a submitted job by its id, ``None`` if there is none.
     """
 
     root: str
     check: Callable[[dict[str, Any]], None]
     submit: Callable[[str, dict[str, Any], str], None]
-    job: Callable[[str], dict[str, Any] | None]
+    runs: Runs
     _schedules: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Properties by name."""
     _triggered: int = 0
@@ -167,10 +166,10 @@ class Schedules:
         job = dict(action.get("jobDefinition") or {})
         source = job.get("sourceJobId")
         if source and not job.get("jobs"):
-            found = self.job(str(source))
+            found = self.runs.get(str(source).rpartition("/")[2])
             if found is None:
                 raise UsageError(f"The schedule's job {source!r} is not in the local workspace. Submit it first.")
-            job = {**found, "sourceJobId": source, "isArchived": False}
+            job = {**found.body, "sourceJobId": source, "isArchived": False}
         check_limits(job)
         self.check(job)
         return {**action, "jobDefinition": job}
