@@ -80,6 +80,7 @@ def phase(nodes: Collection[NodeStatus], ended: RunEnded | None, *, more_to_come
     Args:
         more_to_come: whether nodes will be added even if none is left.
     """
+    # A node that is frozen for good is none: the run would never end.
     running = any(node.ending == "running" for node in nodes)
     closed = ended is not None or any(node.exit_code == 0 for node in nodes)
     if running:
@@ -89,6 +90,7 @@ def phase(nodes: Collection[NodeStatus], ended: RunEnded | None, *, more_to_come
 
 def outcome_of(nodes: Collection[NodeStatus], ended: RunEnded | None, failure: WorkerFailed | None) -> RunEnd:
     """Return the outcome of a run that is over."""
+    # One node that has finished is enough: the others may have been lost while the run ended.
     if any(node.exit_code == 0 for node in nodes) or (ended is not None and ended.succeeded):
         return RunEnd("succeeded", 0)
     failed = [node for node in nodes if node.failed]

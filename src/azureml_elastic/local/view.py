@@ -105,6 +105,7 @@ class Board:
             self.nodes[event.node] = _picture(node, event)
 
     def _apply_to_run(self, event: Event) -> None:
+        # Each member reports a round, and a slow one perhaps after a newer round has begun.
         if isinstance(event, RoundEntered) and event.round > self.round:
             self.round, self.members = event.round, event.members
             self.sizes.append(event.world_size)

@@ -258,6 +258,7 @@ def waterfall_chart(bars: Sequence[WaterfallBar]) -> Chart:
     for index, bar in enumerate(bars):
         at_edge = index in (0, len(bars) - 1)
         left = 0.0 if at_edge else x(bar.left)
+        # Sums of floats may lead beyond the edge by a trace.
         width = x(bar.seconds) if at_edge else min(x(bar.seconds), 100 - left)
         share = bar.seconds / whole
         drawn.append(Bar(bar.name, bar.activity, left, width, f"{share:.1%}", duration_text(bar.seconds)))

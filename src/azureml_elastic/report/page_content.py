@@ -63,6 +63,7 @@ class DataTable:
         found = [tuple(row) for row in rows]
         omitted = max(0, len(found) - _MOST_ROWS)
         if omitted:
+            # The first rows show how the run began, the last ones how it ended.
             found = [*found[: _MOST_ROWS // 2], *found[-_MOST_ROWS // 2 :]]
         return cls(tuple(headings), tuple(found), omitted)
 
@@ -267,6 +268,7 @@ def page_content(report: Report, events: Sequence[Event], *, running: bool = Fal
     """
     spans = report.spans(events)
     if report.bill is None and report.nodes:
+        # Without prices the page has the node-hours at least.
         report = report.with_bill(events, None, spans)
     ran = [round_ for round_ in report.rounds if round_.ran]
     times = [(span.started, span.ended) for span in spans] + [(round_.started, round_.ended) for round_ in ran]

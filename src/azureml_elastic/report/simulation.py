@@ -59,6 +59,7 @@ def cost_chart(found: Sequence[Candidate], best: Candidate | None = None) -> Ren
     times = [each.result.seconds for each in finished]
     columns, rows = Scale(min(times), max(times), 0, _WIDTH), Scale(min(expenses), max(expenses), 0, _HEIGHT)
     grid = [[" "] * _WIDTH for _ in range(_HEIGHT)]
+    # The most important mark last, as it replaces others in its place.
     for mark, group in (("·", finished), ("●", front), ("★", [best] if best is not None else [])):
         for each in group:
             row, column = min(_HEIGHT - 1, int(rows(each.expense))), min(_WIDTH - 1, int(columns(each.result.seconds)))

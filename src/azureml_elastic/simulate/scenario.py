@@ -347,6 +347,7 @@ def machine_changes(pools: Sequence[SimulatedPool], notice_seconds: float = 0.0)
             if change.up:
                 up_since[change.machine] = time
             elif notice_seconds:
+                # Not before the machine was there.
                 noticed = max(up_since.get(change.machine, -math.inf), time - exact(notice_seconds))
                 found.append(MachineChange(noticed, machine, "notice"))
             found.append(MachineChange(time, machine, "up" if change.up else "down"))

@@ -21,6 +21,7 @@ _LONGEST_LINE = 65536
 _MAX_BODY = 16 << 20
 """Largest body in bytes; a table takes at most 4 MiB."""
 
+# A proxy must not pass on headers that hold for one connection; the length is written anew.
 _OF_THE_CONNECTION = frozenset({"connection", "content-length", "keep-alive", "transfer-encoding"})
 _PAGE = b"<html><head><title>%d</title></head><body><h1>Something stands in between</h1></body></html>"
 _JSON = (("Content-Type", "application/json"),)

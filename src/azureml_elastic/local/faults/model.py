@@ -129,6 +129,7 @@ def draw(disturbances: Sequence[Disturbance], seed: str) -> Fate | None:
         return Fate(
             disturbance,
             kind,
+            # Half a response is that of a call that was carried out; what is throttled or lied about is not.
             arrives=kind == "half" or (arrives and kind not in ("throttle", "outage", *LIES)),
             delay_s=rng.uniform(*disturbance.delay_s) if kind == "slow" else 0.0,
             retry_after_s=rng.choice(disturbance.retry_after_s) if kind == "throttle" else 0,

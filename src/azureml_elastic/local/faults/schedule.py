@@ -145,6 +145,7 @@ def due(schedule: Schedule, state: ChaosState) -> list[Due]:
         if isinstance(fault, (Add, TableTrouble)) or fault.target in state.gone:
             decided.append(Due(index, fault))
             continue
+        # A generator for each fault: what one draws does not depend on when the others were due.
         victim = _victim(fault.target, living, state.rank0, f"{schedule.seed}/{index}")
         if victim is not None:
             living.remove(victim)

@@ -42,6 +42,7 @@ def become_node(request: dict[str, Any], descriptors: list[int], server: Server)
         server: what the server has imported.
     """
     stdin, stdout, stderr, gathered, announced = descriptors
+    # First: from now on the launcher finds this process by its marker, whatever fails below.
     server.mark(os.environ[MARKER])
     os.setsid()
     os.dup2(stdin, 0)

@@ -189,6 +189,7 @@ class Schedules:
         with self._lock:
             self._triggered += 1
             number = self._triggered
+        # With the number, as a schedule may be triggered twice in a second.
         job = f"{name}-{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{number}"
         try:
             self.submit(job, dict(held["action"]["jobDefinition"]), name)
@@ -253,6 +254,7 @@ class Resources:
         return handler(request, rest)
 
     def _relative(self, path: str) -> str | None:
+        # Ids of the resource manager do not depend on case, and clients differ in how they write them.
         if path.lower() == self.root.lower() or path.lower().startswith(f"{self.root.lower()}/"):
             return path[len(self.root) :]
         return None

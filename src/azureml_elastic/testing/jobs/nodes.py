@@ -88,6 +88,7 @@ def inherited_variables() -> dict[str, str]:
         for name, value in UserEnvironment.read().variables.items()
         if not name.startswith(_FOREIGN) and name not in _FOREIGN_NAMES
     }
+    # Unbuffered, as logs are followed while the job runs.
     return {"OMP_NUM_THREADS": "1", **kept, "PYTHONUNBUFFERED": "1"}  # all nodes share this machine's cores
 
 

@@ -59,6 +59,7 @@ class Expression:
         first, second = map(float, self.arguments[:2])
         value = source.gauss(first, second) if self.type.endswith("normal") else source.uniform(first, second)
         if "log" in self.type:
+            # As in Azure ML, whose bounds of a loguniform parameter are those of the logarithm.
             value = math.exp(value)
         if self.type.startswith("q"):
             step = float(self.arguments[2])
@@ -150,6 +151,7 @@ def best_trial(values: Mapping[str, Sequence[float]], *, maximize: bool) -> tupl
     Args:
         values: all values of the primary metric by trial, in the order in which the trials began.
     """
+    # Of finite values alone: NaN is neither below nor above another one, and could come out as the best.
     best = max if maximize else min
     reached = {
         name: best(finite) for name, given in values.items() if (finite := [x for x in given if math.isfinite(x)])
