@@ -62,8 +62,8 @@ def cost_chart(found: Sequence[Candidate], best: Candidate | None = None) -> Ren
     # The most important mark last, as it replaces others in its place.
     for mark, group in (("·", finished), ("●", front), ("★", [best] if best is not None else [])):
         for each in group:
-            row, column = min(_HEIGHT - 1, int(rows(each.expense))), min(_WIDTH - 1, int(columns(each.result.seconds)))
-            grid[_HEIGHT - 1 - row][column] = mark
+            y, x = min(_HEIGHT - 1, int(rows(each.expense))), min(_WIDTH - 1, int(columns(each.result.seconds)))
+            grid[_HEIGHT - 1 - y][x] = mark
     unit = finished[0].result.bill.currency if finished[0].result.cost else "node-hours"
     labels = {0: f"{max(expenses):,.0f}", _HEIGHT - 1: f"{min(expenses):,.0f}"}
     lines: list[RenderableType] = [Text(f"{unit} against time, ● Pareto front, ★ recommended", style="bold")]

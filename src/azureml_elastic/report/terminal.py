@@ -159,10 +159,10 @@ def summary(report: Report) -> RenderableType:
     return Group(*parts)
 
 
-def timeline_picture(report: Report) -> RenderableType:
+def timeline_picture(report: Report, width: int = _WIDTH) -> RenderableType:
     """Return a chart of the world size and of the nodes over time."""
     rounds = [round_ for round_ in report.rounds if round_.ran]
-    columns = TimeColumns.of(report, _WIDTH)
+    columns = TimeColumns.of(report, width)
     line, texts = time_axis(columns)
     # The names of the nodes are on the left, so that each time is in one column of the whole picture.
     lines = [Text("world size", style="bold")]
