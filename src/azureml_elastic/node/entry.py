@@ -47,7 +47,7 @@ from azureml_elastic.node.diagnostics.node_checks import Admission, check_folder
 from azureml_elastic.node.event_recorder import Recorder
 from azureml_elastic.node.failures.host_strikes import HostStrikes
 from azureml_elastic.node.hangs.detector import HangDetector
-from azureml_elastic.node.hangs.stack_report import StackReporter
+from azureml_elastic.node.hangs.stack_dump import StackReporter
 from azureml_elastic.node.host import NodeIdentity
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
 from azureml_elastic.node.preload.client import PreloadServer, begin_preload

@@ -18,26 +18,20 @@ import pytest
 
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.ipc.stack_file import StackFile, stack_files
-from azureml_elastic.node.hangs.stack_dump import ProcessStacks, Worker, collect, main_thread_first, py_spy
-from azureml_elastic.node.hangs.stack_report import StackReporter, render
+from azureml_elastic.node.hangs.stack_dump import (
+    ProcessStacks,
+    StackReporter,
+    Worker,
+    collect,
+    main_thread_first,
+    render,
+)
 from azureml_elastic.train.agent_client.stack_dump import register_stack_dump, unregister_stack_dump
 from tests.support.train import hangs
 from tests.support.waiting import until
 from tests.support.worlds import CONTEXT, store_on_a_free_port
 
 PROGRAM = Path(hangs.__file__)
-
-
-def can_spy() -> bool:
-    """Return whether py-spy is installed and may read other processes on this system."""
-    program = py_spy()
-    if program is None:
-        return False
-    command = [program, "dump", "--nonblocking", "--pid", str(os.getpid())]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
-
-
-PY_SPY = can_spy()
 
 
 class Standing:
@@ -170,7 +164,7 @@ def test_forks_and_other_children_are_seen_and_none_dies_of_it(stand, tmp_path):
     assert all(one.text.startswith("Main thread") and one.name == "child of rank 0" for one in forked)
     assert len(others) == 4
     assert any(one.state.startswith("sleep is sleeping (S)") for one in others)
-    assert any("in_another_python" in one.text for one in others) == PY_SPY
+    assert not any("in_another_python" in one.text for one in others)  # it has no handler, and would die of the signal
     assert sum(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children) == 4
 
 
@@ -190,7 +184,7 @@ def test_a_stopped_process_is_said_to_be_stopped(asleep):
     assert time.monotonic() - began < 30  # a stopped process is reported before the timeout
     assert "(T)" in found.state
     assert "it takes no signal while it is stopped" in found.remarks
-    assert ("in forever" in found.text or "forever (" in found.text) == PY_SPY
+    assert found.text == ""
     standing.send(signal.SIGCONT)
     (found,) = take(folder, standing)
     assert "in forever" in found.text
@@ -204,7 +198,7 @@ def test_a_process_without_a_handler_gets_no_signal(stand, tmp_path, way):
     (found,) = take(tmp_path, standing)
     assert found.state.startswith("python")
     assert "running (R)" in found.state or "sleeping (S)" in found.state
-    assert (str(PROGRAM.name) in found.text) == PY_SPY
+    assert found.text == ""
     assert standing.process.is_alive()
 
 
@@ -320,23 +314,17 @@ def test_long_dumps_are_cut_and_equal_children_written_once():
     children = [ProcessStacks("child of rank 0", 0, pid, "sleeping", "Main thread 0x1:\n  same") for pid in (11, 12)]
     text = render("node-0, round 1: hang", [worker, *children], {}, largest_process=2000)
     assert len(text) < 2600
-    assert "(cut here)" in text
+    assert "more characters)" in text
     assert "child of rank 0, pid 11, 12" in text
     assert text.count("  same") == 1
     assert len(render("node-0, round 1: hang", [worker] * 50, {}, largest=5000)) < 5100
 
 
-def test_threads_are_ordered_in_both_formats():
+def test_the_main_thread_comes_first():
     dump = "Thread 0x02 (most recent call first):\n  b\n\nCurrent thread 0x01 (most recent call first):\n  a\n"
     assert main_thread_first(dump, 1) == (
         "Main thread 0x01 (most recent call first):\n  a\n\nThread 0x02 (most recent call first):\n  b"
     )
-    spied = (
-        'Process 5: python\nPython v3\n\nThread 7 (idle): "T"\n    b (x.py:1)\nThread 5 (idle): "MainThread"\n    a\n'
-    )
-    ordered = main_thread_first(spied)
-    assert ordered.index("MainThread") < ordered.index('"T"')
-    assert ordered.startswith("Process 5")
     assert main_thread_first("", 1) == ""
     assert main_thread_first("no threads", 1) == "no threads"
 

@@ -26,8 +26,7 @@ from azureml_elastic.node.event_recorder import Recorder
 from azureml_elastic.node.failures.classification import describe_ending, hang_failure, root_cause
 from azureml_elastic.node.failures.host_strikes import HostStrikes, incident_id, worker_fault
 from azureml_elastic.node.hangs.detector import HangDetector
-from azureml_elastic.node.hangs.stack_dump import Worker
-from azureml_elastic.node.hangs.stack_report import StackReporter
+from azureml_elastic.node.hangs.stack_dump import StackReporter, Worker
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
 from azureml_elastic.node.preload.state_lookups import read_lookups
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous

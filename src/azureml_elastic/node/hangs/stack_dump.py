@@ -1,13 +1,8 @@
-"""The stacks of all workers of a node, and of their children, within a few seconds and from whatever state they are in.
+"""The stacks of all workers of a node, and of the processes that they have forked: asked for by a signal, and as text.
 
-Three ways, the best one first:
-
-1. A worker with a session has a handler that writes its stacks into a file (see :mod:`azureml_elastic.ipc.stack_file`)
-   when a signal comes. That also works for processes that it has forked. The signal goes only to a process that has
-   the file open and catches the signal, since any other would die of it.
-2. ``py-spy``, where it is installed beside this interpreter or on the path, reads the stacks of any Python process from
-   outside, if the system allows that.
-3. What the kernel says: the state, what the process waits for, and its stack in the kernel where that may be read.
+A worker with a session has a handler that writes its stacks into a file (see :mod:`azureml_elastic.ipc.stack_file`)
+when a signal comes. That also works for processes that it has forked. The signal goes only to a process that has the
+file open and catches the signal, since any other would die of it. Of all other processes there is only their state.
 
 The handler is over when the signal is no longer pending and no thread blocks it that had not blocked it before: the
 kernel blocks a signal while its handler runs.
@@ -21,14 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import re
-import shutil
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,17 +32,14 @@ from azureml_elastic.ipc.stack_file import StackFile, stack_files
 __all__ = [
     "ProcessStacks",
     "ProcessState",
+    "StackReporter",
     "Worker",
     "collect",
-    "descendants",
-    "has_open",
-    "is_python",
-    "kernel_stack",
     "main_thread_first",
-    "py_spy",
-    "read_state",
-    "threads_that_block",
+    "render",
 ]
+
+_LOG = logging.getLogger(__name__)
 
 _MEANINGS = {
     "R": "running",
@@ -107,7 +97,7 @@ class ProcessState:
         return f"{self.name} is {_MEANINGS.get(self.letter, self.letter)} ({self.letter}){where}{threads}"
 
 
-def read_state(pid: int) -> ProcessState | None:
+def _read_state(pid: int) -> ProcessState | None:
     """Return the state of a process, ``None`` when there is none of that id."""
     fields = _fields(Path(f"/proc/{pid}/status"))
     if "State" not in fields:
@@ -125,7 +115,7 @@ def read_state(pid: int) -> ProcessState | None:
     )
 
 
-def threads_that_block(pid: int, number: int) -> frozenset[int]:
+def _threads_that_block(pid: int, number: int) -> frozenset[int]:
     """Return the threads that block a signal now; a thread does so, too, while it runs the handler."""
     found = set()
     with contextlib.suppress(OSError):
@@ -136,7 +126,7 @@ def threads_that_block(pid: int, number: int) -> frozenset[int]:
     return frozenset(found)
 
 
-def has_open(pid: int, path: Path) -> bool:
+def _has_open(pid: int, path: Path) -> bool:
     """Tell whether a process has the file open. The path is compared as text, so that no file system is asked."""
     wanted = str(path)
     with contextlib.suppress(OSError):
@@ -147,24 +137,7 @@ def has_open(pid: int, path: Path) -> bool:
     return False
 
 
-def is_python(pid: int) -> bool:
-    """Tell by its executable whether a process runs Python."""
-    try:
-        return Path(os.readlink(f"/proc/{pid}/exe")).name.startswith("python")  # noqa: PTH115 - as above
-    except OSError:
-        return False
-
-
-def kernel_stack(pid: int) -> str:
-    """Return where the main thread is in the kernel, innermost first; empty where only root may see that."""
-    try:
-        text = Path(f"/proc/{pid}/stack").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
-    return "\n".join(line.partition("] ")[2].partition("+")[0] for line in text.splitlines())
-
-
-def descendants(pid: int) -> list[int]:
+def _descendants(pid: int) -> list[int]:
     """Return the ids of all processes below one, the oldest first."""
     try:
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
@@ -185,14 +158,14 @@ _POLL_SECONDS = 0.02
 _SILENT_SECONDS = 0.3
 """A handler that ran and wrote nothing for so long will not write."""
 
-_SIGNAL_SHARE = 0.6
-"""Part of the time for the first way, so that some is left for the second."""
-
 _MOST_CHILDREN = 16
 _LARGEST_READ = 4 * 1024 * 1024
 _LARGEST_TEXT = 64 * 1024
+_LOGGED_PER_PROCESS = 16 * 1024
+_LOGGED = 192 * 1024
 
-_THREAD = re.compile(r"^(?:Current thread|Thread) (?P<id>0x[0-9a-f]+|\d+).*:.*$", re.MULTILINE)
+_THREAD = re.compile(r"^(?:Current thread|Thread) (?P<id>0x[0-9a-f]+).*:.*$", re.MULTILINE)
+_ANY_THREAD = re.compile(r"^(?:Current thread|Thread)")
 
 
 @dataclass(frozen=True)
@@ -247,7 +220,7 @@ def collect(folder: Path, workers: Mapping[int, Worker], *, seconds: float = 2.5
     folder = folder.resolve()
     jobs: dict[int, tuple[Worker, StackFile | None]] = {rank: (worker, None) for rank, worker in workers.items()}
     for path, entry in stack_files(folder):
-        if has_open(entry.pid, path):
+        if _has_open(entry.pid, path):
             jobs[entry.local_rank] = (Worker(entry.local_rank, entry.rank, entry.pid), entry)
     found: dict[int, list[ProcessStacks]] = {rank: [] for rank in jobs}
 
@@ -255,7 +228,7 @@ def collect(folder: Path, workers: Mapping[int, Worker], *, seconds: float = 2.5
         # Appended one by one: when time is over, what is there is taken.
         seen = found[worker.local_rank]
         seen.append(_process(f"rank {worker.rank}", worker, worker.pid, entry, folder, deadline))
-        children = descendants(worker.pid)
+        children = _descendants(worker.pid)
         for pid in children[:_MOST_CHILDREN]:
             seen.append(_process(f"child of rank {worker.rank}", worker, pid, entry, folder, deadline))
         if len(children) > _MOST_CHILDREN:
@@ -264,7 +237,8 @@ def collect(folder: Path, workers: Mapping[int, Worker], *, seconds: float = 2.5
                 ProcessStacks(f"{len(rest)} more children of rank {worker.rank}", worker.local_rank, rest[0], "", "")
             )
 
-    # Nothing here should block for long; should something do so all the same, the agent must not.
+    # One thread for each worker: one that does not answer is waited for until the deadline, which the others share.
+    # Nothing here should block for longer; should something do so all the same, the agent must not.
     threads = [threading.Thread(target=work, args=job, name="stacks", daemon=True) for job in jobs.values()]
     for thread in threads:
         thread.start()
@@ -279,56 +253,32 @@ def collect(folder: Path, workers: Mapping[int, Worker], *, seconds: float = 2.5
     return list(itertools.chain.from_iterable(list(found[local_rank]) for local_rank in sorted(found)))
 
 
-def main_thread_first(text: str, main_thread: int | None = None) -> str:
-    """Return a dump with the main thread's stack before all others.
-
-    Args:
-        text: dump of :mod:`faulthandler` or ``py-spy``.
-        main_thread: number of the main thread in the dump; ``None`` for a dump that names it ``MainThread``.
-    """
+def main_thread_first(text: str, main_thread: int) -> str:
+    """Return a dump of :mod:`faulthandler` with the stack of the thread of this identifier before all others."""
     heads = list(_THREAD.finditer(text))
     bounds = [head.start() for head in heads] + [len(text)]
     main: list[str] = []
     others: list[str] = []
     for head, (start, end) in zip(heads, itertools.pairwise(bounds), strict=True):
         block = text[start:end].strip("\n")
-        if main_thread is None:
-            (main if '"MainThread"' in head.group() else others).append(block)
-        elif int(head.group("id"), 16) == main_thread:
-            main.append(re.sub(r"^(Current thread|Thread)", "Main thread", block))
+        if int(head.group("id"), 16) == main_thread:
+            main.append(_ANY_THREAD.sub("Main thread", block))
         else:
-            others.append(re.sub(r"^Current thread", "Thread", block))
+            others.append(_ANY_THREAD.sub("Thread", block))
     preface = text[: bounds[0]].strip("\n")
     return "\n\n".join(part for part in (preface, *main, *others) if part)
-
-
-def py_spy() -> str | None:
-    """Return the path of ``py-spy``, ``None`` where it is not installed."""
-    beside = Path(sys.executable).parent / "py-spy"
-    return str(beside) if beside.is_file() else shutil.which("py-spy")
 
 
 def _process(
     name: str, worker: Worker, pid: int, entry: StackFile | None, folder: Path, deadline: float
 ) -> ProcessStacks:
-    """Learn about one process."""
-    remarks: list[str] = []
-    text = ""
+    """Learn about one process, the worker itself or a descendant of it."""
+    text = remark = ""
     state = _state(pid)
     if entry is not None:
-        now = time.monotonic()
-        text, remark = _by_signal(pid, entry, entry.path(folder), now + max(0.0, deadline - now) * _SIGNAL_SHARE)
-        text = main_thread_first(text, entry.main_thread)
-        remarks.append(remark)
-    if not text and is_python(pid):
-        text, remark = _by_py_spy(pid, deadline)
-        text = main_thread_first(text)
-        remarks.append(remark)
-    if not text and (inside := kernel_stack(pid)):
-        text = f"In the kernel (innermost first):\n{inside}"
-    return ProcessStacks(
-        name, worker.local_rank, pid, state, _shortened(text, _LARGEST_TEXT), tuple(filter(None, remarks))
-    )
+        text, remark = _by_signal(pid, entry, entry.path(folder), deadline)
+        text = _shortened(main_thread_first(text, entry.main_thread), _LARGEST_TEXT)
+    return ProcessStacks(name, worker.local_rank, pid, state, text, (remark,) if remark else ())
 
 
 def _by_signal(pid: int, entry: StackFile, path: Path, deadline: float) -> tuple[str, str]:
@@ -337,30 +287,36 @@ def _by_signal(pid: int, entry: StackFile, path: Path, deadline: float) -> tuple
     Returns:
         What it wrote, and what did not go well.
     """
-    before = read_state(pid)
+    before = _read_state(pid)
     if before is None or before.ended:
         return "", "it has ended"
-    if not has_open(pid, path) or not before.catches(entry.signal):
+    # Asked last thing before the signal: the program may have closed the descriptor or replaced the handler since it
+    # registered, and a forked child may have executed another program. The default action of the signal is to die.
+    if not _has_open(pid, path) or not before.catches(entry.signal):
         own = pid == entry.pid
         return "", f"it no longer answers signal {entry.signal}" if own else ""
     try:
         offset = path.stat().st_size
-        blocking = threads_that_block(pid, entry.signal)
+        blocking = _threads_that_block(pid, entry.signal)
         os.kill(pid, entry.signal)
     except OSError as error:
         return "", f"it could not be asked: {error}"
+    # No lock and no answer over the channel: what hangs may hold the GIL, and then only its C handler runs.
     size, remark, sent = offset, "", time.monotonic()
     while True:
         time.sleep(_POLL_SECONDS)
-        state = read_state(pid)
+        state = _read_state(pid)
         if state is None or state.ended:
             remark = "it ended meanwhile"
             break
+        # Pending first: a signal that nobody has taken yet says nothing about its handler. One that is taken is
+        # blocked in the thread that handles it, so the answer is complete when no further thread blocks it and the
+        # file has stopped to grow: the kernel's two files are not read in one instant.
         if state.awaits(entry.signal):
             if state.stopped:
                 remark = "it takes no signal while it is stopped"
                 break
-        elif threads_that_block(pid, entry.signal) <= blocking:
+        elif _threads_that_block(pid, entry.signal) <= blocking:
             last, size = size, _size(path)
             if size == last > offset:
                 break
@@ -378,29 +334,6 @@ def _by_signal(pid: int, entry: StackFile, path: Path, deadline: float) -> tuple
         return "", f"its answer cannot be read: {error}"
 
 
-def _by_py_spy(pid: int, deadline: float) -> tuple[str, str]:
-    """Read the stacks from outside, without stopping the process.
-
-    Returns:
-        The stacks, and what did not go well.
-    """
-    program = py_spy()
-    left = deadline - time.monotonic()
-    if program is None or left <= 0:
-        return "", "" if program is None else "no time was left for py-spy"
-    command = [program, "dump", "--nonblocking", "--pid", str(pid)]
-    try:
-        result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=left, check=False)
-    except subprocess.TimeoutExpired:
-        return "", f"py-spy did not answer within {left:.1f} s"
-    except OSError as error:
-        return "", f"py-spy could not be started: {error}"
-    if result.returncode != 0:
-        why = result.stderr.decode(errors="replace").strip().splitlines()
-        return "", f"py-spy failed: {why[-1] if why else result.returncode}"
-    return result.stdout[:_LARGEST_READ].decode(errors="replace").strip("\n"), ""
-
-
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
@@ -409,13 +342,118 @@ def _size(path: Path) -> int:
 
 
 def _state(pid: int) -> str:
-    state = read_state(pid)
+    state = _read_state(pid)
     return "gone" if state is None else str(state)
 
 
-def _shortened(text: str, largest: int) -> str:
+def _shortened(text: str, largest: int | None) -> str:
     """Cut a text at a line's end; a note says how much is missing."""
-    if len(text) <= largest:
+    if largest is None or len(text) <= largest:
         return text
     kept = text[:largest].rpartition("\n")[0]
-    return f"{kept}\n  ({len(text) - len(kept)} more characters)"
+    return f"{kept}\n  ({len(text) - len(kept)} more characters)\n"
+
+
+class StackReporter:
+    """Collects and writes the stacks of one node on a thread of its own, so that no worker can hold up the agent.
+
+    Args:
+        folder: where the workers' sessions make their files: the one of the agent's socket.
+        reports: the folder for the written stacks, ``stacks`` in the run's folder. Each node writes
+            ``round-<number>.<node>.txt`` there.
+        node: this node's name.
+        wake: event, set when it is done.
+        seconds: timeout of the collection.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        reports: Path,
+        node: str,
+        wake: threading.Event,
+        *,
+        seconds: float = 2.5,
+    ) -> None:
+        self._folder = folder
+        self._reports = reports
+        self._node = node
+        self._wake = wake
+        self._seconds = seconds
+        self._idle = threading.Event()
+        self._idle.set()
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is being collected now."""
+        return self._idle.is_set()
+
+    def start(self, why: str, round_number: int, workers: Iterable[Worker], steps: Mapping[int, int]) -> None:
+        """Begin; while an earlier collection goes on nothing happens.
+
+        Args:
+            why: what has happened, for the first line.
+            round_number: number of the round.
+            workers: the processes that the agent has started.
+            steps: the last step that each local rank has completed, where it has completed one.
+        """
+        if not self.done:
+            return
+        arguments = (f"{self._node}, round {round_number}: {why}", round_number, list(workers), dict(steps))
+        self._idle.clear()
+        threading.Thread(target=self._run, args=arguments, name="stack-dump", daemon=True).start()
+
+    def _run(self, title: str, round_number: int, workers: list[Worker], steps: Mapping[int, int]) -> None:
+        try:
+            by_rank = {worker.local_rank: worker for worker in workers}
+            found = collect(self._folder, by_rank, seconds=self._seconds)
+            path = self._reports / f"round-{round_number}.{self._node}.txt"
+            where = f"All of it is in {path}." if self._write(path, render(title, found, steps)) else ""
+            limits = {"largest": _LOGGED, "largest_process": _LOGGED_PER_PROCESS}
+            _LOG.error("%s%s", render(title, found, steps, **limits), where)
+        except Exception:  # noqa: BLE001 - the round shall be restarted all the same
+            _LOG.exception("The stacks of this node's workers could not be collected.")
+        finally:
+            self._idle.set()
+            self._wake.set()
+
+    def _write(self, path: Path, text: str) -> bool:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            _LOG.warning("The stacks cannot be written to %s: %s", path, error)
+            return False
+        return True
+
+
+def render(
+    title: str,
+    found: Sequence[ProcessStacks],
+    steps: Mapping[int, int],
+    *,
+    largest: int | None = None,
+    largest_process: int | None = None,
+) -> str:
+    """Return the stacks as a text for people.
+
+    Args:
+        title: its first line.
+        found: the processes; neighbours of the same name and the same stacks are written once.
+        steps: the last step that each local rank has completed.
+        largest: characters of the text, ``None`` for all.
+        largest_process: characters of one process's stacks, ``None`` for all.
+    """
+    parts = [f"===== Stacks of {title} =====\n"]
+    for _, group in itertools.groupby(found, key=lambda one: (one.name, one.local_rank, one.text, one.remarks)):
+        alike = list(group)
+        first = alike[0]
+        pids = ", ".join(str(one.pid) for one in alike)
+        step = f", after step {steps[first.local_rank]}" if first.local_rank in steps else ""
+        lines = [f"\n----- {first.name}, pid {pids}{step}: {first.state}"]
+        lines.extend(f"({remark})" for remark in first.remarks)
+        lines.append(_shortened(first.text or "(no stacks)", largest_process))
+        parts.append("\n".join(lines) + "\n")
+    parts.append(f"\n===== End of the stacks of {title.partition(':')[0]} =====\n")
+    return _shortened("".join(parts), largest)
