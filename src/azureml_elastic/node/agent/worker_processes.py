@@ -341,8 +341,8 @@ class WorkerSet:
     """Worker processes that are started together, with their output in files and on the console.
 
     Each worker leads a session and a process group, to which signals are sent, so that they also reach the processes
-    that it has started. The variable ``TORCHELASTIC_ERROR_FILE`` names the file to which torch's ``record`` decorator
-    writes a worker's exception.
+    that it has started. The variable ``TORCHELASTIC_ERROR_FILE`` names the file to which the exception that ends a
+    worker is written, see :mod:`~azureml_elastic.node.preload.uncaught_error`.
 
     Args:
         program: program of the workers.

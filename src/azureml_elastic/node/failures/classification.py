@@ -1,10 +1,11 @@
 """Classification of worker failures: kind, signature and message.
 
-``docs/explanation/failures.md`` describes the kinds. Pure functions.
+``docs/explanation/failures.md`` describes the kinds. Pure functions, but for the files that they read.
 
-The traceback that ended a Python program is parsed from its standard error: the output of the ``traceback`` and
-``faulthandler`` modules: chained tracebacks, exception groups, syntax errors without a header, and stacks of crashed
-processes. The prefix ``[rank<n>]:`` of torch's exception hook is removed.
+The exception that ended a worker is in its error file (see :mod:`azureml_elastic.node.preload.uncaught_error`). Of a
+worker without one, which a signal or a program of another kind has ended, standard error is parsed: the output of the
+``traceback`` and ``faulthandler`` modules: chained tracebacks, exception groups, syntax errors without a header, and
+stacks of crashed processes. The prefix ``[rank<n>]:`` of torch's exception hook is removed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +111,13 @@ class ExceptionInfo:
 
 @dataclass(frozen=True)
 class ParsedError:
-    """Error in a program's output.
+    """Error in a program's output or error file.
 
     Args:
         text: complete chain of tracebacks.
         chain: exceptions of the chain; the last one ended the program.
-        uncaught: whether torch's exception hook printed it, so that it certainly ended the program.
+        uncaught: whether an exception hook has seen it, so that it certainly ended the program: the one of a worker or
+            that of torch.
         harmless: whether it only ended a thread or a destructor.
     """
 
@@ -286,23 +288,36 @@ class FailedWorker:
         local_rank: local rank of the worker.
         exitcode: its exit code, negative for a signal.
         timestamp: time of the failure in seconds since 1970, as recorded by the worker, else when it was noticed.
-        error_file_data: what torch's ``record`` decorator has written to the worker's error file, empty without one.
+        error: the exception in its error file, ``None`` without one.
     """
 
     local_rank: int
     exitcode: int
     timestamp: int
-    error_file_data: Mapping[str, Any] = field(default_factory=dict)
+    error: ParsedError | None = None
 
     @classmethod
     def read(cls, local_rank: int, exitcode: int, error_file: Path) -> FailedWorker:
         """Return the failure with the content of the worker's error file, which may be missing or torn."""
-        data: Mapping[str, Any] = {}
-        timestamp = int(time.time())
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            data = dict(json.loads(error_file.read_text(encoding="utf-8")))
-            timestamp = int(data["message"]["extraInfo"]["timestamp"])
-        return cls(local_rank, exitcode, timestamp, data)
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            data = json.loads(error_file.read_text(encoding="utf-8"))
+            details = data["message"]["extraInfo"]
+            return cls(local_rank, exitcode, int(details["timestamp"]), _recorded_error(data, details["py_callstack"]))
+        return cls(local_rank, exitcode, int(time.time()))
+
+
+def _recorded_error(data: Mapping[str, Any], text: str) -> ParsedError | None:
+    """Return the error in an error file: that of the worker's own hook, else that of torch's ``record`` decorator."""
+    if not data.get("chain"):
+        # The decorator writes what gets past the function that it decorates. The program may have gone on all the same.
+        return find_error(text)
+    chain = []
+    for each in data["chain"]:
+        frames = [Frame(*frame) for frame in each["frames"]]
+        # Of another process's traceback, which DataLoader includes in the message.
+        frames += [frame for line in each["message"].splitlines() if (frame := _frame(line))]
+        chain.append(ExceptionInfo(each["type"], each["message"], tuple(frames), each["caused"]))
+    return ParsedError(text, tuple(chain), uncaught=True)
 
 
 def root_cause(
@@ -362,10 +377,13 @@ def signature_of(raised: ExceptionInfo) -> str:
 
 def _examine(rank: int, failure: FailedWorker, stderr: str | None, *, oom_killed: bool) -> Failure:
     """Classify a worker by its exit code, its error file and its standard error."""
-    text = _read(Path(stderr)) if stderr else ""
+    # Where the worker's own hook has recorded it, nothing that is printed counts: it may be another process's, and the
+    # hook of the script may print the exception in any form.
+    recorded = failure.error is not None and failure.error.uncaught
+    text = _read(Path(stderr)) if stderr and not recorded else ""
     code = failure.exitcode if failure.exitcode > 0 else _SIGNAL_BASE - failure.exitcode
     name = _signal_name(failure.exitcode, text)
-    parsed = _fuller(_recorded_error(failure), find_error(text))
+    parsed = failure.error or find_error(text)
     if parsed is not None and (not name or parsed.uncaught or _was_fatal(parsed, text, name)):
         chain = _without_cleanup_errors(parsed.chain)
         kind = _kind_of(chain)
@@ -467,22 +485,6 @@ def _was_fatal(parsed: ParsedError, text: str, name: str) -> bool:
     return (
         name in _CRASHES and not parsed.harmless and (not rest or rest.startswith(("terminate called", "Fatal Python")))
     )
-
-
-def _recorded_error(failure: FailedWorker) -> ParsedError | None:
-    """Return the error that torch's ``record`` decorator has written to the worker's error file."""
-    data = failure.error_file_data.get("message")
-    stack = data.get("extraInfo", {}).get("py_callstack") if isinstance(data, Mapping) else None
-    return find_error(stack) if isinstance(stack, str) else None
-
-
-def _fuller(recorded: ParsedError | None, printed: ParsedError | None) -> ParsedError | None:
-    """Return the recorded error, or the same one as printed later, when its message names the unreadable file."""
-    if recorded is None or printed is None:
-        return recorded or printed
-    last, later = recorded.chain[-1], printed.chain[-1]
-    same = (last.type, len(recorded.chain)) == (later.type, len(printed.chain)) and later.message.endswith(last.message)
-    return printed if same else recorded
 
 
 def _read(path: Path) -> str:

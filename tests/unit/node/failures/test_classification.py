@@ -40,8 +40,8 @@ EXCEPTIONS = {"peer_after_user": "user", "import_then_user": "user"}
 INCONCLUSIVE = {"crashed", "killed", "killed_survivor"}
 
 
-def failure(local_rank: int, exitcode: int, timestamp: int = 10, **more) -> FailedWorker:
-    return FailedWorker(local_rank, exitcode, timestamp, **more)
+def failure(local_rank: int, exitcode: int, timestamp: int = 10) -> FailedWorker:
+    return FailedWorker(local_rank, exitcode, timestamp)
 
 
 def ending(name: str) -> tuple[int, str]:
@@ -49,11 +49,11 @@ def ending(name: str) -> tuple[int, str]:
     return int(first.removeprefix("exit code ")), text
 
 
-def examined(tmp_path: Path, code: int, text: str | bytes, kills: OomKillCounter | None = None, **more):
+def examined(tmp_path: Path, code: int, text: str | bytes, kills: OomKillCounter | None = None):
     path = tmp_path / "stderr.log"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     options = {} if kills is None else {"oom_kills": kills}
-    return root_cause({3: failure(0, code, **more)}, {0: str(path)}, **options)
+    return root_cause({3: failure(0, code)}, {0: str(path)}, **options)
 
 
 def kind_of(name: str) -> str:
@@ -248,46 +248,127 @@ def test_a_cause_that_hung_at_its_exit_and_was_stopped_is_still_the_cause(tmp_pa
     assert (first.rank, first.kind, first.exit_code) == (1, "user", 143)
 
 
-def test_torchs_error_file_is_believed_first(tmp_path):
-    """Really written, by the decorator that torch offers for it."""
-    script = tmp_path / "train.py"
-    script.write_text(
-        "from torch.distributed.elastic.multiprocessing.errors import record\n\n"
-        "@record\ndef main():\n    raise ValueError('sample 3 is torn')\n\nmain()\n"
-    )
-    error_file = tmp_path / "error.json"
+def run(tmp_path: Path, text: str, *arguments: str, plain: bool = False) -> tuple[FailedWorker, str]:
+    """Run a script that fails as a worker without the preload server; return its failure and what it has printed."""
+    script, error_file = tmp_path / "train.py", tmp_path / "error.json"
+    script.write_text(text)
+    environ = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(error_file), variables.CHANNEL: "/nowhere"}
     done = subprocess.run(
-        [sys.executable, str(script)],
-        env={"TORCHELASTIC_ERROR_FILE": str(error_file)},
+        [sys.executable, str(script), *arguments],
+        env=environ if plain else for_plain_start(environ),
+        start_new_session=True,
         capture_output=True,
+        text=True,
         timeout=60,
         check=False,
     )
-    data = json.loads(error_file.read_text())
-    found = examined(tmp_path, done.returncode, "nothing\n" * 100, error_file_data=data)
+    return FailedWorker.read(0, done.returncode, error_file), done.stderr
+
+
+def cause_of(found: FailedWorker, path: Path):
+    return root_cause({3: found}, {0: str(path)})
+
+
+RECORD = "from torch.distributed.elastic.multiprocessing.errors import record\n\n@record\n"
+
+
+def test_the_error_file_of_torchs_decorator_is_believed_before_what_is_printed(tmp_path):
+    """Written by the decorator alone, in a process without a hook of ours."""
+    failed, _ = run(tmp_path, RECORD + "def main():\n    raise ValueError('sample 3 is torn')\n\nmain()\n", plain=True)
+    printed = tmp_path / "stderr.log"
+    printed.write_text("nothing\n" * 100)
+    found = cause_of(failed, printed)
     assert found.message.startswith("Traceback (most recent call last):")
     assert found.signature.endswith("ValueError: sample # is torn (train.py:5 main)")
-    assert examined(tmp_path, 1, "", error_file_data={"message": "<NONE>"}).kind == "exit"
 
 
-def test_the_same_error_as_printed_later_is_preferred_because_it_names_the_file(tmp_path):
-    """torch's decorator writes its file before the message has the name."""
-    script, torn = tmp_path / "train.py", tmp_path / "state.json"
-    script.write_text(
-        "import json, sys\nfrom torch.distributed.elastic.multiprocessing.errors import record\n\n"
-        "@record\ndef main(path):\n    with open(path) as file:\n        json.load(file)\n\nmain(sys.argv[1])\n"
-    )
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"message": "<NONE>"}', '{"message": {"extraInfo": {}}, "chain": [1]}']
+)
+def test_an_error_file_of_another_form_is_passed_over(tmp_path, content):
+    (tmp_path / "error.json").write_text(content)
+    failed = FailedWorker.read(0, 3, tmp_path / "error.json")
+    assert (failed.error, cause_of(failed, tmp_path / "stderr.log").kind) == (None, "exit")
+
+
+def test_the_message_of_torchs_decorator_is_replaced_by_one_that_names_the_file(tmp_path):
+    torn = tmp_path / "state.json"
     torn.write_text("{")
-    error_file = tmp_path / "error.json"
-    environ = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(error_file), variables.CHANNEL: "/nowhere"}
-    done = subprocess.run(
-        [sys.executable, str(script), str(torn)], env=for_plain_start(environ), capture_output=True, check=False
-    )
-    data = json.loads(error_file.read_text())
-    assert "while reading" not in str(data)
-    found = examined(tmp_path, done.returncode, done.stderr, error_file_data=data)
-    assert f"JSONDecodeError: while reading {torn} (1 bytes, " in found.message
-    assert "while reading" not in examined(tmp_path, 1, "another\n", error_file_data=data).message
+    main = "def main(path):\n    import json\n    with open(path) as file:\n        json.load(file)\n\n"
+    failed, _ = run(tmp_path, f"import sys\n{RECORD}{main}main(sys.argv[1])\n", str(torn))
+    assert f"JSONDecodeError: while reading {torn} (1 bytes, " in cause_of(failed, tmp_path / "no").message
+
+
+FAILING = {
+    "cause": "try:\n    int('x')\nexcept ValueError as error:\n    raise RuntimeError('no data') from error\n",
+    "context": "try:\n    int('x')\nexcept ValueError:\n    raise RuntimeError('no data')\n",
+    "suppressed": "try:\n    int('x')\nexcept ValueError:\n    raise RuntimeError('no data') from None\n",
+    "lines": "class Mismatch(Exception):\n    pass\n\nraise Mismatch('these keys differ:\\n  a\\n  b')\n",
+    "no message": "assert False\n",
+    "a key": "{}['a']\n",
+    "a qualified type": "import json\njson.loads('{')\n",
+    "a class in a class": "class A:\n    class B(Exception):\n        pass\n\nraise A.B(3)\n",
+    "syntax": "x = (\n",
+    "syntax of a module": (
+        "from pathlib import Path\nPath(__file__).with_name('bad.py').write_text('x = (')\nimport bad\n"
+    ),
+    "a missing module": "import numpyy\n",
+    "an interrupt": "raise KeyboardInterrupt\n",
+    "recursion": "def f():\n    f()\n\nf()\n",
+    "another process": (
+        "from torch.utils.data import DataLoader\n\nclass Torn:\n    def __len__(self):\n        return 4\n\n"
+        "    def __getitem__(self, at):\n        raise ValueError('torn')\n\nlist(DataLoader(Torn(), num_workers=1))\n"
+    ),
+    "a group": (
+        "def inner():\n    raise ValueError('one')\n\ndef outer():\n    try:\n        inner()\n"
+        "    except ValueError as error:\n        raise ExceptionGroup('several', [error, TypeError()])\n\nouter()\n"
+    ),
+    "a note": "error = ValueError('no')\nerror.add_note('see there')\nraise error\n",
+}
+NEWER = {"a group", "a note"} if sys.version_info < (3, 11) else set()
+
+
+@pytest.mark.parametrize("name", sorted(FAILING.keys() - NEWER))
+def test_the_error_file_says_what_is_printed(tmp_path, name):
+    failed, printed = run(tmp_path, FAILING[name])
+    path = tmp_path / "stderr.log"
+    path.write_text(printed)
+    recorded, parsed = cause_of(failed, tmp_path / "no"), cause_of(failure(0, failed.exitcode), path)
+    assert failed.error.uncaught
+    assert (recorded.kind, recorded.signature) == (parsed.kind, parsed.signature)
+    if name != "a group":  # of which the interpreter prints the margins in another way
+        assert recorded.message == parsed.message
+    raised = find_error(printed)
+    assert [(each.type, each.caused) for each in failed.error.chain] == [
+        (each.type, each.caused) for each in raised.chain
+    ]
+    assert failed.error.chain[-1].where == raised.chain[-1].where
+
+
+def test_a_hook_of_the_script_that_ends_with_ours_changes_nothing(tmp_path):
+    hook = "import sys\nold = sys.excepthook\nsys.excepthook = lambda *details: (print('Oh no'), old(*details))\n"
+    failed, _ = run(tmp_path, f"{hook}raise ValueError('no')\n")
+    assert failed.error.chain[-1].type == "ValueError"
+
+
+def test_what_a_script_keeps_from_our_hook_is_not_known(tmp_path):
+    failed, printed = run(tmp_path, "import sys\nsys.excepthook = lambda *_: None\nraise ValueError('no')\n")
+    assert (failed.error, printed) == (None, "")
+
+
+def test_the_error_of_a_child_process_is_not_that_of_the_worker(tmp_path):
+    text = "import os, sys\nif os.fork() == 0:\n    raise ValueError('in a fork')\nos.wait()\nsys.exit(3)\n"
+    failed, printed = run(tmp_path, text)
+    assert "in a fork" in printed
+    assert failed.error is None
+
+
+def test_an_error_in_a_thread_or_an_exit_writes_no_error_file(tmp_path):
+    thread = "thread = threading.Thread(target=int, args=('x',))\nthread.start()\nthread.join()\n"
+    text = f"import sys, threading\n{thread}sys.exit(3)\n"
+    failed, printed = run(tmp_path, text)
+    assert "ValueError" in printed
+    assert failed.error is None
 
 
 class Kernel:

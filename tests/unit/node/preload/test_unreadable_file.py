@@ -17,19 +17,13 @@ from safetensors.torch import load_file, save_file
 
 from azureml_elastic.environment import names as variables
 from azureml_elastic.node.failures.classification import ExceptionInfo, signature_of
-from azureml_elastic.node.preload.script_runner import add_file_name, find_file
 from azureml_elastic.node.preload.stack_imports import for_plain_start
+from azureml_elastic.node.preload.uncaught_error import add_file_name, find_file
 
 
 def load_open(path, load):
     with Path(path).open("rb") as file:
         return load(file)
-
-
-def load_json_of_text(path):
-    with path.open(encoding="utf-8") as file:
-        text = file.read()
-    return json.loads(text)
 
 
 def load_pickle(path):
@@ -63,8 +57,6 @@ READERS = {
     "load_file": (".safetensors", load_file),
     "safe_open": (".safetensors", load_header),
     "json.load": (".json", lambda path: load_open(path, json.load)),
-    "json.loads": (".json", lambda path: json.loads(path.read_text(encoding="utf-8"))),
-    "json.loads of a variable": (".json", load_json_of_text),
     "pickle.load": (".pkl", load_pickle),
     "numpy.load": (".npy", np.load),
     "a chain": (".pt", load_twice),
@@ -108,22 +100,23 @@ def test_the_signature_does_not_depend_on_the_size_and_the_time(tmp_path):
 
 
 def several_files(path):
-    second = path.with_name("second.json")
-    second.write_text("x")
-    return json.loads(path.read_text() + second.read_text())
+    second = path.with_name("second.pkl")
+    second.write_bytes(b"x")
+    return pickle.loads(path.read_bytes() + second.read_bytes())
 
 
 @pytest.mark.parametrize(
     "read",
     [
         lambda path: json.loads("{"),
+        lambda path: json.loads(path.read_text()),
         lambda path: torch.load(path.with_name("missing.pt")),
         lambda path: int(path.read_text()),
         lambda path: load_open("/dev/null", json.load),
         lambda path: next(iter(())),
         several_files,
     ],
-    ids=["a text", "a missing file", "another error", "a device", "no reader", "several files"],
+    ids=["a text", "the text of a file", "a missing file", "another error", "a device", "no reader", "several files"],
 )
 def test_other_errors_stay_as_they_are(tmp_path, read):
     path = tmp_path / "state.json"

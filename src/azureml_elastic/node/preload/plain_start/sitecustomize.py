@@ -1,7 +1,6 @@
 """Attaches the integrations of training stacks in a worker that is started plainly, by Python's own start-up hook.
 
-The messages of its uncaught exceptions name the file that could not be read, and its lookups of files are noted, as
-those of a forked worker.
+The exception that ends it is recorded, and its lookups of files are noted, as those of a forked worker.
 
 Its folder comes first in ``PYTHONPATH``. It takes the folder out again, and runs the ``sitecustomize`` that it hides.
 """
@@ -25,5 +24,5 @@ with contextlib.suppress(ModuleNotFoundError):
 sys.modules.setdefault("sitecustomize", _own)  # the import of this module looks for one when it ends
 with contextlib.suppress(ModuleNotFoundError):  # the script's interpreter may be another one than the agent's
     importlib.import_module("azureml_elastic.node.preload.stack_imports").register()
-    importlib.import_module("azureml_elastic.node.preload.script_runner").install()
+    importlib.import_module("azureml_elastic.node.preload.uncaught_error").install(os.environ)
     importlib.import_module("azureml_elastic.node.preload.state_lookups").record(os.environ)
