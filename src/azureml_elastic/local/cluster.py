@@ -27,7 +27,7 @@ from azureml_elastic.config import (
     TableRendezvous,
 )
 from azureml_elastic.config.base import positive_duration
-from azureml_elastic.config.command.program import Program, parse_program
+from azureml_elastic.config.command.program import Program, opens_session, parse_program
 from azureml_elastic.config.command.worker_variables import refuse_changing, words_with_placeholders
 from azureml_elastic.config.exit_codes import FAILED
 from azureml_elastic.config.plan import EarlierRun
@@ -44,7 +44,6 @@ from azureml_elastic.local.node_start import NODE_COMMAND, CommandStart, NodeSta
 from azureml_elastic.local.processes import NodeProcesses
 from azureml_elastic.local.run_end import StopSignals
 from azureml_elastic.local.view import UntilBroken, View
-from azureml_elastic.node.agent.program import opens_session
 from azureml_elastic.node.table.checkpoint_pointer import CHECKPOINT_KEY
 from azureml_elastic.node.table.sqlite import SqliteTable
 

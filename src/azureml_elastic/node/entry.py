@@ -16,9 +16,9 @@ from urllib.parse import quote
 import psutil
 
 from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory, LocalSnapshots
-from azureml_elastic.config import Plan
+from azureml_elastic.config import ElasticDistribution, Plan
 from azureml_elastic.config.command.fixed_ranks import describe_fixed_ranks, find_fixed_ranks
-from azureml_elastic.config.command.program import Program, program_files, require_script
+from azureml_elastic.config.command.program import Program, opens_session, program_files, require_script
 from azureml_elastic.config.exit_codes import UNHEALTHY
 from azureml_elastic.environment import names as variables
 from azureml_elastic.environment.node import NodeEnvironment
@@ -33,7 +33,6 @@ from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.earlier_run import with_earlier_checkpoint
 from azureml_elastic.node.agent.event_logs import ObservationLog
 from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch, SaveWatch
-from azureml_elastic.node.agent.program import engine_program, opens_session
 from azureml_elastic.node.agent.round_runner import HangWatch, RoundObserver, RoundPerformer, RoundRunner
 from azureml_elastic.node.agent.shard_transfer import ShardReceiver, ShardSender
 from azureml_elastic.node.agent.worker_group import WorkerGroup, inherited_variables, withheld_variables
@@ -128,7 +127,9 @@ class _Node(Surroundings):
         plan = identity.plan
         distribution = plan.distribution
         self._job = environment.job or ""
-        self._program = program = engine_program(program, distribution)
+        if distribution.runs_engine:
+            program = _engine_program(program, distribution)
+        self._program = program
         timings = plan.rendezvous.timings
         self._slots = 1 if distribution.runs_engine else _slots(distribution.process_count_per_instance, environment)
         wake = threading.Event()
@@ -364,6 +365,13 @@ class _Node(Surroundings):
             NodeLeaving: this node must leave.
         """
         self._rendezvous.wait(seconds)
+
+
+def _engine_program(program: Program, distribution: ElasticDistribution) -> Program:
+    """Return the program that runs an engine on this node, and with it the user's program."""
+    count = distribution.process_count_per_instance
+    arguments = (distribution.framework, "--workers", str(count), "--", *program.command)
+    return Program(None, (), "module", "azureml_elastic.engines", arguments, program.placeholders)
 
 
 def _tell(failure: str) -> None:

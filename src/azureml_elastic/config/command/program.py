@@ -46,6 +46,7 @@ __all__ = [
     "full_name",
     "imported_names",
     "left_to_the_shell",
+    "opens_session",
     "parse_program",
     "parse_quietly",
     "program_files",
@@ -100,6 +101,12 @@ def program_files(program: Program, folder: Path | None = None) -> Iterator[tupl
             continue
         yield path, text
         pending.extend(found for found in _local_imports(text, path, root) if found.is_relative_to(within))
+
+
+def opens_session(program: Program) -> bool:
+    """Return whether a program, or a local module that it imports, mentions this library; true without its file."""
+    texts = [text for _, text in program_files(program)]
+    return not texts or any(b"azureml_elastic" in text for text in texts)
 
 
 def dotted_name(node: ast.AST) -> str:

@@ -36,11 +36,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from azureml_elastic.config.command.program import Program
+from azureml_elastic.config.command.program import Program, opens_session
 from azureml_elastic.environment import names as variables
 from azureml_elastic.local.fork_server.client import GO
 from azureml_elastic.local.processes import MARKER
-from azureml_elastic.node.agent.program import opens_session
 from azureml_elastic.node.preload import import_loader, script_runner, stack_imports
 from azureml_elastic.node.preload.import_loader import leftover_threads, trial_fork, why_unsafe
 from azureml_elastic.node.preload.import_scan import find_imports

@@ -8,6 +8,7 @@ barrier) is replaced: ranks follow from the sealed round, the end of the run fro
 from __future__ import annotations
 
 import contextlib
+import hmac
 import logging
 import os
 import threading
@@ -18,7 +19,6 @@ from azureml_elastic.errors import RunSucceeded
 from azureml_elastic.ipc.agent_interface import HandedOverState
 from azureml_elastic.ledger.events import NodeReady, RoundEntered, WorkersStarted
 from azureml_elastic.node.agent.channel import Channel
-from azureml_elastic.node.agent.program import derive_engine_key
 from azureml_elastic.node.agent.round_runner import RoundRunner
 from azureml_elastic.node.agent.worker_group import WorkerGroup
 from azureml_elastic.node.core.training import State
@@ -47,7 +47,6 @@ def keep_last_state(descriptor: int, state: HandedOverState, preemption: Preempt
 
     Args:
         descriptor: descriptor of the state's memory, closed here.
-        state: description of the state.
         preemption: watch for notices, whose deadline also counts if it comes meanwhile.
     """
     until = time.monotonic() + _LONGEST_SECONDS
@@ -82,15 +81,6 @@ _ANNOUNCEMENT_SECONDS = 1.0
 
 class NodeAgent:
     """Runs this node's workers through all rounds of the run.
-
-    Args:
-        identity: identity of the node, with the plan of the run.
-        rendezvous: this node's part in the run.
-        group: workers of the node.
-        channel: server for the workers' sessions.
-        table: table with the checkpoint's row.
-        preemption: watch for notices of this node's preemption.
-        runner: what runs a round.
 
     Attributes:
         closed: the end of the run, where this node's worker has ended it.
@@ -191,7 +181,11 @@ class NodeAgent:
         self._runner.record(RoundEntered, rank=assignment.rank, members=names, world_size=round_.world_size)
         nodes, workers = counted(len(names), "node"), counted(round_.world_size, "worker")
         _LOG.info("Round %d: rank %d of %s, %s.", round_.number, assignment.rank, nodes, workers)
-        key = derive_engine_key(self._rdzv.authenticator.key) if self._distribution.runs_engine else b""
+        run_key, key = self._rdzv.authenticator.key, b""
+        if (
+            run_key is not None and self._distribution.runs_engine
+        ):  # for its own connections; it does not reveal the run's
+            key = hmac.digest(run_key, b"azureml-elastic engine", "sha256")
         self._group.enter(assignment, pointer, self._run_id, self._distribution.max_restarts, key)
         before.close()
         self._runner.record(WorkersStarted, pids=self._workers.pids)

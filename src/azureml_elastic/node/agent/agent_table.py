@@ -34,10 +34,6 @@ class AgentTable:
 
     An abandoned write may still be carried out, as one whose answer is lost. Calls of other threads are made as they
     are: the heartbeat's row is written, and the row of a node that leaves, whatever has been noticed.
-
-    Args:
-        table: table of the run.
-        preemption: watch for notices of this node's preemption.
     """
 
     def __init__(self, table: Table, preemption: PreemptionWatcher) -> None:
@@ -102,11 +98,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class PointerService:
-    """Answers a worker's requests about the committed checkpoint, in the order of their arrival.
-
-    Args:
-        recorder: writer of the ledger's events.
-    """
+    """Answers a worker's requests about the committed checkpoint, in the order of their arrival."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -122,10 +114,7 @@ class PointerService:
         """Process a request.
 
         Args:
-            request: the worker's message.
-            number: number of the worker's round.
             pointer: pointer of that round, however many rounds have passed since; ``None`` unless it is rank 0's node.
-            reply: callback for the reply, called from the service's thread.
         """
         if pointer is None:
             reply(Refused("fenced", "This node is not rank 0 of its round; only rank 0's workers commit checkpoints."))

@@ -52,9 +52,6 @@ _UNLOCKED_SECONDS = 60.0
 class TemporaryFolder:
     """A new private folder. Before it is created, those of nodes that were killed are removed.
 
-    Args:
-        parent: folder for temporary files.
-
     Attributes:
         path: path of the folder.
     """
@@ -121,9 +118,6 @@ class Channel:
     """Serves the local workers. Its methods are for the agent's thread.
 
     Args:
-        recorder: writer of the ledger's events.
-        wake: event that is set for changes.
-        watch: detector of hanging workers.
         memory: memory of the agent, which the channel closes.
         sender: sender of snapshot shards to other nodes, which the channel closes.
 
@@ -169,10 +163,7 @@ class Channel:
         """Serve a new round's workers, and cut off those of the round before.
 
         Args:
-            number: number of the round.
-            size: number of workers of this node.
             pointer: the checkpoint's row in the table, on rank 0's node only.
-            members: the round's nodes in rank order.
             keep: whether the parked workers stay, to be assigned to this round.
         """
         if not keep:

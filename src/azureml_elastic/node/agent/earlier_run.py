@@ -30,11 +30,6 @@ def with_earlier_checkpoint(identity: NodeIdentity, table: Table, environment: N
 
     A run that has a checkpoint of its own does not need the earlier one any more, which may be gone by then.
 
-    Args:
-        identity: identity of the node.
-        table: table of the run.
-        environment: environment of the node.
-
     Raises:
         UsageError: the earlier run does not exist, has no committed checkpoint, or keeps it in another place.
         TableError: the table is not available.

@@ -29,9 +29,6 @@ class EventRate:
 
     The pause between two recorded events is 2 % of the time since the first one, so that any part of the run is as
     detailed as the whole of it is long: some 300 events in the first hour, 600 in a week.
-
-    Args:
-        clock: clock in monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -64,10 +61,6 @@ class MetricsLog:
 
     The last value of each name within an interval is recorded, with its step. The last ones of a round are recorded at
     its end.
-
-    Args:
-        recorder: writer of the ledger's events.
-        clock: clock in monotonic seconds.
     """
 
     def __init__(self, recorder: Recorder, clock: Callable[[], float] = time.monotonic) -> None:
@@ -81,13 +74,7 @@ class MetricsLog:
         self._warned = False
 
     def logged(self, number: int, step: int, values: Mapping[str, float]) -> None:
-        """Record values of a step, or keep them until later ones or the end of the round.
-
-        Args:
-            number: number of the round.
-            step: step that the values belong to.
-            values: values by name.
-        """
+        """Record values of a step, or keep them until later ones or the end of the round."""
         with self._lock:
             if number < self._round:
                 return  # of a round whose values are recorded
@@ -128,11 +115,7 @@ class MetricsLog:
 
 
 class ProgressLog:
-    """Writer of completed steps, fewer the longer the node runs; thread-safe.
-
-    Args:
-        recorder: writer of the ledger's events.
-    """
+    """Writer of completed steps, fewer the longer the node runs; thread-safe."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -146,8 +129,6 @@ class ProgressLog:
         """Record a step of a round, or keep it until a later one or the end of the round.
 
         Args:
-            number: number of the round.
-            step: number of completed steps of the run.
             samples: number of samples over all nodes since the step before, 0 if they are not counted.
         """
         with self._lock:
@@ -178,7 +159,6 @@ class ObservationLog:
     """Writer of when workers begin to connect to each other, and of the last save of each round.
 
     Args:
-        recorder: writer of the ledger's events.
         excluded: folder below those of the program that is not read.
     """
 
@@ -193,7 +173,6 @@ class ObservationLog:
         """The node has entered a round.
 
         Args:
-            number: number of the round.
             world_size: number of workers of the round; a single one may train without having connected.
         """
         self._number, self._connecting, self._alone = number, False, world_size == 1

@@ -30,8 +30,6 @@ class WorkerState:
     """A connected worker.
 
     Args:
-        local_rank: rank on the node.
-        rank: rank in the round.
         round: number of its round, 0 before its first assignment.
         pointer: checkpoint pointer of that round, on rank 0's node only.
     """
@@ -47,14 +45,12 @@ class RoundState:
     """What the workers have reported in one round.
 
     Args:
-        number: number of the round.
         size: number of workers of this node.
         pointer: checkpoint pointer, on rank 0's node only.
         stopped: local ranks that have left at a step boundary.
         finished: local ranks whose training loop has ended.
         gave_way: local ranks that exit because the round is over or cannot go on.
         connected: whether the ranks of the round have connected to each other.
-        trained: whether a local worker has completed a step.
         step: furthest step that one has completed.
         pace: when and at which step training began.
         votes: answers to proposals, by local rank, that were not taken yet.
@@ -76,16 +72,13 @@ class RoundState:
 class LocalWorkers:
     """Connections and reports of the local workers. Thread-safe.
 
-    Args:
-        wake: event that is set for changes.
-
     Attributes:
         expected: number of steps of the whole run, ``None`` while it is unknown.
     """
 
     def __init__(self, wake: threading.Event) -> None:
         self._wake = wake
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._round = RoundState()
         self._workers: dict[int, Connection] = {}
         self._greeted: set[int] = set()
@@ -142,8 +135,6 @@ class LocalWorkers:
         """Record the step that a worker has reached.
 
         Args:
-            state: state of the worker's round.
-            step: the step.
             completed: whether the worker has trained it, rather than restored it.
         """
         with self._lock:
@@ -192,14 +183,16 @@ class LocalWorkers:
         """Have all workers that wait for a place, or will, hand their state over and end: there will be none."""
         with self._lock:
             self._released = True
-            targets = list(self._workers.values())
-        _send(targets, Leave())
+        self.send(Leave())
 
-    def leave(self) -> None:
-        """Have an engine move what it holds to other nodes; it reports that it has stopped."""
+    def send(self, message: Prepare | Decide | Leave) -> None:
+        """Send all workers a message: a proposal, whose votes :meth:`take_votes` returns later, or the decision.
+
+        ``Leave`` has an engine move what it holds to other nodes; it reports that it has stopped.
+        """
         with self._lock:
             targets = list(self._workers.values())
-        _send(targets, Leave())
+        _send(targets, message)
 
     def cut(self) -> None:
         """Close all connections, at which the workers' sessions end their processes at once."""
@@ -231,11 +224,11 @@ class LocalWorkers:
             workers = [connection.state["worker"] for connection in self._workers.values()]
             return WorkersSeen(
                 present=frozenset(self._workers),
-                in_session=self._in_session,
+                in_session=self.in_session,
                 placed=len(workers) == state.size and all(each.round == state.number for each in workers),
                 connected=state.connected,
                 trained=state.trained,
-                leaving=self._leaving,
+                leaving=self.leaving,
                 step=state.step,
                 pace=state.pace,
                 expected=self.expected,
@@ -249,33 +242,13 @@ class LocalWorkers:
     def in_session(self) -> bool:
         """Whether every local worker has, or has had, a session."""
         with self._lock:
-            return self._in_session
+            return len(self._greeted) == self._round.size
 
     @property
     def leaving(self) -> bool:
         """Whether a worker is connected that ends by itself once it is interrupted: one that is not parked for good."""
         with self._lock:
-            return self._leaving
-
-    @property
-    def _in_session(self) -> bool:
-        return len(self._greeted) == self._round.size
-
-    @property
-    def _leaving(self) -> bool:
-        return bool(self._workers if self._released else self._workers.keys() - self._parked)
-
-    def prepare(self, proposal: Prepare) -> None:
-        """Send a proposal to the workers, whose votes :meth:`take_votes` returns later."""
-        with self._lock:
-            targets = list(self._workers.values())
-        _send(targets, proposal)
-
-    def decide(self, decision: Decide) -> None:
-        """Send a decision to the workers."""
-        with self._lock:
-            targets = list(self._workers.values())
-        _send(targets, decision)
+            return bool(self._workers if self._released else self._workers.keys() - self._parked)
 
     def take_votes(self) -> list[tuple[int, Vote]]:
         """Return, once each, the votes of this round by local rank."""

@@ -22,8 +22,6 @@ def describe_wait(waiting: Iterable[str], lookups: Lookups, timeout: float | Non
     """Return what nodes wait for that come while a program without a session trains.
 
     Args:
-        waiting: names of the nodes.
-        lookups: where the program has looked at its start.
         timeout: seconds for which they wait at most, ``None`` for no limit.
     """
     limit = "" if timeout is None else f" They wait for {timeout:g} s at most."
@@ -71,11 +69,7 @@ class SaveWatch:
         """Number of looks at the files since :meth:`begin`."""
 
     def begin(self, pids: Sequence[int]) -> None:
-        """Forget what was saved before, and look for saves from now on.
-
-        Args:
-            pids: process ids of the workers.
-        """
+        """Forget what was saved before, and look for saves from now on."""
         self._pids = tuple(pids)
         self.lookups = Lookups()
         self.scans = 0
@@ -126,9 +120,7 @@ class NewcomerWatch:
     """Looks for what waiting nodes wait for, and says it. For the thread of rank 0's agent.
 
     Args:
-        saves: watch of what the program saves.
         timeout: time after which nodes end the round without a save, ``None`` for never.
-        clock: clock in monotonic seconds.
 
     Attributes:
         waits: which nodes wait for what, in one sentence; empty where none waits.
@@ -151,12 +143,7 @@ class NewcomerWatch:
         self._waiting, self.waits = frozenset(), ""
 
     def await_save(self, waiting: frozenset[str], pids: Sequence[int]) -> None:
-        """Look for saves from now on, unless that is done already.
-
-        Args:
-            waiting: names of the waiting nodes.
-            pids: process ids of the workers on this node, with rank 0.
-        """
+        """Look for saves from now on, unless that is done already."""
         if not self._waiting:
             self._since, self._reported = self._clock(), False
             self._saves.begin(tuple(pids))

@@ -10,7 +10,7 @@ from typing import Any
 
 from azureml_elastic.config import Plan
 from azureml_elastic.config.exit_codes import FAILED
-from azureml_elastic.ipc.agent_messages import HangLesson
+from azureml_elastic.ipc.worker_messages import Leave
 from azureml_elastic.ledger.events import HangDetected, HostStruck, RoundReopened, RunEnded, WorkerFailed
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.event_logs import ObservationLog
@@ -37,15 +37,10 @@ __all__ = ["HangWatch", "RoundObserver", "RoundPerformer", "RoundRunner"]
 
 
 class HangWatch:
-    """Reports verdicts as events, and carries out what follows. For the agent's thread.
-
-    Args:
-        detector: detector of this node's hanging workers.
-        reporter: reporter of their stacks.
-    """
+    """Reports verdicts as events, and carries out what follows. For the agent's thread."""
 
     def __init__(self, detector: HangDetector, reporter: StackReporter) -> None:
-        self._detector = detector
+        self.detector = detector
         self._reporter = reporter
         self._number = 0
         self._rank = 0
@@ -55,11 +50,10 @@ class HangWatch:
         """A round begins.
 
         Args:
-            number: its number.
             rank: rank of this node's first worker in it.
         """
         self._number, self._rank, self._writing = number, rank, False
-        self._detector.begin()
+        self.detector.begin()
 
     def look(self, *, leads: bool) -> Iterator[TrainingEvent]:
         """Yield what has happened; to be called several times a second while workers run.
@@ -67,26 +61,18 @@ class HangWatch:
         Args:
             leads: whether this is rank 0's node.
         """
-        if leads and (lesson := self._detector.lesson()) is not None:
+        if leads and (lesson := self.detector.lesson()) is not None:
             yield Learned(lesson)
-        if (hang := self._detector.verdict(leads=leads)) is not None:
+        if (hang := self.detector.verdict(leads=leads)) is not None:
             yield Hung(hang, hang_failure(self._rank, FAILED, hang.reason))
         if self._writing and self._reporter.done:
             self._writing = False
             yield StacksWritten()
 
-    def adopt(self, hang: Hang) -> None:
-        """Take in the verdict of another agent."""
-        self._detector.fired(hang)
-
-    def learn(self, lesson: HangLesson) -> None:
-        """Adopt longer durations that another agent has learned."""
-        self._detector.learn(lesson)
-
     def write(self, hang: Hang, workers: Sequence[Worker]) -> None:
         """Begin to collect the stacks of the workers."""
         self._writing = True
-        self._reporter.start(hang.reason, self._number, workers, self._detector.steps)
+        self._reporter.start(hang.reason, self._number, workers, self.detector.steps)
 
 
 _SOONER_SECONDS = 0.01
@@ -94,16 +80,7 @@ _SOONER_SECONDS = 0.01
 
 
 class RoundObserver:
-    """Looks at all that a round depends on, and yields what has changed. Decides nothing. For the agent's thread.
-
-    Args:
-        rendezvous: this node's place in the round.
-        workers: processes of the workers.
-        channel: server for their sessions.
-        preemption: watch for notices of this node's preemption.
-        hangs: watch for hangs.
-        newcomers: watch for what waiting nodes wait for.
-    """
+    """Looks at all that a round depends on, and yields what has changed. Decides nothing. For the agent's thread."""
 
     def __init__(
         self,
@@ -135,10 +112,6 @@ class RoundObserver:
 
         What members have sent comes before what is known of the round: who has stopped may be gone. That comes before
         what this node's workers have done: their end may be a lost node's fault.
-
-        Args:
-            training: this node's part in the round.
-            store: the round's store.
         """
         seen = self._rdzv.status()
         messages = self._rdzv.inbox.take(self._rdzv.membership.last_round)  # with all that a lost member has sent
@@ -192,18 +165,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class RoundPerformer:
-    """Carries out what a member of a round decides, and returns what comes of it. For the agent's thread.
-
-    Args:
-        rendezvous: this node's place in the round.
-        workers: processes of the workers.
-        channel: server for their sessions.
-        recorder: writer of the ledger.
-        strikes: records of faults of hosts.
-        hangs: watch for hangs.
-        newcomers: watch for what waiting nodes wait for.
-        observations: what is seen of rounds without a session.
-    """
+    """Carries out what a member of a round decides, and returns what comes of it. For the agent's thread."""
 
     def __init__(
         self,
@@ -230,7 +192,6 @@ class RoundPerformer:
         """Prepare for a round, and look back at the one before.
 
         Args:
-            assignment: this node's place in it.
             runs_engine: whether the worker is the process of an engine.
         """
         round_ = assignment.round
@@ -287,11 +248,11 @@ class RoundPerformer:
         workers = self._channel.workers
         match action:
             case do.AskWorkers(proposal):
-                workers.prepare(proposal)
+                workers.send(proposal)
             case do.TellWorkers(decision):
-                workers.decide(decision)
+                workers.send(decision)
             case do.MoveEngine():
-                workers.leave()
+                workers.send(Leave())
             case do.InterruptWorkers():
                 workers.interrupt()
             case do.ReleaseWorkers():
@@ -335,7 +296,7 @@ class RoundPerformer:
         }
         if not failed:
             return ev.Failures()
-        cause = root_cause({ranks[each]: failure for each, failure in failed.items()}, self._workers.stderrs)
+        cause = root_cause({ranks[each]: failure for each, failure in failed.items()})
         codes = {local_rank: failure.exitcode for local_rank, failure in failed.items()}
         return ev.Failures(codes, cause, describe_ending(cause), worker_fault(cause.exit_code, cause.message))
 
@@ -352,9 +313,9 @@ class RoundPerformer:
     def _respond_to_hang(self, action: do.HangAction) -> None:
         match action:
             case do.AdoptVerdict(hang):
-                self._hangs.adopt(hang)
+                self._hangs.detector.fired(hang)
             case do.LearnLesson(lesson):
-                self._hangs.learn(lesson)
+                self._hangs.detector.learn(lesson)
             case do.WriteStacks(hang):
                 ranks = self._rdzv.membership.assignment.global_ranks
                 workers = [Worker(each, ranks[each], pid) for each, pid in enumerate(self._workers.pids)]
@@ -389,11 +350,7 @@ class RoundRunner:
     """Runs rounds, one after the other. For the agent's thread.
 
     Args:
-        rendezvous: this node's part in the run.
-        observer: what collects the events.
-        performer: what carries out the actions.
-        plan: configuration of the run.
-        opens_session: whether the program uses this library, see :mod:`~azureml_elastic.node.agent.program`.
+        opens_session: whether the program uses this library, see :func:`~azureml_elastic.config.command.program.opens_session`.
     """
 
     def __init__(

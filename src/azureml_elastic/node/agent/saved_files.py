@@ -69,7 +69,6 @@ def scan(
     Args:
         lookups: where the program has looked. A file may have any name, as it was looked for by it.
         excluded: folder that is not read, unless the program has looked into it.
-        clock: clock in monotonic seconds.
 
     Returns:
         What was found, by the path that was looked for.
@@ -145,12 +144,7 @@ class SavedFiles:
     _folders: dict[str, tuple[dict[str, Stamp], float]] = field(default_factory=dict)
 
     def add(self, found: Mapping[str, Scan], now: float) -> None:
-        """Add a scan.
-
-        Args:
-            found: what was found, by the path that was looked for.
-            now: time of the scan in monotonic seconds.
-        """
+        """Add a scan."""
         changed: dict[str, Stamp] = {}
         for path, seen in found.items():
             before = self._before.setdefault(path, seen)
@@ -192,7 +186,6 @@ def stop_between_saves(pids: Collection[int], paths: Collection[str]) -> bool:
     look at its files and its end. So it is stopped before the look, and goes on only if it saves at that moment.
 
     Args:
-        pids: ids of the processes.
         paths: files, and folders with files.
 
     Returns:

@@ -51,7 +51,6 @@ class ShardReceiver:
     """The receiving side of one node. Thread-safe.
 
     Args:
-        memory: memory of the agent, which holds what has arrived.
         timeout: seconds that each wait for the sender may take.
         max_transfers: limit of transfers at the same time; there is one per worker of the sending node.
     """
@@ -155,8 +154,6 @@ class ShardSender:
     """The sending side of one node. Thread-safe.
 
     Args:
-        memory: memory of the agent, which holds the shards.
-        authenticator: this node's part in the handshakes with other nodes.
         timeout: seconds that each wait for a receiver may take.
     """
 

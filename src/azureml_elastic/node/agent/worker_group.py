@@ -42,10 +42,6 @@ def tracked_run_variables(plan: Plan, environment: NodeEnvironment) -> dict[str,
     """Return the variables that let the workers of all nodes log to one run: that of the run's first job.
 
     Empty where the nodes share a job, outside Azure ML, and where the command has set another run.
-
-    Args:
-        plan: plan of the run.
-        environment: environment of the agent.
     """
     job = environment.job
     if not job or environment.mlflow_run != job:
@@ -59,9 +55,7 @@ def inherited_variables(identity: NodeIdentity, channel: str, environment: NodeE
     """Return the variables that are the same for all workers of a node in all rounds, beside those of the agent.
 
     Args:
-        identity: identity of the node.
         channel: path of the agent's socket.
-        environment: environment of the agent, which the workers inherit.
     """
     found = {
         variables.RUN_DIR: str(identity.folder),
@@ -153,14 +147,9 @@ class WorkerGroup:
     """The workers of one node, started anew in each round or staying over several. For the agent's thread.
 
     Args:
-        workers: the processes.
-        channel: server for their sessions.
         slots: how many there are.
-        rendezvous: this node's part in the run, which waits while the node has no place in a round.
-        stays: whether they stay over the rounds where they can.
         handover_seconds: timeout for workers of the previous round to wait for the next one.
         interval: longest wait in seconds until the workers are looked at again.
-        clock: clock in monotonic seconds.
 
     Attributes:
         workers: the processes.
@@ -272,10 +261,7 @@ class WorkerGroup:
         """Give the workers their places in a round.
 
         Args:
-            assignment: this node's.
             pointer: the checkpoint's row in the table, on rank 0's node only.
-            run_id: identifier of the run.
-            max_restarts: value of ``TORCHELASTIC_MAX_RESTARTS``.
             engine_key: key for the process of an engine, empty without one.
         """
         self.workers.finish_stopping()  # whatever they hand over is for the next ones
@@ -305,6 +291,6 @@ class WorkerGroup:
         failures = self.workers.failures()
         if not failures:
             return RunFailed(f"A worker ended without train.start(). {_NEEDS_SESSION}", 1)
-        failure = root_cause(failures, self.workers.stderrs)
+        failure = root_cause(failures)
         advice = f" {_NEEDS_SESSION}" if _RANKS.search(failure.message) else ""
         return RunFailed(f"{failure.message}\nA worker failed before it could take part.{advice}", failure.exit_code)

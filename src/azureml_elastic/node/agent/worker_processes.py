@@ -45,11 +45,7 @@ _LONG_ENOUGH_S = 0.2
 
 
 def remove_stale_locks(environment: NodeEnvironment) -> list[Path]:
-    """Remove the locks that no process of this machine holds, on file systems of its own; return their paths.
-
-    Args:
-        environment: environment of the processes that compile.
-    """
+    """Remove the locks that no process of this machine holds, on file systems of its own; return their paths."""
     found = [lock for lock in _locks(environment) if _is_local(lock)]
     stale = _not_open(found)
     if stale:
@@ -129,13 +125,7 @@ class OutputCopier:
 
 
 class _File:
-    """One growing file.
-
-    Args:
-        path: path of the file, which exists.
-        prefix: prefix of each line.
-        console: stream to which the lines are copied.
-    """
+    """One growing file."""
 
     def __init__(self, path: Path, prefix: str, console: TextIO) -> None:
         self._file = path.open("rb", buffering=0)
@@ -207,9 +197,7 @@ class Workers:
     """The processes of one round, or of several where they stay. For the agent's thread.
 
     Args:
-        program: program of the workers.
         output: folder for their output, made if missing.
-        channel: server for their sessions.
         preload_server: server that forks the workers; ``None`` starts each one as a new interpreter.
         handover_seconds: timeout for interrupted workers to put their state into memory.
         stop_seconds: seconds between SIGTERM and SIGKILL of workers without a session.
@@ -241,7 +229,6 @@ class Workers:
 
         Args:
             environments: additional environment variables of each local rank.
-            prefixes: prefix of each output line, by local rank.
         """
         self.finish_stopping()
         environment = NodeEnvironment.read()  # with what the agent has set for all workers
@@ -277,11 +264,6 @@ class Workers:
     def pids(self) -> tuple[int, ...]:
         """Process ids by local rank."""
         return self._set.pids if self._set is not None else ()
-
-    @property
-    def stderrs(self) -> Mapping[int, str]:
-        """The file of each worker's standard error, by local rank."""
-        return self._set.stderrs if self._set is not None else {}
 
     @property
     def exit_codes(self) -> dict[int, int]:
@@ -345,10 +327,8 @@ class WorkerSet:
     worker is written, see :mod:`~azureml_elastic.node.preload.uncaught_error`.
 
     Args:
-        program: program of the workers.
         folder: folder for their output, emptied; each local rank has a folder in it.
         environments: complete environment of each local rank.
-        prefixes: prefix of each line on the console, by local rank.
     """
 
     def __init__(
@@ -361,7 +341,7 @@ class WorkerSet:
         self._program = program
         self._folder = folder
         self._environments = {
-            local_rank: {**each, "TORCHELASTIC_ERROR_FILE": str(folder / str(local_rank) / "error.json")}
+            local_rank: {**each, "TORCHELASTIC_ERROR_FILE": str(self._path(local_rank, "error.json"))}
             for local_rank, each in environments.items()
         }
         self._prefixes = prefixes
@@ -417,11 +397,6 @@ class WorkerSet:
         return tuple(process.pid for _, process in sorted(self._processes.items()))
 
     @property
-    def stderrs(self) -> dict[int, str]:
-        """The file of each worker's standard error, by local rank."""
-        return {local_rank: str(self._path(local_rank, "stderr.log")) for local_rank in self._environments}
-
-    @property
     def exit_codes(self) -> dict[int, int]:
         """Of those that have ended, by local rank; negative: the signal that ended it."""
         codes = {local_rank: process.poll() for local_rank, process in self._processes.items()}
@@ -435,9 +410,11 @@ class WorkerSet:
     def failures(self) -> dict[int, FailedWorker]:
         """Return, by local rank, those that did not end well."""
         return {
-            local_rank: FailedWorker.read(local_rank, code, Path(environ["TORCHELASTIC_ERROR_FILE"]))
-            for local_rank, environ in self._environments.items()
-            if (code := self._processes[local_rank].poll())
+            local_rank: FailedWorker.read(
+                code, self._path(local_rank, "error.json"), self._path(local_rank, "stderr.log")
+            )
+            for local_rank, code in self.exit_codes.items()
+            if code
         }
 
     def close(self, timeout: float) -> None:

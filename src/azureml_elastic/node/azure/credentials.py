@@ -45,7 +45,6 @@ class TableCredential:
 
     Args:
         name: description for messages, without secrets.
-        token: credential that issues tokens.
         connection_string: connection string with an account key or a shared access signature.
     """
 
@@ -61,10 +60,8 @@ class NodeTokenCredential:
     Tokens are cached until five minutes before they expire. Thread-safe.
 
     Args:
-        name: description of the identity, for messages.
         requests: function from a resource to the requests for its token; later ones are tried if the service does not
             support the earlier ones.
-        clock: function that returns seconds since the epoch.
     """
 
     name: str

@@ -44,7 +44,6 @@ class Reply:
     """Final answer to a request.
 
     Args:
-        status: HTTP status code.
         document: JSON document of the body, ``None`` if the body is not JSON.
         headers: headers by case-insensitive name.
     """
@@ -69,12 +68,8 @@ def fetch(
     requested address only.
 
     Args:
-        request: request to an ``http`` or ``https`` address.
         what: description of the requested resource, for error messages.
-        token: credential to authorize the request with.
-        scope: scope of the credential's token.
         direct: whether to bypass the proxies of the environment.
-        timeout: time limit of all attempts.
 
     Raises:
         UsageError: the address is not an HTTP address.
@@ -119,8 +114,6 @@ def retry(
 
     Args:
         attempt: call to make; receives the seconds left as the limit of its own timeouts.
-        retryable: whether an error may be temporary.
-        timeout: time limit of all attempts and the delays between them.
         retry_after: seconds to wait that the service requested with an error; 0 for none.
     """
     deadline = time.monotonic() + timeout.total_seconds()

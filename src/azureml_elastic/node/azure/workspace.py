@@ -36,16 +36,11 @@ if TYPE_CHECKING:
     from azure.core.credentials import TokenCredential
 
 
-"""Environment variable with the name of the cloud, as in the SDK."""
-
-
 @dataclass(frozen=True)
 class Cloud:
     """Cloud of Azure.
 
     Args:
-        name: name as in Azure's tools.
-        arm_url: URL of the resource manager.
         storage_suffix: DNS suffix of storage accounts.
         domain: domain of the endpoints that Azure ML serves to jobs.
     """
@@ -69,8 +64,6 @@ CLOUDS = (
 
 ARM_URL = CLOUDS[0].arm_url
 """URL of the Azure Resource Manager of the public cloud."""
-
-"""Environment variables that Azure ML sets in every job."""
 
 WORKSPACE_API = "2024-04-01"
 _STORAGE_API = "2023-05-01"
@@ -99,8 +92,6 @@ class ResourceManager:
     """Client of Azure's resource manager.
 
     Args:
-        token: credential of an identity that may read the resources.
-        cloud: cloud of the resources.
         url: URL of the resource manager; ``None`` for that of the cloud.
     """
 
@@ -152,8 +143,6 @@ def workspace_endpoint(environment: NodeEnvironment, token: TokenCredential, arm
     address, the URL is read from the account's resource, provided that the identity may read it.
 
     Args:
-        environment: environment of the node.
-        token: credential of an identity that may read the workspace.
         arm_url: URL of the resource manager; ``None`` for that of the node's cloud.
 
     Raises:

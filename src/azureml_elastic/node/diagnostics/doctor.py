@@ -95,9 +95,6 @@ def examine(
     """Yield the findings, one after the other.
 
     Args:
-        rendezvous: rendezvous with the table, the address and the ports to check.
-        environment: environment variables of the process, including those of the workspace.
-        peers: hosts and ports of other nodes.
         no_workspace: reason why no workspace is known, for the finding; replaces the general one.
     """
     packages = list(check_packages())

@@ -27,11 +27,8 @@ class Finding:
     """Result of one check.
 
     Args:
-        name: name of the check.
-        status: outcome of the check.
         value: measured value, with its unit.
         limit: required value, with its unit.
-        advice: next step for the user.
     """
 
     name: str
@@ -54,7 +51,6 @@ class DiagnosticReport:
     """All findings about a machine.
 
     Args:
-        findings: findings in the order of the checks.
         seconds: time until the last check had ended or timed out.
     """
 
@@ -91,9 +87,7 @@ class Check:
     """Check of one subject.
 
     Args:
-        name: name of the check.
         look: function that returns the findings; may hang or raise.
-        limit: time limit in seconds.
         late: finding after the time limit, without its ``value``.
     """
 
@@ -107,9 +101,6 @@ class CheckRunner:
     """Runner of concurrent checks, which start at construction.
 
     A check that hangs, for instance in a system call on a dead mount, is abandoned on its daemon thread.
-
-    Args:
-        checks: checks to run.
     """
 
     def __init__(self, checks: Iterable[Check]) -> None:

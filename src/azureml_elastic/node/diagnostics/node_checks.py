@@ -67,14 +67,8 @@ def node_checks(
     """Return the checks of one node that the policy enables.
 
     Args:
-        policy: limits of the checks.
-        node: name of this node.
         owner: unique part of the names of temporary files; ``None`` means the node's name.
-        folders: folders that the node writes to, by purpose.
-        gpus: number of GPUs that the driver lists.
         table: table of the run; without it neither the clock nor the peers are checked.
-        clock: clock of the table's server.
-        table_heartbeat_interval: interval between two table heartbeats of a running round.
         hub: host and port at which the other nodes reach this one.
         strikes: strikes against this node's host, read in advance to speed up joining.
     """
@@ -147,12 +141,8 @@ class Admission:
     """Health checks of a node before it joins; the first starts at construction, on threads.
 
     Args:
-        policy: limits and time limits of the checks.
-        table: table of the run.
         strikes: writer of strikes; the host gets at most one from this agent.
-        incarnation: incarnation of this agent.
         stay: whether the node keeps checking until the run ends, because its exit would end the job for all nodes.
-        report: the newest report.
     """
 
     policy: HealthPolicy

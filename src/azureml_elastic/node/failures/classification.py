@@ -285,44 +285,48 @@ class FailedWorker:
     """A worker process that did not end well.
 
     Args:
-        local_rank: local rank of the worker.
         exitcode: its exit code, negative for a signal.
         timestamp: time of the failure in seconds since 1970, as recorded by the worker, else when it was noticed.
+        stderr: file of its standard error.
         error: the exception in its error file, ``None`` without one.
     """
 
-    local_rank: int
     exitcode: int
     timestamp: int
+    stderr: Path
     error: ParsedError | None = None
 
     @classmethod
-    def read(cls, local_rank: int, exitcode: int, error_file: Path) -> FailedWorker:
+    def read(cls, exitcode: int, error_file: Path, stderr: Path) -> FailedWorker:
         """Return the failure with the content of the worker's error file, which may be missing or torn."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             data = json.loads(error_file.read_text(encoding="utf-8"))
             details = data["message"]["extraInfo"]
-            return cls(local_rank, exitcode, int(details["timestamp"]), _recorded_error(data, details["py_callstack"]))
-        return cls(local_rank, exitcode, int(time.time()))
+            return cls(exitcode, int(details["timestamp"]), stderr, _recorded_error(data, details["py_callstack"]))
+        return cls(exitcode, int(time.time()), stderr)
 
 
 def _recorded_error(data: Mapping[str, Any], text: str) -> ParsedError | None:
     """Return the error in an error file: that of the worker's own hook, else that of torch's ``record`` decorator."""
     if not data.get("chain"):
         # The decorator writes what gets past the function that it decorates. The program may have gone on all the same.
-        return find_error(text)
+        return find_error(_encodable(text))
     chain = []
     for each in data["chain"]:
-        frames = [Frame(*frame) for frame in each["frames"]]
+        message = _encodable(each["message"])
+        frames = [Frame(_encodable(file), line, function) for file, line, function in each["frames"]]
         # Of another process's traceback, which DataLoader includes in the message.
-        frames += [frame for line in each["message"].splitlines() if (frame := _frame(line))]
-        chain.append(ExceptionInfo(each["type"], each["message"], tuple(frames), each["caused"]))
-    return ParsedError(text, tuple(chain), uncaught=True)
+        frames += [frame for line in message.splitlines() if (frame := _frame(line))]
+        chain.append(ExceptionInfo(each["type"], message, tuple(frames), each["caused"]))
+    return ParsedError(_encodable(text), tuple(chain), uncaught=True)
 
 
-def root_cause(
-    failures: Mapping[int, FailedWorker], stderrs: Mapping[int, str], oom_kills: OomKillCounter = _OOM_KILLS
-) -> Failure:
+def _encodable(text: str) -> str:
+    """Escape half surrogate pairs, as standard error does: JSON holds them, and neither hashes nor tables take them."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def root_cause(failures: Mapping[int, FailedWorker], oom_kills: OomKillCounter = _OOM_KILLS) -> Failure:
     """Return the failure of this node that caused the others.
 
     A worker that lost a peer or was terminated with its siblings is only chosen if there is no other failure. Of the
@@ -330,14 +334,9 @@ def root_cause(
 
     Args:
         failures: failed workers by global rank, at least one.
-        stderrs: path of each worker's standard error by local rank.
-        oom_kills: counter of the kernel's out-of-memory kills.
     """
     oom_killed = oom_kills.more()
-    examined = {
-        rank: _examine(rank, failure, stderrs.get(failure.local_rank), oom_killed=oom_killed)
-        for rank, failure in failures.items()
-    }
+    examined = {rank: _examine(rank, failure, oom_killed=oom_killed) for rank, failure in failures.items()}
 
     def order(rank: int) -> tuple[int, int, bool, int]:
         found, stopped = examined[rank], failures[rank].exitcode == -signal.SIGTERM
@@ -375,12 +374,12 @@ def signature_of(raised: ExceptionInfo) -> str:
     return f"{digest} {head}{f' ({location})' if location else ''}"[:_LONGEST_SIGNATURE]
 
 
-def _examine(rank: int, failure: FailedWorker, stderr: str | None, *, oom_killed: bool) -> Failure:
+def _examine(rank: int, failure: FailedWorker, *, oom_killed: bool) -> Failure:
     """Classify a worker by its exit code, its error file and its standard error."""
     # Where the worker's own hook has recorded it, nothing that is printed counts: it may be another process's, and the
     # hook of the script may print the exception in any form.
     recorded = failure.error is not None and failure.error.uncaught
-    text = _read(Path(stderr)) if stderr and not recorded else ""
+    text = "" if recorded else _read(failure.stderr)
     code = failure.exitcode if failure.exitcode > 0 else _SIGNAL_BASE - failure.exitcode
     name = _signal_name(failure.exitcode, text)
     parsed = failure.error or find_error(text)
@@ -391,8 +390,8 @@ def _examine(rank: int, failure: FailedWorker, stderr: str | None, *, oom_killed
             kind = "out_of_memory"
         return Failure(rank, code, _shortened(parsed.text), kind, signature_of(chain[-1]), conclusive=kind != "peer")
     lines = _shortened(_last_lines(text))
-    if stderr and is_full(Path(stderr)):
-        lines = f"{lines}\n{_FULL.format(Path(stderr).parent)}".strip()
+    if is_full(failure.stderr):
+        lines = f"{lines}\n{_FULL.format(failure.stderr.parent)}".strip()
     if name:
         return _ended_by_signal(rank, code, name, lines, text, oom_killed=oom_killed)
     last_line = lines.rpartition("\n")[2]

@@ -48,11 +48,7 @@ class HostStrikes:
     """Reader and writer of strikes for one node. Thread-safe; errors of the table are logged, not raised.
 
     Args:
-        table: table of the run.
         host: id of this node's host, see :func:`~azureml_elastic.node.host.host_id`.
-        node: this node's name, stored in the rows for diagnosis.
-        policy: health policy with the decay of strikes.
-        clock: clock of the table's server.
     """
 
     def __init__(self, table: Table, host: str, node: str, policy: HealthPolicy, clock: ServerClock) -> None:
@@ -228,7 +224,6 @@ def worker_fault(exit_code: int, message: str) -> str | None:
 
     Args:
         exit_code: exit code of the worker, as a shell (128 + n) or Python (-n) reports it.
-        message: message of the failure.
     """
     number = -exit_code if exit_code < 0 else exit_code - _SIGNAL_BASE
     if number in _CRASHES:

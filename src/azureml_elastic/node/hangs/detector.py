@@ -36,12 +36,7 @@ _NEWS = 1.1
 
 
 class HangDetector:
-    """Watches the steps of one node's workers, through all rounds. Thread-safe.
-
-    Args:
-        policy: the run's limits.
-        clock: returns monotonic seconds.
-    """
+    """Watches the steps of one node's workers, through all rounds. Thread-safe."""
 
     def __init__(self, policy: HangPolicy, clock: Callable[[], float] = time.monotonic) -> None:
         self._policy = policy
@@ -97,7 +92,6 @@ class HangDetector:
         """A local worker announces that its next step will take its time.
 
         Args:
-            local_rank: the worker's local rank.
             bounded: whether a pause's limit applies. Without it none does, until :meth:`free` or the next step: for
                 waits that have a limit of their own.
         """

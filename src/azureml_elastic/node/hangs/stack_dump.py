@@ -61,7 +61,6 @@ class ProcessState:
         name: the process's name, which it may have set itself.
         letter: its main thread's state, as ``ps`` shows it.
         waits_in: the kernel function that the main thread sleeps in, empty where the kernel does not tell.
-        threads: how many it has.
         caught: mask of the signals that it has handlers for; bit ``n - 1`` is signal ``n``.
         pending: mask of the signals sent to it that no thread has taken yet.
     """
@@ -170,13 +169,7 @@ _ANY_THREAD = re.compile(r"^(?:Current thread|Thread)")
 
 @dataclass(frozen=True)
 class Worker:
-    """A process that the agent has started.
-
-    Args:
-        local_rank: rank on this node.
-        rank: rank in the round.
-        pid: process id.
-    """
+    """A process that the agent has started."""
 
     local_rank: int
     rank: int
@@ -190,8 +183,6 @@ class ProcessStacks:
     Args:
         name: display name: a rank, or a child of one.
         local_rank: local rank of the worker that it is or descends from.
-        pid: process id.
-        state: the kernel's description of its state.
         text: the stacks, innermost call first, the main thread before the others; empty where there are none.
         remarks: what did not go well.
     """
@@ -361,9 +352,7 @@ class StackReporter:
         folder: where the workers' sessions make their files: the one of the agent's socket.
         reports: the folder for the written stacks, ``stacks`` in the run's folder. Each node writes
             ``round-<number>.<node>.txt`` there.
-        node: this node's name.
         wake: event, set when it is done.
-        seconds: timeout of the collection.
     """
 
     def __init__(
@@ -392,9 +381,6 @@ class StackReporter:
         """Begin; while an earlier collection goes on nothing happens.
 
         Args:
-            why: what has happened, for the first line.
-            round_number: number of the round.
-            workers: the processes that the agent has started.
             steps: the last step that each local rank has completed, where it has completed one.
         """
         if not self.done:
@@ -439,9 +425,7 @@ def render(
     """Return the stacks as a text for people.
 
     Args:
-        title: its first line.
         found: the processes; neighbours of the same name and the same stacks are written once.
-        steps: the last step that each local rank has completed.
         largest: characters of the text, ``None`` for all.
         largest_process: characters of one process's stacks, ``None`` for all.
     """

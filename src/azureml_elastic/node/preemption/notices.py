@@ -19,7 +19,6 @@ class Announcement:
     """Current announcement of one source.
 
     Args:
-        reason: description of the source.
         seconds_left: seconds until the node may be lost; ``None`` or at most 0 if unknown.
         event: id of the scheduled event if it concerns this machine alone, so that it may be acknowledged.
     """
@@ -34,10 +33,8 @@ class Notice:
     """Active notice.
 
     Args:
-        reason: description of the source.
         since: time of arrival, in seconds of the monotonic clock.
         until: deadline of the workers, by the same clock.
-        exit_code: exit code of a node that leaves because of the notice.
         event: see :class:`Announcement`.
     """
 
@@ -70,11 +67,8 @@ def merge(
 
     Args:
         active: active notices by key, ``<source>:<name>``.
-        source: name of the source.
         announced: current announcements of the source by name.
-        now: current monotonic time in seconds.
         grace: seconds that workers have to save and leave.
-        exit_code: exit code of a node that leaves because of the notice.
     """
     merged = {key: notice for key, notice in active.items() if not key.startswith(f"{source}:")}
     for name, announcement in announced.items():
@@ -90,7 +84,6 @@ class PolledSource(ABC):
     Args:
         name: name of the thread.
         announce: callback for each conclusive poll, with the current announcements by name.
-        interval: seconds between two polls.
     """
 
     def __init__(self, name: str, announce: Callable[[Mapping[str, Announcement]], None], interval: float) -> None:

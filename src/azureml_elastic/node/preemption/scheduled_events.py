@@ -70,7 +70,6 @@ def call(address: str, path: str, *, timeout: float, connect_timeout: float, bod
         address: address of the service, ``http://host[:port]/path``.
         path: path below the address, with the query.
         timeout: time limit of the whole exchange in seconds.
-        connect_timeout: time limit of the connection in seconds.
         body: JSON body of a POST request; ``None`` for a GET request.
 
     Raises:
@@ -161,7 +160,6 @@ class ScheduledEvent:
     """Event of the document.
 
     Args:
-        id: id of the event.
         type: ``Preempt``, ``Terminate``, ``Reboot``, ``Redeploy``, ``Freeze`` or an unknown type.
         status: ``Scheduled`` or ``Started``.
         resources: names of the affected machines.
@@ -199,7 +197,6 @@ def concerns(event: ScheduledEvent, name: str | None, host_name: str) -> bool:
     """Return whether an event concerns this machine.
 
     Args:
-        event: event of the document.
         name: Azure's name of this machine, ``None`` if unknown.
         host_name: host name of this machine, which replaces an unknown name for events of one machine only: a run
             would end if all its machines took the event of another one for their own.
@@ -221,7 +218,6 @@ def leave_announcements(
     """Return announcements of the events for which this node must leave now, by event id.
 
     Args:
-        events: events of the document.
         name: Azure's name of this machine, see :func:`concerns`.
         host_name: see :func:`concerns`.
         now: see :func:`seconds_left`.
@@ -256,12 +252,8 @@ class ScheduledEvents(PolledSource):
     """Client that polls the scheduled events. While the service fails, the last document remains valid.
 
     Args:
-        address: address of the service.
         announce: callback for each document, with the events for which this node must leave.
-        host_name: host name of this machine.
         lead: see :func:`leave_announcements`.
-        interval: seconds between two requests.
-        timeouts: timeouts of the requests.
     """
 
     def __init__(

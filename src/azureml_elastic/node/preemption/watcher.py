@@ -34,10 +34,7 @@ class PreemptionWatcher:
     signal cannot be withdrawn, and repeated signals, which Azure sends, do not cut a save short.
 
     Args:
-        policy: preemption policy of the plan.
-        wake: event that is set for new and withdrawn notices.
         node: this node's name, for the path of the marker file.
-        interval: seconds between two queries of the metadata service and of the marker file.
     """
 
     def __init__(
@@ -119,12 +116,7 @@ class PreemptionWatcher:
             return self._final is not None
 
     def announce(self, source: str, announced: Mapping[str, Announcement]) -> None:
-        """Replace the announcements of a source; those that are missing are withdrawn.
-
-        Args:
-            source: name of the source.
-            announced: current announcements by name.
-        """
+        """Replace the announcements of a source; those that are missing are withdrawn."""
         with self._lock:
             before = self._active
             self._active = merge(

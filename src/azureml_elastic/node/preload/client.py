@@ -31,7 +31,6 @@ class ForkedWorker:
     """Forked worker, with the part of the :class:`subprocess.Popen` interface that torch uses.
 
     Args:
-        pid: process id.
         args: command for a plain start of the same worker.
         changes: condition that is notified when a worker ends.
         reap: function called once the exit code was read; afterwards the kernel may reuse the process id.
@@ -55,9 +54,6 @@ class ForkedWorker:
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the worker and return its exit code.
-
-        Args:
-            timeout: limit in seconds; ``None`` waits without limit.
 
         Raises:
             subprocess.TimeoutExpired: the worker is still running.
@@ -114,7 +110,6 @@ class PreloadServer:
     of the program. It ends with this process, and its workers end with it. Thread-safe.
 
     Args:
-        program: program of the workers.
         environ: environment of the process until :meth:`begin`; without secrets, since each worker can read it.
         popen: function that starts the process, with the arguments of ``subprocess.Popen``.
     """
@@ -213,7 +208,6 @@ class PreloadServer:
         """Fork a worker.
 
         Args:
-            environ: complete environment of the worker.
             stdout: file for standard output, truncated; ``None`` inherits that of this process.
             stderr: file for standard error, likewise.
 
@@ -240,8 +234,6 @@ class PreloadServer:
 
         Args:
             host: address of the store, as its clients know it.
-            port: port of the store.
-            listener: descriptor of the listening socket.
             control: descriptor of the connection with which the process ends.
         """
         try:
@@ -400,8 +392,6 @@ def start_early(
     """Start the preload server as far as the plan can be read without its models.
 
     Args:
-        program: the user's program.
-        environment: environment of the agent.
         start: function that starts the preload server, with the arguments of :class:`PreloadServer`.
 
     Returns:
@@ -431,9 +421,6 @@ def begin_preload(
     """Give the preload server the workers' environment, in a new process where the early one does not suit.
 
     Args:
-        early: server that was started early, if there is one.
-        program: program of the workers.
-        environ: environment of the workers.
         start: function that starts the preload server, with the arguments of :class:`PreloadServer`.
     """
     server = early

@@ -63,7 +63,6 @@ def server_command(program: Program, descriptor: int) -> list[str]:
     """Return the command that starts the preload server of a program.
 
     Args:
-        program: program of the workers.
         descriptor: descriptor of the server's end of the connection to the agent.
     """
     words = [*program.interpreter_command, "-c", OUTERMOST, str(descriptor), _WAIT]

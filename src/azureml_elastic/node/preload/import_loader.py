@@ -31,6 +31,7 @@ from types import FrameType
 
 from azureml_elastic.node.preload.command import is_per_worker
 from azureml_elastic.node.preload.import_scan import Import
+from azureml_elastic.plurals import counted
 
 __all__ = [
     "BASICS",
@@ -71,7 +72,7 @@ def reads_rank_only(reader: FrameType | None) -> bool:
     """Return whether a variable is read by a module that keeps only its rank.
 
     Args:
-        reader: frame that reads ``os.environ``, perhaps through a function of the standard library
+        reader: frame that reads ``os.environ``, perhaps through a function of the standard library.
     """
     while reader is not None and reader.f_globals.get("__name__") in _BETWEEN:
         reader = reader.f_back
@@ -98,7 +99,7 @@ def why_unsafe() -> str | None:
     """
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if threads:
-        return f"started {_count(len(threads), 'thread')} ({', '.join(threads)})"
+        return f"started {counted(len(threads), 'thread')} ({', '.join(threads)})"
     if devices := open_devices(_DEVICES):
         return f"opened {', '.join(devices)}"
     cuda = sys.modules.get("torch.cuda")
@@ -118,7 +119,7 @@ def leftover_threads() -> str | None:
     if not threads:
         return None
     names = sorted({name for name in map(_thread_name, threads) if name})
-    return f"started {_count(len(threads), 'native thread')} ({', '.join(names)})"
+    return f"started {counted(len(threads), 'native thread')} ({', '.join(names)})"
 
 
 def trial_fork() -> str | None:
@@ -161,10 +162,6 @@ def _thread_name(task: Path) -> str:
 def _native_threads() -> list[Path]:
     """Return the ``/proc`` folders of all threads that make a fork unsafe: all but the main thread."""
     return [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 BASICS = (Import("torch"), Import("torch.distributed"))
@@ -211,12 +208,7 @@ _MOST_BYTES = 1 << 20
 
 
 class Unsuitable(Exception):
-    """A package must be imported by each worker, and workers must not be forked from this process any more.
-
-    Args:
-        package: top-level package.
-        reason: what its import did.
-    """
+    """A package must be imported by each worker, and workers must not be forked from this process any more."""
 
     def __init__(self, package: str, reason: str) -> None:
         super().__init__(reason)
@@ -289,9 +281,7 @@ def import_all(found: Sequence[Import], excluded: Sequence[str], output: Output)
     An import that fails is left to the script.
 
     Args:
-        found: imports of the script.
         excluded: top-level packages left to the workers.
-        output: recorder of the imports' output.
 
     Raises:
         ImportError: torch cannot be imported.
@@ -323,11 +313,7 @@ def import_all(found: Sequence[Import], excluded: Sequence[str], output: Output)
 
 
 def later_of_packages(excluded: Container[str]) -> list[str]:
-    """Return the modules that imported packages are known to import later, and whose packages are installed.
-
-    Args:
-        excluded: top-level packages left to the workers.
-    """
+    """Return the modules that imported packages are known to import later, and whose packages are installed."""
     wanted = dict.fromkeys(
         name for package in LATER_OF_PACKAGES if package in sys.modules for name in LATER_OF_PACKAGES[package]
     )
@@ -386,14 +372,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Rehearsal:
-    """A process that imports a package and ends.
-
-    Args:
-        package: package
-
-    Attributes:
-        package: package
-    """
+    """A process that imports a package and ends."""
 
     def __init__(self, package: str) -> None:
         self.package = package

@@ -150,7 +150,6 @@ class Import:
     """Import statement, in the form of ``__import__``'s arguments.
 
     Args:
-        module: absolute module name.
         names: names after ``from module import``.
     """
 

@@ -97,7 +97,6 @@ def become(kind: str, target: str, command: Sequence[str]) -> Callable[[], Any]:
 
     Args:
         kind: ``"script"`` or ``"module"``.
-        target: path of the script or name of the module.
         command: command of a plain start, executed if the program cannot be run from here.
     """
     sys.orig_argv[:] = command

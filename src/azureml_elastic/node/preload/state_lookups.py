@@ -71,12 +71,7 @@ def record(environ: Mapping[str, str]) -> None:
 
 
 def read_lookups(folder: Path, pids: Iterable[int]) -> Lookups:
-    """Return the lookups of some workers together.
-
-    Args:
-        folder: folder of the agent's socket.
-        pids: process ids of the workers.
-    """
+    """Return the lookups of some workers together."""
     found: dict[bytes, set[str]] = {_FILE: set(), _FOLDER: set()}
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -95,11 +90,7 @@ def _path(folder: Path, pid: int) -> Path:
 
 
 class _Recorder:
-    """Writer of the notes of one process; its forks write none.
-
-    Args:
-        descriptor: the file of the notes, to be appended to.
-    """
+    """Writer of the notes of one process; its forks write none."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

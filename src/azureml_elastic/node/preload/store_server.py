@@ -25,9 +25,6 @@ def serve_store(host: str, port: int, listener: int, control: int) -> NoReturn:
 
     Args:
         host: address of the store, as its clients know it.
-        port: port of the store.
-        listener: descriptor of the listening socket.
-        control: descriptor of the connection to the agent.
     """
     link = socket.socket(fileno=control)
     from torch.distributed import TCPStore  # type: ignore[attr-defined]

@@ -42,7 +42,6 @@ class MlflowTarget:
     """Place of a run in MLflow.
 
     Args:
-        tracking_uri: address of the tracking server or store.
         run_id: identifier of an existing MLflow run; ``None`` for one that the nodes of the run share and make.
         experiment_id: identifier of the experiment of that run; ``None`` to find it by its name.
         experiment_name: name of the experiment; ``None`` for MLflow's default.
@@ -57,13 +56,7 @@ class MlflowTarget:
 
 
 def mlflow_target(plan: Plan, name: str, environment: NodeEnvironment) -> MlflowTarget | None:
-    """Return where to publish, ``None`` where MLflow is switched off, not configured or not installed.
-
-    Args:
-        plan: plan of the run.
-        name: name of the run in the table.
-        environment: environment of the agent.
-    """
+    """Return where to publish, ``None`` where MLflow is switched off, not configured or not installed."""
     uri = environment.mlflow_uri
     if not plan.metrics.mlflow or not uri or find_spec("mlflow") is None:
         return None
@@ -78,12 +71,7 @@ def mlflow_target(plan: Plan, name: str, environment: NodeEnvironment) -> Mlflow
 
 
 class MlflowPublisher:
-    """Logs values and tags to one run of MLflow.
-
-    Args:
-        target: place of the run.
-        clock: clock in seconds since the epoch.
-    """
+    """Logs values and tags to one run of MLflow."""
 
     def __init__(self, target: MlflowTarget, clock: Callable[[], float] = time.time) -> None:
         from mlflow import MlflowClient

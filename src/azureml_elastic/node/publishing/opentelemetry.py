@@ -23,11 +23,6 @@ _NANOSECONDS = 1_000_000_000
 def open_otlp(run: str, node: str, environment: NodeEnvironment) -> OpenTelemetryPublisher:
     """Return a publisher that sends to the OTLP receiver which OpenTelemetry's variables describe.
 
-    Args:
-        run: name of the run in the table.
-        node: name of this node.
-        environment: environment of the agent.
-
     Raises:
         MissingExtra: the SDK or its exporter is not installed.
     """
@@ -47,13 +42,7 @@ def open_otlp(run: str, node: str, environment: NodeEnvironment) -> OpenTelemetr
 
 
 class OpenTelemetryPublisher:
-    """Keeps gauges and counters up to date, and ends spans with the times of the events.
-
-    Args:
-        attributes: attributes of the resource.
-        reader: reader that exports the metrics.
-        processor: processor that exports the spans.
-    """
+    """Keeps gauges and counters up to date, and ends spans with the times of the events."""
 
     def __init__(self, attributes: Mapping[str, str], reader: MetricReader, processor: SpanProcessor) -> None:
         from opentelemetry.sdk.metrics import MeterProvider

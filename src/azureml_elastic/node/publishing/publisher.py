@@ -38,7 +38,6 @@ class PublishingThread:
     """Translates events and publishes them to one destination.
 
     Args:
-        name: name of the destination, for messages.
         open_publisher: function that opens the destination; called before the first update, as its packages take
             seconds to import.
     """
@@ -166,11 +165,7 @@ class PublishingThread:
 
 
 class Publishing:
-    """All destinations of a node.
-
-    Args:
-        threads: one thread for each destination.
-    """
+    """All destinations of a node."""
 
     def __init__(self, threads: Sequence[PublishingThread]) -> None:
         self._threads = threads
@@ -190,12 +185,7 @@ class Publishing:
 
 
 def open_publishing(identity: NodeIdentity, environment: NodeEnvironment) -> Publishing:
-    """Return the destinations of a node, which are opened when there is something to publish.
-
-    Args:
-        identity: identity of the node.
-        environment: environment of the agent.
-    """
+    """Return the destinations of a node, which are opened when there is something to publish."""
     policy = identity.plan.metrics
     threads: list[PublishingThread] = []
     target = mlflow_target(identity.plan, identity.run_id, environment)

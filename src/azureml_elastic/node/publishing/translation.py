@@ -39,8 +39,6 @@ class Value:
     """Value of a metric at a step.
 
     Args:
-        name: name of the metric.
-        step: step that the value belongs to.
         time: seconds since the epoch.
     """
 
@@ -55,10 +53,7 @@ class Span:
     """A part of the run with a beginning and an end.
 
     Args:
-        name: kind of the span.
-        started: seconds since the epoch.
         ended: seconds since the epoch; ``None`` for a round that has just begun and is published again at its end.
-        attributes: further values by name.
     """
 
     name: Literal["round", "save", "restore"]
@@ -72,7 +67,6 @@ class Update:
     """What an event adds to the published state of a run.
 
     Args:
-        values: values of metrics.
         tags: texts by name, which replace earlier ones.
         spans: spans that have ended, or rounds that have begun.
         took_over: whether this node has become that of rank 0, so that another one may have published meanwhile.

@@ -137,10 +137,7 @@ def replacement_job(
 
     Args:
         document: properties of the run's first job, not modified.
-        plan: plan of the run.
-        slot: slot of the new node.
         first: name of the first job.
-        run_id: run id shared by the nodes.
         workspace: workspace id, for the compute targets of the pools.
 
     Raises:

@@ -65,9 +65,6 @@ def workspace_id(environment: NodeEnvironment) -> str:
 def developer_jobs(environment: NodeEnvironment) -> WorkspaceJobs:
     """Return the client for the jobs of a workspace with the developer's own login, without sending a request.
 
-    Args:
-        environment: environment with the variables that name the workspace, and possibly its cloud.
-
     Raises:
         UsageError: the environment names no workspace, or its cloud is unknown.
         MissingExtra: azure-identity is not installed.
@@ -84,9 +81,7 @@ class WorkspaceJobs:
     does not respond.
 
     Args:
-        workspace: workspace id.
         token: credential of an identity that may read and submit jobs.
-        arm_url: URL of the resource manager.
     """
 
     def __init__(self, workspace: str, token: TokenCredential, arm_url: str = ARM_URL) -> None:

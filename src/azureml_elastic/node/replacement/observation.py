@@ -45,7 +45,6 @@ class RunShape:
     """Static description of a run in Azure ML.
 
     Args:
-        plan: plan of the run.
         document: properties of the first job.
         pools: pools in the order of preference; one unnamed pool if the job has none.
         stems: stems of the node names by pool.

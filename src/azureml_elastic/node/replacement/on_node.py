@@ -31,7 +31,6 @@ class ReplacementThread:
 
     Args:
         replacers: replacers of the run by identity, in the order of preference; the first with access is used.
-        interval_s: seconds between two checks.
         leads: function that returns whether this node is responsible.
     """
 
@@ -95,10 +94,7 @@ def start_replacement_thread(
     """Start the replacement thread of this node.
 
     Args:
-        identity: identity of the node, with the plan.
-        table: table of the run.
         leads: function that returns whether this node is responsible.
-        environment: environment of the node.
 
     Returns:
         The thread; ``None`` if the plan disables it or the node is not on Azure ML.

@@ -52,7 +52,6 @@ class NodeJob:
     Args:
         pool: index of the pool.
         number: number of the job within the pool, from 0 in the order of submission.
-        name: job name.
         state: state; ``waiting`` from submission until the command runs.
         first: whether the job was submitted with the run.
         waited_s: seconds since submission, while waiting.
@@ -124,8 +123,6 @@ def decide(
     Args:
         pools: pools in the order of preference.
         most: maximum number of concurrent nodes.
-        jobs: all node jobs of the run.
-        policy: replacement policy.
         over: ``"ended"`` if the run has ended, so that running nodes end by themselves; ``"cancelled"`` if its owner
             has cancelled it; ``None`` while it is active.
     """

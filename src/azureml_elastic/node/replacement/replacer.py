@@ -40,11 +40,8 @@ class ReplacementStatus:
     """State of a run.
 
     Args:
-        pools: pools of the run.
         jobs: all submitted or claimed jobs of the run.
         over: ``"ended"``, ``"cancelled"`` by the owner, or ``None`` while the run is active.
-        succeeded: whether the run has ended successfully.
-        message: description of the state or of the failure.
         limit: limit of the policy that prevents replacement, in words, or ``None``.
         done: actions taken, in words.
     """
@@ -67,8 +64,6 @@ class NodeReplacer:
     """Replacer of the lost nodes of one run.
 
     Args:
-        jobs: client of the workspace.
-        table: table of the run.
         first: name of the job with which the run was submitted.
         run_id: run id shared by the nodes.
         policy: policy that takes precedence over the plan's.
@@ -179,7 +174,6 @@ def open_replacer(
     """Open the table of a run and yield its replacer and the policy in effect.
 
     Args:
-        environment: environment of this process, with the variables that name the workspace.
         first: name of the run's first job, or of a job that brought it a node.
         changes: fields of the policy that override the plan's.
 

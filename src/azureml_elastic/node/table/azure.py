@@ -56,11 +56,12 @@ if TYPE_CHECKING:
 __all__ = ["AzureTable", "Transport"]
 
 try:
-    from azure.core.exceptions import HttpResponseError, ServiceResponseError
+    from azure.core import MatchConditions
+    from azure.core.exceptions import HttpResponseError, ResourceNotFoundError, ServiceResponseError
     from azure.core.pipeline.transport import RequestsTransport
+    from azure.data.tables import TableClient, TableEntity, UpdateMode
 except ImportError as missing:
     raise MissingExtra("azure-data-tables", "node") from missing
-
 
 _DOCUMENTS = ("application/json", "application/xml", "application/atom+xml")
 
@@ -95,14 +96,6 @@ class Transport(RequestsTransport):  # type: ignore[misc] # untyped here
         return response
 
 
-try:
-    from azure.core import MatchConditions
-    from azure.core.exceptions import ResourceNotFoundError
-    from azure.data.tables import TableClient, TableEntity, UpdateMode
-except ImportError as missing:
-    raise MissingExtra("azure-data-tables", "node") from missing
-
-
 _LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -124,9 +117,7 @@ class AzureTable:
 
     Args:
         endpoint: table URL of the account; ``None`` means that of the connection string.
-        table: name of the table.
         partition: run id.
-        credential: credential of the account.
         timeout: time limit of one call, all attempts together.
 
     Raises:
@@ -307,10 +298,7 @@ class AzureTable:
         The last value is true if an earlier attempt, whose answer was lost, may have been carried out.
 
         Args:
-            key: key of the row.
-            send: call that changes the row.
             etag: version that the row must have, ``None`` if it must not exist.
-            nonce: nonce of the write.
         """
         uncertain = False
         written = write_key(key)

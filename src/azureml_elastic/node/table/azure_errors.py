@@ -67,8 +67,6 @@ class TableContext:
 
     Args:
         account: URL of the account, without a query.
-        table: name of the table.
-        identity: description of the identity.
     """
 
     account: str
@@ -81,7 +79,6 @@ def translate(error: Exception, context: TableContext, key: str | None, *, openi
 
     Args:
         error: one of :data:`VENDOR_ERRORS`.
-        context: table and identity.
         key: key of the row, ``None`` for calls that concern no single row.
         opening: whether an account that cannot be reached counts as missing, and a refusal without a code as one of the
             table: nothing is lost yet, and the advice helps.

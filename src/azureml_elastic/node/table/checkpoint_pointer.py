@@ -32,7 +32,6 @@ class CheckpointPointer:
     """Checkpoint pointer of one round. Thread-safe.
 
     Args:
-        table: table of the run.
         number: number of the round in which this node has rank 0.
         owner: incarnation of this agent.
     """

@@ -115,7 +115,6 @@ def write_value(key: str, value: Mapping[str, Any]) -> str:
     """Return the value as JSON text.
 
     Args:
-        key: key of the row, for error messages.
         value: JSON object; tuples become lists.
 
     Raises:
@@ -140,10 +139,6 @@ def write_value(key: str, value: Mapping[str, Any]) -> str:
 
 def read_value(key: str, text: str) -> dict[str, Any]:
     """Return the value of a JSON text.
-
-    Args:
-        key: key of the row, for error messages.
-        text: stored text.
 
     Raises:
         TableError: the text is not a JSON object.

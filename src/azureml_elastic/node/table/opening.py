@@ -74,9 +74,7 @@ def open_table(
     A node that starts while the table is not available waits for it and logs so, unless the host name has no address.
 
     Args:
-        rendezvous: configuration of endpoint and credential.
         run_id: run id; rows of different runs are separate.
-        environment: environment of the node.
         timeout: time limit for a table that is not available.
 
     Raises:

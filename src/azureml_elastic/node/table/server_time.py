@@ -53,10 +53,7 @@ class ServerClock:
     """Clock of the server's time, read once and continued on the monotonic clock. Thread-safe.
 
     Args:
-        table: table of the run.
         node: name of this node; its row is ``clock.<node>``.
-        wall: function that returns seconds since the epoch.
-        monotonic: function that returns monotonic seconds.
     """
 
     def __init__(

@@ -138,14 +138,14 @@ def test_workers_answer_a_proposal_and_stop(channel):
     workers = [channel.connect(rank) for rank in range(2)]
     until(lambda: channel.workers.in_session)
     assert channel.workers.report().present == {0, 1}
-    channel.workers.prepare(Prepare(1, 9, "leave"))
+    channel.workers.send(Prepare(1, 9, "leave"))
     until(lambda: all(worker.received for worker in workers))
     for rank, worker in enumerate(workers):
         worker.client.send({"op": "vote", "boundary": 1, "ok": True, "step": 7 + rank})
     votes: list[tuple[int, Vote]] = []
     until(lambda: votes.extend(channel.workers.take_votes()) or len(votes) == 2)
     assert sorted(votes, key=lambda each: each[0]) == [(0, Vote(1, ok=True, step=7)), (1, Vote(1, ok=True, step=8))]
-    channel.workers.decide(Decide(1, go=True))
+    channel.workers.send(Decide(1, go=True))
     until(lambda: all(worker.received[-1]["op"] == "decide" for worker in workers))
     assert not channel.workers.report().stopped
     for worker in workers:
@@ -285,7 +285,7 @@ def test_when_training_began_and_how_far_it_is_expected_to_go(channel):
 def test_a_malformed_message_closes_the_connection_of_its_worker_alone(channel, caplog, fields):
     good, bad = channel.connect(0), channel.connect(1)
     until(lambda: channel.workers.in_session)
-    channel.workers.prepare(Prepare(1, 9, "leave"))
+    channel.workers.send(Prepare(1, 9, "leave"))
     bad.client.send(fields)
     assert bad.closed.wait(20)
     good.client.send({"op": "step", "step": 4})

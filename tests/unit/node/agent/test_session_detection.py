@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from azureml_elastic.config.command.program import parse_program
-from azureml_elastic.node.agent.program import opens_session
+from azureml_elastic.config.command.program import opens_session, parse_program
 
 USES = "from azureml_elastic import train\n"
 

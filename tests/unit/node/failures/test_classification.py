@@ -5,12 +5,12 @@ The texts in ``endings`` were written by real programs: see ``endings/produce.py
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from azureml_elastic.environment import names as variables
 from azureml_elastic.memory import OomKillCounter
+from azureml_elastic.node.core.failures import Failure
 from azureml_elastic.node.failures.classification import (
     ExceptionInfo,
     FailedWorker,
@@ -40,8 +41,8 @@ EXCEPTIONS = {"peer_after_user": "user", "import_then_user": "user"}
 INCONCLUSIVE = {"crashed", "killed", "killed_survivor"}
 
 
-def failure(local_rank: int, exitcode: int, timestamp: int = 10) -> FailedWorker:
-    return FailedWorker(local_rank, exitcode, timestamp)
+def failure(exitcode: int, stderr: Path, timestamp: int = 10) -> FailedWorker:
+    return FailedWorker(exitcode, timestamp, stderr)
 
 
 def ending(name: str) -> tuple[int, str]:
@@ -53,7 +54,7 @@ def examined(tmp_path: Path, code: int, text: str | bytes, kills: OomKillCounter
     path = tmp_path / "stderr.log"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     options = {} if kills is None else {"oom_kills": kills}
-    return root_cause({3: failure(0, code)}, {0: str(path)}, **options)
+    return root_cause({3: failure(code, path)}, **options)
 
 
 def kind_of(name: str) -> str:
@@ -204,10 +205,10 @@ def test_without_a_traceback_the_last_lines_count(tmp_path):
 def test_the_first_failure_wins_and_signals_become_exit_codes(tmp_path):
     path = tmp_path / "stderr.log"
     path.write_text(TRACEBACK)
-    failures = {4: failure(0, 1, 20), 5: failure(1, -9, 10)}
-    first = root_cause(failures, {0: str(path), 1: str(tmp_path / "none")})
+    failures = {4: failure(1, path, 20), 5: failure(-9, tmp_path / "none", 10)}
+    first = root_cause(failures)
     assert (first.rank, first.exit_code, first.message) == (5, 137, "It ended with SIGKILL.")
-    assert root_cause({4: failures[4]}, {0: str(path)}).message == TRACEBACK
+    assert root_cause({4: failures[4]}).message == TRACEBACK
 
 
 def test_a_shell_between_does_not_hide_the_signal(tmp_path):
@@ -219,15 +220,14 @@ def test_a_shell_between_does_not_hide_the_signal(tmp_path):
 def test_siblings_that_were_ended_with_it_are_not_blamed(tmp_path):
     path = tmp_path / "stderr.log"
     path.write_text(TRACEBACK)
-    failures = {0: failure(0, -15), 2: failure(2, 1)}
-    first = root_cause(failures, {2: str(path)})
+    first = root_cause({0: failure(-15, tmp_path / "none"), 2: failure(1, path)})
     assert (first.rank, first.exit_code, first.message) == (2, 1, TRACEBACK)
 
 
 def test_of_two_failures_the_conclusive_one_is_reported(tmp_path):
     path = tmp_path / "stderr.log"
     path.write_text(TRACEBACK)
-    assert root_cause({0: failure(0, 1), 1: failure(1, 1)}, {1: str(path)}).rank == 1
+    assert root_cause({0: failure(1, tmp_path / "none"), 1: failure(1, path)}).rank == 1
 
 
 @pytest.mark.parametrize("late", [10, 12])
@@ -236,21 +236,20 @@ def test_the_cause_comes_before_its_consequence(tmp_path, cause, late):
     """Whichever of them torch has seen first."""
     for rank, name in enumerate(("peer_killed", cause)):
         (tmp_path / str(rank)).write_text(ending(name)[1])
-    failures = {0: failure(0, 1, 10), 1: failure(1, ending(cause)[0], late)}
-    assert root_cause(failures, {0: str(tmp_path / "0"), 1: str(tmp_path / "1")}).rank == 1
+    failures = {0: failure(1, tmp_path / "0", 10), 1: failure(ending(cause)[0], tmp_path / "1", late)}
+    assert root_cause(failures).rank == 1
 
 
 def test_a_cause_that_hung_at_its_exit_and_was_stopped_is_still_the_cause(tmp_path):
     for rank, name in enumerate(("peer_killed", "user_rank")):
         (tmp_path / str(rank)).write_text(ending(name)[1])
-    failures = {0: failure(0, 1), 1: failure(1, -signal.SIGTERM)}
-    first = root_cause(failures, {0: str(tmp_path / "0"), 1: str(tmp_path / "1")})
+    first = root_cause({0: failure(1, tmp_path / "0"), 1: failure(-signal.SIGTERM, tmp_path / "1")})
     assert (first.rank, first.kind, first.exit_code) == (1, "user", 143)
 
 
-def run(tmp_path: Path, text: str, *arguments: str, plain: bool = False) -> tuple[FailedWorker, str]:
-    """Run a script that fails as a worker without the preload server; return its failure and what it has printed."""
-    script, error_file = tmp_path / "train.py", tmp_path / "error.json"
+def run(tmp_path: Path, text: str, *arguments: str, plain: bool = False) -> FailedWorker:
+    """Run a script that fails, as a worker without the preload server or, ``plain``, without our hook."""
+    script, error_file, stderr = tmp_path / "train.py", tmp_path / "error.json", tmp_path / "stderr.log"
     script.write_text(text)
     environ = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(error_file), variables.CHANNEL: "/nowhere"}
     done = subprocess.run(
@@ -258,15 +257,15 @@ def run(tmp_path: Path, text: str, *arguments: str, plain: bool = False) -> tupl
         env=environ if plain else for_plain_start(environ),
         start_new_session=True,
         capture_output=True,
-        text=True,
         timeout=60,
         check=False,
     )
-    return FailedWorker.read(0, done.returncode, error_file), done.stderr
+    stderr.write_bytes(done.stderr)
+    return FailedWorker.read(done.returncode, error_file, stderr)
 
 
-def cause_of(found: FailedWorker, path: Path):
-    return root_cause({3: found}, {0: str(path)})
+def cause_of(failed: FailedWorker, **changes: object) -> Failure:
+    return root_cause({3: replace(failed, **changes)})
 
 
 RECORD = "from torch.distributed.elastic.multiprocessing.errors import record\n\n@record\n"
@@ -274,10 +273,9 @@ RECORD = "from torch.distributed.elastic.multiprocessing.errors import record\n\
 
 def test_the_error_file_of_torchs_decorator_is_believed_before_what_is_printed(tmp_path):
     """Written by the decorator alone, in a process without a hook of ours."""
-    failed, _ = run(tmp_path, RECORD + "def main():\n    raise ValueError('sample 3 is torn')\n\nmain()\n", plain=True)
-    printed = tmp_path / "stderr.log"
-    printed.write_text("nothing\n" * 100)
-    found = cause_of(failed, printed)
+    failed = run(tmp_path, RECORD + "def main():\n    raise ValueError('sample 3 is torn')\n\nmain()\n", plain=True)
+    failed.stderr.write_text("nothing\n" * 100)
+    found = cause_of(failed)
     assert found.message.startswith("Traceback (most recent call last):")
     assert found.signature.endswith("ValueError: sample # is torn (train.py:5 main)")
 
@@ -287,16 +285,16 @@ def test_the_error_file_of_torchs_decorator_is_believed_before_what_is_printed(t
 )
 def test_an_error_file_of_another_form_is_passed_over(tmp_path, content):
     (tmp_path / "error.json").write_text(content)
-    failed = FailedWorker.read(0, 3, tmp_path / "error.json")
-    assert (failed.error, cause_of(failed, tmp_path / "stderr.log").kind) == (None, "exit")
+    failed = FailedWorker.read(3, tmp_path / "error.json", tmp_path / "stderr.log")
+    assert (failed.error, cause_of(failed).kind) == (None, "exit")
 
 
 def test_the_message_of_torchs_decorator_is_replaced_by_one_that_names_the_file(tmp_path):
     torn = tmp_path / "state.json"
     torn.write_text("{")
     main = "def main(path):\n    import json\n    with open(path) as file:\n        json.load(file)\n\n"
-    failed, _ = run(tmp_path, f"import sys\n{RECORD}{main}main(sys.argv[1])\n", str(torn))
-    assert f"JSONDecodeError: while reading {torn} (1 bytes, " in cause_of(failed, tmp_path / "no").message
+    failed = run(tmp_path, f"import sys\n{RECORD}{main}main(sys.argv[1])\n", str(torn))
+    assert f"JSONDecodeError: while reading {torn} (1 bytes, " in cause_of(failed).message
 
 
 FAILING = {
@@ -304,6 +302,7 @@ FAILING = {
     "context": "try:\n    int('x')\nexcept ValueError:\n    raise RuntimeError('no data')\n",
     "suppressed": "try:\n    int('x')\nexcept ValueError:\n    raise RuntimeError('no data') from None\n",
     "lines": "class Mismatch(Exception):\n    pass\n\nraise Mismatch('these keys differ:\\n  a\\n  b')\n",
+    "half a surrogate pair": "raise ValueError('\\udcff')\n",
     "no message": "assert False\n",
     "a key": "{}['a']\n",
     "a qualified type": "import json\njson.loads('{')\n",
@@ -330,15 +329,13 @@ NEWER = {"a group", "a note"} if sys.version_info < (3, 11) else set()
 
 @pytest.mark.parametrize("name", sorted(FAILING.keys() - NEWER))
 def test_the_error_file_says_what_is_printed(tmp_path, name):
-    failed, printed = run(tmp_path, FAILING[name])
-    path = tmp_path / "stderr.log"
-    path.write_text(printed)
-    recorded, parsed = cause_of(failed, tmp_path / "no"), cause_of(failure(0, failed.exitcode), path)
+    failed = run(tmp_path, FAILING[name])
     assert failed.error.uncaught
+    recorded, parsed = cause_of(failed, stderr=tmp_path / "none"), cause_of(failed, error=None)
     assert (recorded.kind, recorded.signature) == (parsed.kind, parsed.signature)
     if name != "a group":  # of which the interpreter prints the margins in another way
         assert recorded.message == parsed.message
-    raised = find_error(printed)
+    raised = find_error(failed.stderr.read_text())
     assert [(each.type, each.caused) for each in failed.error.chain] == [
         (each.type, each.caused) for each in raised.chain
     ]
@@ -347,27 +344,27 @@ def test_the_error_file_says_what_is_printed(tmp_path, name):
 
 def test_a_hook_of_the_script_that_ends_with_ours_changes_nothing(tmp_path):
     hook = "import sys\nold = sys.excepthook\nsys.excepthook = lambda *details: (print('Oh no'), old(*details))\n"
-    failed, _ = run(tmp_path, f"{hook}raise ValueError('no')\n")
+    failed = run(tmp_path, f"{hook}raise ValueError('no')\n")
     assert failed.error.chain[-1].type == "ValueError"
 
 
 def test_what_a_script_keeps_from_our_hook_is_not_known(tmp_path):
-    failed, printed = run(tmp_path, "import sys\nsys.excepthook = lambda *_: None\nraise ValueError('no')\n")
-    assert (failed.error, printed) == (None, "")
+    failed = run(tmp_path, "import sys\nsys.excepthook = lambda *_: None\nraise ValueError('no')\n")
+    assert (failed.error, failed.stderr.read_text()) == (None, "")
 
 
 def test_the_error_of_a_child_process_is_not_that_of_the_worker(tmp_path):
     text = "import os, sys\nif os.fork() == 0:\n    raise ValueError('in a fork')\nos.wait()\nsys.exit(3)\n"
-    failed, printed = run(tmp_path, text)
-    assert "in a fork" in printed
+    failed = run(tmp_path, text)
+    assert "in a fork" in failed.stderr.read_text()
     assert failed.error is None
 
 
 def test_an_error_in_a_thread_or_an_exit_writes_no_error_file(tmp_path):
     thread = "thread = threading.Thread(target=int, args=('x',))\nthread.start()\nthread.join()\n"
     text = f"import sys, threading\n{thread}sys.exit(3)\n"
-    failed, printed = run(tmp_path, text)
-    assert "ValueError" in printed
+    failed = run(tmp_path, text)
+    assert "ValueError" in failed.stderr.read_text()
     assert failed.error is None
 
 

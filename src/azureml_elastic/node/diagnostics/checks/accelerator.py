@@ -51,7 +51,6 @@ def check_gpus(expected: int, timeout: float, free: float | None, *, device: str
         expected: number of GPUs that the driver lists.
         timeout: time limit in seconds, including the import of torch.
         free: share of each GPU's memory that must be free to avoid a warning; ``None`` disables it.
-        device: torch's name of the device type.
     """
     name, limit = "gpu", f"{expected} GPUs that compute"
     command = [sys.executable, "-m", _MODULE, "--device", device, "--seconds", str(int(timeout) + 1)]
@@ -76,7 +75,6 @@ def check_ecc(limit: int, timeout: float) -> list[Finding]:
 
     Args:
         limit: accepted number of errors of one GPU.
-        timeout: time limit in seconds.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:

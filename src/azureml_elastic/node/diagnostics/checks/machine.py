@@ -133,12 +133,6 @@ def check_peers(table: Table, clock: ServerClock, node: str, table_heartbeat_int
     Unreachable members are this node's fault only if the round is alive. That is decided by times of the server alone:
     those of the heartbeat row and of a row that this node has just written.
 
-    Args:
-        table: table of the run.
-        clock: clock of the table's server.
-        node: this node's name.
-        table_heartbeat_interval: interval between two table heartbeats of rank 0's node.
-
     Raises:
         TableError, UsageError: the table cannot be read.
     """
@@ -188,8 +182,6 @@ def check_host(what: str, url: str, environment: NodeEnvironment) -> Finding:
     """Connect to a service as its clients do: through the proxy of the environment, if any, and over TLS.
 
     Args:
-        what: name of the finding.
-        url: URL of the service.
         environment: environment variables that name the trusted certificates.
     """
     parts = urlsplit(url)
@@ -286,10 +278,8 @@ def check_folder(what: str, folder: Path, owner: str, limit_mib: int) -> Finding
     """Write a small file, sync it, read it back, and determine the free space. On a dead mount this may never return.
 
     Args:
-        what: purpose of the folder.
         folder: folder to check, created if missing.
         owner: unique part of the file's name, the same for all checks of a node so that leftovers are overwritten.
-        limit_mib: required free MiB.
     """
     name, limit = f"disk: {what}", f"{limit_mib:,} MiB free, writable"
     started = time.monotonic()

@@ -119,7 +119,6 @@ def why_refused(code: str, assignee: str, account: str, scope: str | None) -> st
     Args:
         code: error code of the service, or an empty string.
         assignee: object id of the identity.
-        account: name of the storage account.
         scope: resource id of the account, ``None`` if unknown.
     """
     role = grant(assignee, CONTRIBUTOR, scope or f"$(az storage account show --name {account} --query id -o tsv)")
@@ -255,8 +254,6 @@ def check_table(
     """Create the table if it is missing, and insert, read, replace and delete a row.
 
     Args:
-        rendezvous: rendezvous settings with the endpoint.
-        environment: environment variables of the process.
         account: storage account of the table, ``None`` for an emulator or a file.
         identity: identity that opens the table, ``None`` if none is needed.
     """
