@@ -350,7 +350,7 @@ class RoundRunner:
     """Runs rounds, one after the other. For the agent's thread.
 
     Args:
-        opens_session: whether the program uses this library, see :func:`~azureml_elastic.config.command.program.opens_session`.
+        opens_session: whether the program uses this library.
     """
 
     def __init__(

@@ -5,6 +5,7 @@ The texts in ``endings`` were written by real programs: see ``endings/produce.py
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
