@@ -121,6 +121,7 @@ class NodeAgent:
             NodeLeaving: this node must leave while it waits for a round.
         """
         with contextlib.ExitStack() as stack:  # one step after the other, whatever fails
+            # The stack is left from its end: the workers end first, who may use the round's store until then.
             stack.callback(self._close_store)
             stack.push(self._end_workers)
             self._get_ready_to_join()
@@ -148,6 +149,7 @@ class NodeAgent:
             self._channel.workers.release()
         self._workers.begin_stopping()
         self._workers.finish_stopping()
+        # Only now: workers hand their state over while they are stopped.
         held = self._channel.take_state() if last else None
         if held is not None:
             if error is not None:

@@ -81,6 +81,8 @@ class AgentTable:
             except BaseException as error:  # noqa: BLE001 - raised where the call was made
                 answer.set_exception(error)
 
+        # A thread for each call: one that hangs may do so for minutes, and the next call must not wait for it. A
+        # daemon, so that the process can end meanwhile.
         threading.Thread(target=make, name="table call", daemon=True).start()
         while not _has_ended(answer, _CHECK_SECONDS):
             if self._preemption.noticed and self._preemption.commit_to_leave():
@@ -102,6 +104,8 @@ class PointerService:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        # One thread: of two commits the later one must win, and the first commit of a round comes after it has taken
+        # over.
         self._table_calls = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-row")
 
     def take_over(self, pointer: CheckpointPointer) -> None:

@@ -185,6 +185,7 @@ class Channel:
 
     def close(self) -> None:
         """Stop serving; workers that still run will exit."""
+        # First, so that nothing arrives for what is closed after it.
         self._server.close()
         self.record_last_step()
         self._sender.close()

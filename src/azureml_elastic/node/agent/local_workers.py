@@ -120,8 +120,8 @@ class LocalWorkers:
 
     def remove(self, connection: Connection) -> None:
         """Remove the worker of a connection that has ended."""
-        worker = self.find(connection)
         with self._lock:
+            worker = self.find(connection)  # a worker that has connected again in the meantime stays
             if worker is not None:
                 del self._workers[worker.local_rank]
                 self._parked.discard(worker.local_rank)
@@ -175,6 +175,8 @@ class LocalWorkers:
     def interrupt(self) -> None:
         """Send the workers that the round is over: they hand their state over and park."""
         with self._lock:
+            # Parked workers have handed their state over, and those that have stopped at a step boundary have saved it:
+            # neither has anything left to break off.
             gone = self._round.stopped | self._parked
             targets = [connection for rank, connection in self._workers.items() if rank not in gone]
         _send(targets, Interrupt())

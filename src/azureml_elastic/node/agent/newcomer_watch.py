@@ -73,6 +73,7 @@ class SaveWatch:
         self._pids = tuple(pids)
         self.lookups = Lookups()
         self.scans = 0
+        # A new object: the thread may be at a look that began before, which it adds to the old one.
         self._files = SavedFiles()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="save-watch", daemon=True)

@@ -115,6 +115,8 @@ class RoundObserver:
         """
         seen = self._rdzv.status()
         messages = self._rdzv.inbox.take(self._rdzv.membership.last_round)  # with all that a lost member has sent
+        # The report comes after the exit codes: a worker says that it is done before it ends, and an end of which the
+        # report does not say so is a failure.
         votes = self._channel.workers.take_votes()
         codes = self._workers.exit_codes
         report = self._channel.workers.report(codes)  # after the votes and codes, and just before a step is proposed
@@ -392,6 +394,7 @@ class RoundRunner:
         interval = self._plan.distribution.monitor_interval.total_seconds()  # the ends of processes wake nobody
         while not training.over:
             self._rdzv.wake.wait(max(0.0, min(interval, training.deadline - time.monotonic())))
+            # Before the look: what happens during it sets the event again, and is seen at once in the next turn.
             self._rdzv.wake.clear()
             for event in self._observer.look(training, store):
                 if self._pass_on(event, training):

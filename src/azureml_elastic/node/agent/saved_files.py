@@ -113,6 +113,8 @@ def _scan_folder(root: str, excluded: str, files: dict[str, Stamp], in_time: Cal
                             files[entry.path] = _stamp(found)
             except OSError:
                 continue  # removed meanwhile, or not readable
+        # The folders that changed last come first: where the limit of entries cuts the scan off, the newest checkpoint
+        # has been seen.
         level = [path for _, path in sorted(below)]
     return not level
 
@@ -147,6 +149,8 @@ class SavedFiles:
         """Add a scan."""
         changed: dict[str, Stamp] = {}
         for path, seen in found.items():
+            # The first scan is the state before: by its times alone a file could not be told from one that was there,
+            # as storage has another clock than this machine.
             before = self._before.setdefault(path, seen)
             # Where not all files were found, a file that is seen for the first time may be old.
             newest = max((stamp[0] for stamp in before.files.values()), default=0)

@@ -102,6 +102,8 @@ class ShardReceiver:
     def _receive(self, stream: MessageStream, shard: ShardDescription) -> messages.ShardRefused | None:
         """Receive and hold a shard, and return ``None``, or why it is refused."""
         try:
+            # One after the other: each looks at what is available before it takes its part, and two at once would both
+            # count the same memory.
             with self._allocation:
                 descriptor = _allocate(shard.size + shard.tail)
         except (OSError, ElasticError) as error:
@@ -112,6 +114,7 @@ class ShardReceiver:
             found = _copy(stream, descriptor, shard)
             if found != shard.xxh3:
                 return messages.ShardRefused(f"its checksum is {found}, not {shard.xxh3}: it changed on the way")
+            # The memory closes its descriptor in its own time; this one is closed here, whatever has happened.
             self._memory.hold(os.dup(descriptor), shard)
             return None
         finally:
@@ -130,6 +133,8 @@ def _allocate(size: int) -> int:
         raise OSError(f"{size} bytes are needed and {available} available, of which {_RESERVED_BYTES} are reserved")
     descriptor = os.memfd_create("replica", os.MFD_CLOEXEC)
     try:
+        # Pages that are missing only when they are written to would bring the kernel to end a process, perhaps a
+        # worker.
         os.posix_fallocate(descriptor, 0, size)
     except OSError:
         os.close(descriptor)
@@ -205,6 +210,7 @@ class ShardSender:
         stream = MessageStream.connect((member.host, member.hub_port), self._authenticator, to, self._timeout)
         try:
             with self._lock:
+                # A round that has begun while this connected has interrupted only the streams that were there.
                 if members is not self._members:
                     raise ConnectionError("the round is over")
                 self._streams.add(stream)

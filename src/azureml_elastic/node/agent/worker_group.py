@@ -247,6 +247,7 @@ class WorkerGroup:
         self._start({local_rank: {**known, "LOCAL_RANK": str(local_rank)} for local_rank in range(self._slots)})
         while not self.all(self._channel.workers.parked):
             self._rdzv.wait(self._interval)
+            # A script without a session ends, or fails, before it parks: nothing would ever come.
             if self.workers.exit_codes:
                 raise self._early_end()
 

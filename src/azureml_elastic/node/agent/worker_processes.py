@@ -50,6 +50,7 @@ def remove_stale_locks(environment: NodeEnvironment) -> list[Path]:
     stale = _not_open(found)
     if stale:
         time.sleep(_LONG_ENOUGH_S)
+        # A process closes its lock before it removes it: only what stays unlocked and there for a while was left.
         stale = [lock for lock in _not_open(stale) if lock.exists()]
     for lock in stale:
         with contextlib.suppress(OSError):
@@ -307,6 +308,7 @@ class Workers:
         until = time.monotonic() + self._handover
         while self._channel.workers.leaving and workers.running and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
+        # A session ignores SIGTERM, which it leaves to the agent, and exits at once when its connection ends.
         self._channel.workers.cut()
         workers.close(stop_seconds)
 
@@ -359,6 +361,8 @@ class WorkerSet:
         Raises:
             OSError: the interpreter cannot be started, or the output cannot be written.
         """
+        # Workers that wait for their first place are started several times in the folder of round 0: an error file that
+        # others have left would count as theirs.
         shutil.rmtree(self._folder, ignore_errors=True)
         for local_rank in self._environments:
             (self._folder / str(local_rank)).mkdir(parents=True)

@@ -116,12 +116,14 @@ class NodeTokenCredential:
         resource = scope.removesuffix("/.default")
         with self._lock:
             token = self._tokens.get(resource)
+            # Under the lock, so that of several threads only one asks for a new token.
             if token is None or token.expires_on - self.clock() < _RENEW_BEFORE_S:
                 token = self._tokens[resource] = self._request(resource)
             return token
 
     def _request(self, resource: str) -> AccessToken:
         for request in self.requests(resource):
+            # Without a proxy: the address is that of the node itself.
             reply = fetch(request, f"a token of {self.name}", direct=True)
             if reply.status not in _TRY_NEXT_METHOD:
                 break

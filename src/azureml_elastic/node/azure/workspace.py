@@ -169,6 +169,7 @@ def workspace_endpoint(environment: NodeEnvironment, token: TokenCredential, arm
             "https://<account>.table.core.windows.net."
         )
     usual = cloud.table_url(_name(account))
+    # Most identities of nodes may not read the account, and almost all accounts have the usual address.
     if _has_address(usual):
         return usual
     try:

@@ -117,6 +117,8 @@ class CheckRunner:
         findings: list[Finding] = []
         with self._changed:
             for index, check in enumerate(self._checks):
+                # Counted from the start of the checks, which was long before this call: they run while other parts of
+                # the node are made.
                 until = max(self._started + check.limit, grace)
                 while index not in self._found and (left := until - time.monotonic()) > 0:
                     self._changed.wait(left)

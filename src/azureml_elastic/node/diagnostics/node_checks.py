@@ -155,6 +155,7 @@ class Admission:
     report: DiagnosticReport = field(default_factory=DiagnosticReport, init=False)
 
     def __post_init__(self) -> None:
+        # At once: the checks take seconds, in which the preload server makes its imports.
         self._runner = CheckRunner(self.checks) if self.policy.check else None
 
     def wait(self) -> bool:

@@ -338,6 +338,8 @@ def root_cause(failures: Mapping[int, FailedWorker], oom_kills: OomKillCounter =
     oom_killed = oom_kills.more()
     examined = {rank: _examine(rank, failure, oom_killed=oom_killed) for rank, failure in failures.items()}
 
+    # A worker that lost a peer comes after all that failed by themselves. One that was stopped and has an error of its
+    # own had failed before and hung at its exit; without an error it is no cause.
     def order(rank: int) -> tuple[int, int, bool, int]:
         found, stopped = examined[rank], failures[rank].exitcode == -signal.SIGTERM
         consequence = 2 if found.kind == "peer" else (1 if found.conclusive else 3) if stopped else 0

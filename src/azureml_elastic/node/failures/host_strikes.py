@@ -77,6 +77,7 @@ class HostStrikes:
         _LOG.warning("Strike against %s: %s.", host, reason.partition("\n")[0])
         strike = _Strike(host, key, reason[:_REASON_CHARACTERS], now + _WRITE_TIMEOUT_SECONDS)
         with self._lock:
+            # It counts at once: this node may have to decide whether it joins before the table has the row.
             if host in self._known or host == self.host:
                 self._known.setdefault(host, {}).setdefault(key, now + self._decay.total_seconds())
             self._unwritten.setdefault(host, set()).add(key)
@@ -103,6 +104,7 @@ class HostStrikes:
         else:
             with self._lock:
                 known = self._known.get(host, {})
+                # What waits to be written is not in the rows yet, and must not be forgotten for that.
                 self._known[host] = {key: end for key, end in known.items() if key in unwritten} | ends
         return self._count(host)
 

@@ -79,6 +79,7 @@ class HangDetector:
         with self._lock:
             now = self._look()
             self._open = True
+            # The furthest worker counts. One that does not come along stops the others at the next collective.
             advances = step > self.step
             self._steps[local_rank] = max(step, self._steps.get(local_rank, 0))
             self._busy.pop(local_rank, None)

@@ -307,6 +307,7 @@ class ScheduledEvents(PolledSource):
         self._read_name()
         self._past &= {event.id for event in events}
         self._log(events)
+        # Times of events are those of the service; this machine's clock may be off by more than a notice is long.
         now, name, host_name = answer.time or datetime.now(timezone.utc), self._name, self._host_name
         leaving = leave_announcements(events, name=name, host_name=host_name, now=now, lead=self._lead, past=self._past)
         self._announce(leaving)

@@ -48,6 +48,7 @@ class PreemptionWatcher:
         self._signalled: Notice | None = None
         self._active: Mapping[str, Notice] = {}
         self._final: Notice | None = None
+        # Setting an event is not safe in a signal handler, which may interrupt the holder of its lock; this queue is.
         self._changes: queue.SimpleQueue[bool] = queue.SimpleQueue()
         threading.Thread(target=self._wake_on_changes, name="preemption", daemon=True).start()
         self._events: ScheduledEvents | None = None
@@ -112,6 +113,7 @@ class PreemptionWatcher:
             Whether this node leaves; false if there is no active notice.
         """
         with self._lock:
+            # From here on a withdrawal changes nothing: other nodes act on the announcement that follows.
             self._final = self._final or self._first()
             return self._final is not None
 

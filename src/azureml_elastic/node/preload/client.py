@@ -221,6 +221,7 @@ class PreloadServer:
         with contextlib.ExitStack() as files:
             content = files.enter_context(_anonymous_file())
             arguments = None if self.program.placeholders is None else self.program.arguments_for(environ)
+            # In a file: with the plan in it, an environment may be larger than a message of the socket.
             content.write(json.dumps({"environment": dict(environ), "arguments": arguments}).encode())
             content.flush()
             descriptors = [content.fileno()]
@@ -284,6 +285,7 @@ class PreloadServer:
             if not in_time:
                 self._refuse(f"it did not answer within {_ANSWER_SECONDS:g} s")
                 assert self._process is not None
+                # It might still fork, and nobody would know of that worker.
                 self._process.kill()
             if "pid" not in answer:
                 raise ForkRefused(answer.get("reason") or self._refusal)
@@ -351,6 +353,7 @@ class PreloadServer:
             self._refuse(f"it has ended{self._end_reason(code)}")
         with self._changes:
             for worker in running:
+                # Only once they are gone: an exit code tells the agent that ports and memory are free.
                 worker.end(-signal.SIGKILL)
 
     def _end_reason(self, code: int) -> str:

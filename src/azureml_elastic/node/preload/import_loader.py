@@ -306,6 +306,8 @@ def import_all(found: Sequence[Import], excluded: Sequence[str], output: Output)
             if read:
                 raise Unsuitable(wanted.package, f"{wanted.package} reads {read[0]} while it is imported")
             if count_threads() > threads:
+                # Only a fork tells which threads stop for it, as those of OpenBLAS do. It is tried after imports that
+                # have added threads alone: it takes longer than most imports.
                 if started := trial_fork():
                     raise Unsuitable(wanted.package, f"{wanted.package} {started} while it was imported")
                 threads = count_threads()

@@ -339,6 +339,7 @@ class _Scan:
 
     def _try(self, statement: Any, module: _Module) -> bool:
         complete = self._scan(statement.body, module)
+        # A block that raises ImportError goes on in its handler, in which programs import what they have instead.
         if complete:
             complete = self._scan(statement.orelse, module)
         else:

@@ -110,6 +110,7 @@ def become(kind: str, target: str, command: Sequence[str]) -> Callable[[], Any]:
         return functools.partial(run, target)
     path = target if os.path.isabs(target) else f"{os.getcwd()}/{target}"  # noqa: PTH109, PTH117 - not normalised
     code = _compile(path)
+    # Before __main__ is changed: the new interpreter reports the error as it reports any.
     if code is None:
         execute(command)
     _clear(namespace)

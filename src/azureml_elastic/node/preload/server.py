@@ -135,6 +135,7 @@ class _Server:
         self._take_signals()
         fcntl.fcntl(link, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(link, fcntl.F_SETFL, fcntl.fcntl(link, fcntl.F_GETFL) | os.O_ASYNC)
+        # Its end may have been closed before a signal was asked for.
         self._end_with_agent()
 
     # --- imports -----------------------------------------------------------------------------------------------------
@@ -199,6 +200,8 @@ class _Server:
         self._printed = self._output.read()
         self._take_signals()
         gc.collect()
+        # A child that collects garbage of its parent may destroy objects whose threads only the parent has, and each
+        # collection would copy the pages that all workers share.
         gc.freeze()
         if reason := trial_fork():
             self.refuse(f"the script's imports {reason}")
@@ -260,6 +263,8 @@ class _Server:
             self._end()
         request = json.loads(data)
         if request["op"] == "reap":
+            # Only one whose end was reported: the agent reaps once it has the code, and another process cannot have its
+            # id before.
             if self._workers.pop(request["pid"], False):
                 os.waitpid(request["pid"], 0)
             return None
@@ -292,6 +297,8 @@ class _Server:
             except Exception as error:  # noqa: BLE001 - a plain start is always possible
                 os.write(2, f"The forked start failed ({type(error).__name__}: {error}); starting plainly.\n".encode())
                 script_runner.execute(self._command)
+        # Counted only now: pools with fork handlers have stopped for the fork, and any other thread may have held a
+        # lock that the child has for ever.
         threads = leftover_threads()
         if threads is None:
             self._workers[worker] = False
@@ -378,6 +385,8 @@ class _Server:
 
     def _become_worker(self, server: int, start: int, stdout: int, stderr: int) -> Callable[[], Any]:
         self._end_with(server)
+        # The agent signals the whole group, so that it reaches what the worker has started; the error file is written
+        # by leaders of sessions alone.
         os.setsid()
         self._link.close()
         if self._spare_store is not None:
@@ -419,6 +428,7 @@ class _Server:
                 self._usual[signal.Signals(number)] = current
             signal.signal(number, handler)
         for number in (signal.SIGCHLD, signal.SIGIO):
+            # Calls of libraries that the handlers interrupt during an import go on: C code seldom expects EINTR.
             signal.siginterrupt(number, False)
 
     def _restore_signals(self) -> None:

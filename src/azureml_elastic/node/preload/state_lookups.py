@@ -149,6 +149,7 @@ class _Recorder:
 
         for features in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):
             if plain in features:
+                # Libraries look there for the function itself before they pass it a descriptor, as shutil.rmtree does.
                 features.add(stat)
         self._set_stat(stat)
 

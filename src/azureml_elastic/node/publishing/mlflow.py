@@ -89,6 +89,7 @@ class MlflowPublisher:
     def publish(self, updates: Sequence[Update]) -> None:
         """See :class:`~azureml_elastic.node.publishing.translation.Publisher`."""
         late = self._clock() - _LATE_SECONDS
+        # Another node may have logged since: as rank 0 before this one, or in its place while this one was frozen.
         if any(update.took_over or any(each.time < late for each in update.values) for update in updates):
             self._logged = None
         try:
@@ -133,7 +134,7 @@ class MlflowPublisher:
                 raise
             names = list(dict.fromkeys(each.key for each in entries))
             if len(names) > 1:
-                for name in names:
+                for name in names:  # one bad value has the whole batch rejected
                     self._log([each for each in entries if each.key == name])
             elif not self._warned:
                 self._warned = True

@@ -56,6 +56,7 @@ class PublishingThread:
 
     def put(self, event: Event) -> None:
         """Have an event published, unless too many wait already. Returns at once."""
+        # Its thread has ended: the queue would fill up for nobody.
         if self._over.is_set():
             return
         try:
@@ -93,6 +94,7 @@ class PublishingThread:
         pause = 0.0
         try:
             while True:
+                # Read before the queue: what was put into it until then is still published.
                 ended = self._closing.is_set()
                 waiting += [update for event in self._take(pause) if (update := translation.add(event))]
                 if waiting:

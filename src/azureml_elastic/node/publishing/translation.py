@@ -199,6 +199,8 @@ class Translation:
         times = accounting.node_times(self._events)
         if event.node not in times:
             return None
+        # Of all events again, as the report computes it: a second way of counting would disagree with it. Events are
+        # few, see EventRate.
         own = replace(times[event.node], ended=max(times[event.node].ended, event.time), running=True)
         return accounting.goodput(accounting.totals(accounting.account(self._events, {event.node: own})))
 

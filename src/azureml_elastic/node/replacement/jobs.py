@@ -132,6 +132,7 @@ class WorkspaceJobs:
         reply = self._arm("PUT", f"/jobs/{quote(name, safe='')}", version, f"the submission of {name!r}", body)
         if reply.status in (HTTPStatus.OK, HTTPStatus.CREATED, HTTPStatus.ACCEPTED):
             return True
+        # Of two processes that submit a job of one name the second is refused, with either status.
         if reply.status == HTTPStatus.CONFLICT or (
             reply.status == HTTPStatus.BAD_REQUEST and self.document(name) is not None
         ):

@@ -135,6 +135,7 @@ class RunObserver:
             if claim.get("first") == self._first:
                 slot = NodeSlot(shape.stems.index(str(claim["stem"])), int(claim["number"]))
                 claimed_jobs.append((slot, self._claimed_job(name, single=shape.is_single), name))
+        # After the jobs: the row of a cancellation is written before the request, so a cancelled job has it.
         refused, stopped = self._rows(REFUSED_PREFIX), self._rows(STOP_PREFIX)
         jobs = []
         for first, group in ((True, first_jobs), (False, claimed_jobs)):
@@ -198,6 +199,7 @@ class RunObserver:
 
     def _claimed_job(self, name: str, *, single: bool) -> RunRecord | None:
         """Return the record of a claimed job, ``None`` if it was never submitted."""
+        # A job that has ended does not change: one request less for each, in every check of a run that has lost many.
         if name in self._final:
             return self._final[name]
         record = self._workspace.record(name)

@@ -51,6 +51,7 @@ class ReplacementThread:
     def finish(self) -> None:
         """Cancel the waiting jobs of a run that this node has just closed."""
         self.close()
+        # A daemon: the node must end even if the workspace does not answer.
         last = threading.Thread(target=self._check, name="last check for replacement", daemon=True)
         last.start()
         last.join(_FINISH_S)

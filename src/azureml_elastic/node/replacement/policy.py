@@ -216,6 +216,8 @@ def _pause(number: int, jobs: Sequence[NodeJob], policy: ReplacementPolicy) -> f
     early = len(list(takewhile(lambda job: job.ran_s < EARLY_S, sorted(ended, key=lambda job: job.ended_s))))
     if not early:
         return 0.0
+    # Doubled with each early end in a row: what ends a node in its first minutes, such as an image that cannot be
+    # pulled, mostly ends the next one, too, and each one costs.
     pause = min(policy.retry_after.total_seconds() * 2.0 ** (early - 1), _LONGEST_PAUSE_S)
     return pause - _since_last_end(number, ended)
 

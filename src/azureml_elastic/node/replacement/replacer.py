@@ -139,6 +139,8 @@ class NodeReplacer:
         if not any(job.name == name for job in jobs):
             claim = {"first": self._first, "stem": stem, "number": action.number, "why": action.why}
             try:
+                # The insert decides which process submits. It comes first: a job without a claim would be submitted
+                # twice, while a claim without a job is completed by the next check of any process.
                 self._table.insert(CLAIM_PREFIX + name, claim)
             except RowExists:
                 return ""
@@ -162,6 +164,8 @@ class NodeReplacer:
     def _stop(self, action: Stop) -> str:
         name = action.job.name
         with contextlib.suppress(RowExists):
+            # Before the request: a cancelled job without this row would look like one that the owner has cancelled,
+            # which ends the run once all are.
             self._table.insert(STOP_PREFIX + name, {"why": action.why})
         self._workspace.cancel(name)
         return f"cancelled {name}: {action.why}"

@@ -279,6 +279,7 @@ class AzureTable:
         except TableUnavailable:
             with self._lock:
                 self._unsettled[call] = nonce
+                # A caller that never repeats its call leaves its nonce here.
                 while len(self._unsettled) > _UNSETTLED:
                     self._unsettled.popitem(last=False)
             raise

@@ -91,6 +91,8 @@ class CheckpointPointer:
                 if self._pointer == pointer:
                     return  # written by an attempt whose answer was lost
                 assert self._etag is not None
+                # Forgotten before the call: if it fails, it may have been carried out, and the version is another one
+                # then.
                 etag, self._etag = self._etag, None
                 try:
                     self._etag = self._table.replace(CHECKPOINT_KEY, self._value(pointer), etag)
@@ -141,6 +143,7 @@ class _Commit:
         self.outcome: Future[None] = Future()
         self._write = write
         self._since = time.monotonic()
+        # Not a pool's thread, which the interpreter would wait for at its exit.
         threading.Thread(target=self._run, name="commit", daemon=True).start()
 
     @property

@@ -106,6 +106,7 @@ class ServerClock:
             except (RowExists, RowChanged):
                 written = ""  # row of an earlier agent, or of an insert whose answer was lost
             after, taken = self._wall(), self.monotonic()
+            # Read back, as a write returns no time; only the version tells that the row is the one of this write.
             row = self._table.get(self._key)
             if row is not None and row.etag == written:
                 return Reading(before, row.timestamp, after, taken)

@@ -149,6 +149,8 @@ class SqliteTable:
     def _transaction(self) -> Iterator[None]:
         """Lock the connection and the file; commit at the end, roll back on an error."""
         with self._locked():
+            # Takes the write lock at once: SQLite lets no transaction that has read wait for it, but fails if another
+            # has written.
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield

@@ -142,6 +142,7 @@ def check_peers(table: Table, clock: ServerClock, node: str, table_heartbeat_int
     members = [member for member in round_.members if member.node != node][:_MAX_PEERS]
     if round_.state != "sealed" or not members:
         return Finding(name, "ok", "no round of other nodes is running", limit)
+    # At the same time: three that do not answer one after the other would take longer than the check may.
     first, *others = CheckRunner([_member_check(member) for member in members]).wait().findings
     if first.status == "ok":
         return Finding(name, "ok", str(first), limit)
