@@ -4,8 +4,8 @@
 
 The exception that ended a worker is in its error file (see :mod:`azureml_elastic.node.preload.uncaught_error`). Of a
 worker without one, which a signal or a program of another kind has ended, standard error is parsed: the output of the
-``traceback`` and ``faulthandler`` modules: chained tracebacks, exception groups, syntax errors without a header, and
-stacks of crashed processes. The prefix ``[rank<n>]:`` of torch's exception hook is removed.
+``traceback`` and ``faulthandler`` modules: chained tracebacks, syntax errors without a header, and stacks of crashed
+processes. The prefix ``[rank<n>]:`` of torch's exception hook is removed.
 """
 
 from __future__ import annotations
@@ -40,16 +40,13 @@ __all__ = [
 ]
 
 _PREFIX = re.compile(r"^\[rank\d+\]: ?")
-_HEADER = re.compile(r"^(?:  \+ Exception Group )?Traceback \(most recent call last\):$")
+_HEADER = re.compile(r"^Traceback \(most recent call last\):$")
 _FRAME = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<line>\d+)(?:,? in (?P<function>.+))?$')
 _BARE_FRAME = re.compile(r'^  File ".+", line \d+$')
 _EXCEPTION = re.compile(r"^(?P<type>[^\W\d][\w.<>]*)(?::(?: (?P<message>.*))?)?$")
 _SYNTAX = re.compile(r"^(?:SyntaxError|IndentationError|TabError)\b")
 _CAUSE = "The above exception was the direct cause of the following exception:"
 _CONTEXT = "During handling of the above exception, another exception occurred:"
-_MARGIN = re.compile(r"^ *[|+] ?")
-_SECOND = re.compile(r"^ *\+-+ 2 -+$")
-_FIRST = re.compile(r"^ *\+-\+-+ 1 -+$")
 _HARMLESS = re.compile(
     r"^(?:Exception ignored (?:in|while|on)|Exception in (?:thread|callback)|--- Logging error ---|Process \S+:$"
     r"|Task exception was never retrieved|future: |Traceback of \w+ thread)"
@@ -181,8 +178,6 @@ def _frame(line: str) -> Frame | None:
 
 def _read_traceback(lines: Sequence[str], start: int) -> tuple[ExceptionInfo | None, int]:
     """Return the exception of one traceback, ``None`` if incomplete, and the index of the line after it."""
-    if lines[start].startswith("  + "):
-        return _read_group(lines, start)
     frames = []
     headless = bool(_BARE_FRAME.match(lines[start]))
     at = start if headless else start + 1
@@ -208,23 +203,6 @@ def _read_traceback(lines: Sequence[str], start: int) -> tuple[ExceptionInfo | N
     while end > at + 1 and not lines[end - 1]:
         end -= 1
     return ExceptionInfo(match["type"], "\n".join(message).strip(), tuple(frames)), end
-
-
-def _read_group(lines: Sequence[str], start: int) -> tuple[ExceptionInfo | None, int]:
-    """Read an exception group as its first exception, with the frames of the group before its own."""
-    end = start + 1
-    while end < len(lines) and lines[end].startswith("  "):
-        end += 1
-    first = next((at for at in range(start, end) if _FIRST.match(lines[at])), end)
-    inside = [_MARGIN.sub("", line) for line in lines[start + 1 : first]]
-    outer, _ = _read_traceback([lines[start].removeprefix("  + Exception Group "), *inside], 0)
-    second = next((at for at in range(first, end) if _SECOND.match(lines[at])), end)
-    depth = len(lines[second]) - len(lines[second].lstrip()) if second < end else 0
-    inner = find_error("\n".join(line[max(depth, 4) :].removeprefix("| ") for line in lines[first + 1 : second]))
-    if inner is None:
-        return outer, end
-    leaf = inner.chain[-1]
-    return replace(leaf, frames=(*(outer.frames if outer else ()), *leaf.frames)), end
 
 
 def _link(lines: Sequence[str], at: int) -> tuple[str, int]:

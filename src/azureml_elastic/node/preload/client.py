@@ -28,7 +28,7 @@ __all__ = ["ForkRefused", "ForkedWorker", "PreloadServer", "begin_preload", "sta
 
 @dataclass(eq=False)
 class ForkedWorker:
-    """Forked worker, with the part of the :class:`subprocess.Popen` interface that torch uses.
+    """Forked worker, with the part of the :class:`subprocess.Popen` interface that the agent uses.
 
     Args:
         args: command for a plain start of the same worker.
@@ -70,14 +70,6 @@ class ForkedWorker:
         with self.changes:
             if self.poll() is None:
                 os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        """Send SIGTERM."""
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
-        self.send_signal(signal.SIGKILL)
 
     @property
     def running(self) -> bool:

@@ -17,6 +17,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from azureml_elastic.config.command.program import Program
+from azureml_elastic.node.failures.classification import FailedWorker
 from azureml_elastic.node.preload import client
 from azureml_elastic.node.preload.client import ForkRefused, PreloadServer
 from azureml_elastic.node.preload.import_loader import open_devices
@@ -175,12 +176,24 @@ def test_workers_end_with_a_killed_agent(tmp_path):
     print(f"gone {1000 * (time.monotonic() - killed):.0f} ms after the agent")
 
 
+def test_a_forked_worker_records_the_exception_that_ends_it_whatever_hook_the_script_has(server, tmp_path):
+    for probe, code in (("an error because of another", 1), ("a hook that exits", 9), ("a hook that fails", 1)):
+        error_file = tmp_path / f"{probe}.json"
+        environ = environment(probe, TORCHELASTIC_ERROR_FILE=str(error_file))
+        worker = server.start(environ, tmp_path / "out", tmp_path / "err")
+        assert worker.wait(300) == code
+        failed = FailedWorker.read(code, error_file, tmp_path / "err")
+        assert failed.error.uncaught
+        assert {frame.file for frame in failed.error.chain[-1].frames} == {PROBE}
+        assert failed.error.chain[-1].type == "ValueError"
+
+
 def test_workers_end_with_a_killed_preload_server(tmp_path):
     process = preload_server(PROBE, "SAVE")
     try:
         assert process.wait_ready(120), process.refusal
         worker = waiting(process, tmp_path)
-        worker.terminate()
+        worker.send_signal(signal.SIGTERM)
         assert worker.wait(300) == 17
         worker = waiting(process, tmp_path)
         os.kill(process.pid, signal.SIGKILL)

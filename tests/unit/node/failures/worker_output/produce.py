@@ -75,18 +75,6 @@ SCRIPTS = {
 
         main()
     """,
-    "user_group": """
-        def main():
-            errors = []
-            for text in ("one", "two"):
-                try:
-                    int(text)
-                except ValueError as error:
-                    errors.append(error)
-            raise ExceptionGroup("2 shards failed", errors)
-
-        main()
-    """,
     "user_lines": """
         class Mismatch(Exception):
             pass
