@@ -177,7 +177,8 @@ def test_workers_end_with_a_killed_agent(tmp_path):
 
 
 def test_a_forked_worker_records_the_exception_that_ends_it_whatever_hook_the_script_has(server, tmp_path):
-    for probe, code in (("an error because of another", 1), ("a hook that exits", 9), ("a hook that fails", 1)):
+    endings = {"an error because of another": (1, "RuntimeError"), "a hook that exits": (9, "KeyError")}
+    for probe, (code, kind) in {**endings, "a hook that fails": (1, "KeyError")}.items():
         error_file = tmp_path / f"{probe}.json"
         environ = environment(probe, TORCHELASTIC_ERROR_FILE=str(error_file))
         worker = server.start(environ, tmp_path / "out", tmp_path / "err")
@@ -185,7 +186,7 @@ def test_a_forked_worker_records_the_exception_that_ends_it_whatever_hook_the_sc
         failed = FailedWorker.read(code, error_file, tmp_path / "err")
         assert failed.error.uncaught
         assert {frame.file for frame in failed.error.chain[-1].frames} == {PROBE}
-        assert failed.error.chain[-1].type == "ValueError"
+        assert failed.error.chain[-1].type == kind
 
 
 def test_workers_end_with_a_killed_preload_server(tmp_path):
