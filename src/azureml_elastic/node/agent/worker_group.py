@@ -268,6 +268,7 @@ class WorkerGroup:
         self.workers.finish_stopping()  # whatever they hand over is for the next ones
         round_ = assignment.round
         ranks = assignment.global_ranks
+        # Before the workers have their places: the channel refuses workers of another round than its own.
         self._channel.begin(round_.number, len(ranks), pointer, members=round_.members, keep=self.stays)
         environments = worker_environments(assignment, run_id, max_restarts, engine_key)
         if self.stays:

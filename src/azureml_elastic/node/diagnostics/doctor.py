@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--advertise", help="interface, range or address at which peers reach this machine")
     parser.add_argument("--peer", action="append", default=[], help="host:port of another node; may be repeated")
     options = vars(parser.parse_args(argv))
+    # What it would log of failed requests is among the findings, with advice.
     logging.getLogger("azure").setLevel(logging.CRITICAL)
     try:
         peers = [read_peer(text) for text in options.pop("peer")]

@@ -243,6 +243,7 @@ _BROKEN = re.compile(
 _COLLECTIVE = re.compile(r"gloo|NCCL|nccl|c10d|ProcessGroup|Watchdog caught collective|monitoredBarrier|Socket Timeout")
 _WATCHDOG = re.compile(r"Watchdog caught collective operation timeout|c10::Dist(?:Backend|Network|Store)?Error")
 
+# In this order: identifiers, addresses and folders before the numbers in them.
 _VARYING = (
     (re.compile(r"\b[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}\b"), "#"),
     (re.compile(r"\b0[xX][0-9a-fA-F]+\b"), "#"),
@@ -433,6 +434,7 @@ def _own_kind(raised: ExceptionInfo) -> FailureKind:
         return "out_of_memory"
     if raised.name in _MEMORY_TYPES and _MEMORY.search(raised.message):
         return "out_of_memory"
+    # A worker that is fenced off belongs to a round that others have ended: it has lost them, not failed.
     if raised.name in ("DistNetworkError", "DistStoreError") or raised.type == "azureml_elastic.errors.Fenced":
         return "peer"
     collective = raised.name == "DistBackendError" or (

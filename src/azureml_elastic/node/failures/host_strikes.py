@@ -151,6 +151,7 @@ class HostStrikes:
         while (strike := self._queue.get()) is not None:
             written = self._write(strike)
             self._settled(strike)
+            # By the writer of a new row alone: all nodes that report the incident would delete the same rows.
             if written:
                 self._prune(strike.host)
 

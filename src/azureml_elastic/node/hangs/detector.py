@@ -190,6 +190,7 @@ class HangDetector:
             phase = "pause" if all(self._busy.values()) else "free"
         if phase == self._phase:
             return
+        # A pause ends well with any announcement; a step that one breaks off was no whole step, and teaches nothing.
         if self._phase == "pause":
             self._learn(now - self._since)
         self._phase = phase

@@ -247,6 +247,7 @@ class PreloadServer:
             self._changes.notify_all()
         if self._process is not None:
             with contextlib.suppress(OSError):
+                # The server kills its workers and ends when its end of the socket does, and the reader with it.
                 self._link.shutdown(socket.SHUT_RDWR)
             self._reader.join()
             self._link.close()

@@ -78,6 +78,7 @@ def replace_excluded(words: Sequence[str], excluded: Mapping[str, str]) -> list[
 
 def plain_command(words: Sequence[str]) -> list[str]:
     """Return the command of a plain start of the program, from the command of its preload server."""
+    # Before it are the interpreter, its options and "-c"; behind it the descriptor, the excluded packages and the kind.
     position = list(words).index(OUTERMOST)
     module = ["-m"] if words[position + 3] == "module" else []
     return [*words[: position - 1], *module, *words[position + 4 :]]

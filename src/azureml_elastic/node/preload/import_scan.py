@@ -234,6 +234,7 @@ class _Scan:
                 self.imports.setdefault(Import(name, tuple(names)))
             return True
         parts = name.split(".")
+        # As an import does: each package runs before what is below it.
         for count in range(1, len(parts) + 1):
             if count > 1:
                 spec = _find_below(".".join(parts[:count]), spec)

@@ -135,6 +135,7 @@ class Translation:
 
     def add(self, event: Event) -> Update:
         """Return what an event adds; nothing as long as this node is not that of rank 0."""
+        # Logged values are by far the most events, and nothing that is computed here needs them.
         if not isinstance(event, Metrics):
             self._events.append(event)
         tags = self._tags_of(event)

@@ -262,6 +262,7 @@ def check_table(
 
     def open_() -> None:
         run = f"doctor-{secrets.token_hex(6)}"
+        # Without the wait of a node: somebody looks at the result.
         tables.append(open_table(rendezvous, run, environment, timeout=timedelta(0)))
 
     def insert() -> None:
@@ -280,6 +281,7 @@ def check_table(
             tables[0].replace(_KEY, {"step": 3}, etags[0])
         except RowChanged:
             return
+        # The rendezvous rests on this refusal: without it two nodes could lead the same round.
         raise _WrongResultError("a row was replaced although its version was outdated")
 
     def delete() -> None:
