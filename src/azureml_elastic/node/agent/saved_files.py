@@ -149,7 +149,7 @@ class SavedFiles:
         """Add a scan."""
         changed: dict[str, Stamp] = {}
         for path, seen in found.items():
-            # The first scan is the state before: by its times alone a file could not be told from one that was there,
+            # The first scan is the state before: its times alone do not distinguish a new file from an old one,
             # as storage has another clock than this machine.
             before = self._before.setdefault(path, seen)
             # Where not all files were found, a file that is seen for the first time may be old.

@@ -346,7 +346,7 @@ def test_a_group_counts_as_its_first_exception(tmp_path):
     )
     found = cause_of(failed)
     assert (found.kind, found.signature.partition(" ")[2]) == ("user", "ValueError: one (train.py:2 inner)")
-    assert found.message.startswith("  + Exception Group Traceback")
+    assert "  + Exception Group Traceback (most recent call last):" in found.message
 
 
 def test_a_hook_of_the_script_that_ends_with_ours_changes_nothing(tmp_path):

@@ -262,7 +262,7 @@ def check_table(
 
     def open_() -> None:
         run = f"doctor-{secrets.token_hex(6)}"
-        # Without the wait of a node: somebody looks at the result.
+        # Without the wait of a node: a person waits for the result.
         tables.append(open_table(rendezvous, run, environment, timeout=timedelta(0)))
 
     def insert() -> None:
