@@ -83,8 +83,8 @@ class DeferredDevice(Device):
         self.aborted.clear()
         self._collectives = 0
 
-    def mark(self) -> _Count:
-        return _Count(self, len(self._operations))
+    def mark(self) -> Callable[[], bool]:
+        return partial(self.reached, len(self._operations))
 
     def synchronize(self) -> None:
         self._wait(None)
@@ -154,15 +154,6 @@ class DeferredDevice(Device):
             return work is not None and work.wait()
         except RuntimeError:
             return False
-
-
-class _Count:
-    def __init__(self, device: DeferredDevice, number: int) -> None:
-        self._device = device
-        self._number = number
-
-    def reached(self) -> bool:
-        return self._device.reached(self._number)
 
 
 class DeferredSGD(Optimizer):

@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from typing_extensions import override
 from azureml_elastic.environment.process import set_defaults
 from azureml_elastic.environment.worker import WorkerEnvironment
 
-__all__ = ["CudaDevice", "Device", "Fetched", "Mark", "device_of", "ends_within", "register"]
+__all__ = ["CudaDevice", "Device", "Fetched", "device_of", "ends_within", "register"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -56,34 +56,18 @@ Read in ``torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp`` (torch 2.13) when a
 """
 
 
-class Mark(Protocol):
-    """A point in the work of a device."""
-
-    def reached(self) -> bool:
-        """Return whether the device has completed all work that was queued before."""
-
-
-class _Reached:
-    def reached(self) -> bool:
-        return True
-
-
 class Fetched:
-    """A tensor in the memory of the host, once its mark is reached."""
+    """A tensor in the memory of the host, once it has arrived: :meth:`arrived` is a mark of its device."""
 
-    __slots__ = ("_mark", "_value")
+    __slots__ = ("_value", "arrived")
 
-    def __init__(self, value: torch.Tensor, mark: Mark) -> None:
+    def __init__(self, value: torch.Tensor, arrived: Callable[[], bool]) -> None:
         self._value = value
-        self._mark = mark
-
-    def arrived(self) -> bool:
-        """Return whether the value can be read without waiting."""
-        return self._mark.reached()
+        self.arrived = arrived
 
     def read(self) -> torch.Tensor:
         """Return the value, and wait for it if need be."""
-        while not self._mark.reached():
+        while not self.arrived():
             time.sleep(_POLL_SECONDS)
         return self._value
 
@@ -120,9 +104,9 @@ class Device:
     def keep_watchdog_out(self) -> None:
         """Set, before a group is made, that no thread of torch ends the process for a broken round."""
 
-    def mark(self) -> Mark:
-        """Return the end of the work that the calling thread has queued up to now."""
-        return _Reached()
+    def mark(self) -> Callable[[], bool]:
+        """Return a function that tells whether the work is complete that the calling thread has queued up to now."""
+        return lambda: True
 
     def synchronize(self) -> None:
         """Wait for the work that the calling thread has queued."""
@@ -162,7 +146,7 @@ class Device:
 
     def fetch(self, value: torch.Tensor) -> Fetched:
         """Return a copy of a small tensor on its way to the host."""
-        return Fetched(value.detach().clone(), _Reached())
+        return Fetched(value.detach().clone(), self.mark())
 
     def pin(self, memory: torch.Tensor) -> bool:  # noqa: ARG002 - no other device copies
         """Prepare memory of the host for copies that do not wait; return whether it is."""
@@ -204,8 +188,11 @@ class CudaDevice(Device):
         set_defaults(_WATCHDOG)
 
     @override
-    def mark(self) -> Mark:
-        return _Event(self.torch)
+    def mark(self) -> Callable[[], bool]:
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        # By now torch's collectives have made the current stream wait for theirs.
+        event.record(torch.cuda.current_stream(self.torch))
+        return lambda: bool(event.query())
 
     @override
     def synchronize(self) -> None:
@@ -302,17 +289,6 @@ class CudaDevice(Device):
                 if backend.name() == "nccl":  # a group of gloo serves GPUs as well, and waits on the host
                     found.append(getattr(backend, "wrapped_pg", backend))  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
         return found
-
-
-class _Event:
-    """An event in the current stream: torch's collectives have made it wait for theirs by then."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record(torch.cuda.current_stream(device))
-
-    def reached(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
 _registered: dict[str, Device] = {}

@@ -35,7 +35,7 @@ def test_one_module_knows_the_kinds_of_devices():
 def test_a_cpu_has_completed_what_it_was_asked_for():
     device = device_of(CPU)
     assert not device.runs_behind
-    assert device.mark().reached()
+    assert device.mark()()
     assert device.drain(0)
     assert device.queued_collectives() == ()
     value = torch.ones(2)

@@ -58,11 +58,6 @@ class ProcessGroupLifecycle:
     """The process group of the round, and the transition to the next one.
 
     Attributes:
-        models: models whose gradients are averaged
-        world: process groups of the round
-        position: position in the data
-        updates: guard of the optimizers' updates
-        runs_behind: whether updates need it: the device runs behind the host, and an agent holds what is handed over
         exits_quickly: whether this process ends without the interpreter's teardown, so that the kernel releases what it
             holds
     """
@@ -79,7 +74,6 @@ class ProcessGroupLifecycle:
         self.device = pick_device(context.identity)
         self._device = device_of(self.device)
         self.updates = UpdateGuard(self._device, self._agent)
-        self.runs_behind = self._device.runs_behind and self._agent.holds_snapshots
         self.world = ProcessGroups(self._first_place() if self._agent.stays else context.identity, self.device)
         self._thread = threading.get_ident()
         self._agent.when_interrupted(self._on_interrupt)

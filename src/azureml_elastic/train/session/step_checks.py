@@ -117,9 +117,9 @@ class UpdateGuard:
         """
         if not self._needed:
             return
-        queued, mark = self._device.queued_collectives(), self._device.mark()
+        queued, complete = self._device.queued_collectives(), self._device.mark()
         begun, interrupted = time.monotonic(), False
-        while not (interrupted or mark.reached()):
+        while not (interrupted or complete()):
             pause = (time.monotonic() - begun) * _PAUSE_SHARE
             interrupted = self._agent.wait_interrupted(min(max(pause, _SHORTEST_SECONDS), _LONGEST_SECONDS))
             self._require_sound()

@@ -44,7 +44,6 @@ class Steps:
     """Steps, step boundaries and checkpoints of a process.
 
     Attributes:
-        values: values that the script logs
         loop: loop of the script's own that a stack's integration drives: it says when it trains the samples that it
             has taken, and counts its last step before the session ends
     """
@@ -172,13 +171,11 @@ class Steps:
             self._rate.begin()
             self._rate.commit(position.first_window)
             pending = position.commit() or pending
-            if self._lifecycle.runs_behind:
-                self._lifecycle.complete_update()
+            self._lifecycle.complete_update()
             if self._logs:
                 self.values.commit(state.steps + 1)
             state.complete_step()
-            if self._lifecycle.runs_behind:
-                self._lifecycle.updates.end_step()
+            self._lifecycle.updates.end_step()
             if self._audit.records:
                 self._audit.done(state.steps)
             if self._machine.complete(pending=pending):
