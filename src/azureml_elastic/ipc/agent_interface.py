@@ -137,7 +137,7 @@ class Agent(Protocol):
         """Return what workers of earlier rounds have handed over on this node: a whole state, and parts of others."""
 
     holds_snapshots: bool
-    """Whether the agent holds on to copies of the state."""
+    """Whether the agent holds on to copies of the state; ``hand_over`` and the calls below are made only then."""
 
     def hold_shard(self, descriptor: int, shard: ShardDescription) -> None:
         """Have the agent hold a shard of a snapshot until it is discarded.

@@ -600,6 +600,7 @@ def test_the_sample_survives_sigterm_and_learns(tmp_path):
     finally:
         process.kill()
     assert process.returncode == train.EXIT_TERMINATED, log.read_text()
+    assert "handed over" not in log.read_text(), "without an agent nobody would take the state"
     step = json.loads((tmp_path / "checkpoints" / "latest.json").read_text())["step"]
     assert 1 <= step < 46
     second, third = (run_script(command, cwd=tmp_path, timeout=600) for _ in range(2))

@@ -18,7 +18,6 @@ import json
 import logging
 import signal
 import threading
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -26,9 +25,8 @@ from azureml_elastic.checkpoint.format.catalogue import find_newest
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.errors import CheckpointDamaged, ElasticError, Fenced
-from azureml_elastic.ipc.agent_interface import EXIT_TERMINATED, Action, HandedOverState, WorkerIdentity
-from azureml_elastic.ipc.message import HeldShard, ShardDescription
-from azureml_elastic.ipc.worker_messages import Report
+from azureml_elastic.ipc.agent_interface import EXIT_TERMINATED, Action, Agent, HandedOverState, WorkerIdentity
+from azureml_elastic.ipc.message import HeldShard
 
 __all__ = ["POINTER", "StandaloneAgent"]
 
@@ -37,12 +35,10 @@ _LOG = logging.getLogger(__name__)
 POINTER = "latest.json"
 
 
-class StandaloneAgent:
-    """Keeps the pointer in a file and listens for SIGTERM.
+class StandaloneAgent(Agent):
+    """Keeps the pointer in a file and listens for SIGTERM. What it inherits does nothing: nobody listens or interrupts.
 
     Args:
-        storage: storage of the checkpoints.
-        identity: rank and world size of this process.
         handles_signals: whether SIGTERM is taken for a notice, in a single process.
     """
 
@@ -60,9 +56,6 @@ class StandaloneAgent:
         self._listens = handles_signals and identity.world_size == 1 and main_thread
         if self._listens:
             self._previous = signal.signal(signal.SIGTERM, self._on_signal)
-
-    def report(self, report: Report) -> None:
-        """Nobody to tell."""
 
     def pointer(self) -> Reference | None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`.
@@ -110,56 +103,23 @@ class StandaloneAgent:
         self._storage.replace(POINTER, json.dumps(reference.to_json()).encode() + b"\n")
         self._latest = reference
 
-    def restored(self, step: int, directory: str | None) -> None:
-        """Nobody to tell."""
-
     def completed(self, step: int, samples: int = 0) -> Action | None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
         del step, samples
         return "leave" if self._terminated else None
-
-    def when_interrupted(self, callback: Callable[[], None]) -> None:
-        """Nobody interrupts."""
 
     def wait_interrupted(self, timeout: float) -> bool:
         """Nobody interrupts."""
         del timeout
         return False
 
-    def hand_over(self, step: int, descriptor: int, *, part: bool = False) -> None:  # noqa: ARG002 - of the protocol
-        """Nobody to take it.
-
-        Raises:
-            ElasticError: always.
-        """
-        raise ElasticError(f"There is no agent to hold on to the state of step {step} (descriptor {descriptor}).")
-
     def handed_over(self) -> list[HandedOverState]:
         """Nobody has kept anything."""
         return []
 
-    def hold_shard(self, descriptor: int, shard: ShardDescription) -> None:
-        """Nobody to take it.
-
-        Raises:
-            ElasticError: always.
-        """
-        raise ElasticError(f"There is no agent to hold on to {shard.folder} (descriptor {descriptor}).")
-
-    def replicate_shard(self, shard: ShardDescription, rank: int) -> None:
-        """Nobody to send it.
-
-        Raises:
-            ElasticError: always.
-        """
-        raise ElasticError(f"There is no agent to send {shard.folder} to rank {rank}.")
-
     def held_shards(self) -> list[HeldShard]:
         """Nobody has kept anything."""
         return []
-
-    def park(self) -> None:
-        """Nobody to ask."""
 
     def wait_for_place(self) -> WorkerIdentity:
         """There is no other round.

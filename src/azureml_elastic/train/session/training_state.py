@@ -321,7 +321,7 @@ class TrainingState:
     def hand_over(self) -> bool:
         """Hand the state, or this process's part, over to the agent for the next round; return whether it succeeded."""
         part = self._hands_part_over
-        if not (part or self.holds_full_state):
+        if not (self._agent.holds_snapshots and (part or self.holds_full_state)):
             return False
         if not part and self._identity.local_rank != 0:
             return True  # local rank 0 hands the same state over
