@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from inspect import signature
 from types import ModuleType
 from typing import Any
 
@@ -41,34 +42,22 @@ class _FirstValues:
 
     def log_param(self, log: Callable[..., Any], client: Any, arguments: tuple[Any, ...], options: Any) -> Any:
         """Log a parameter, with its first value if it has one."""
-        return self._log_param(log, client, *arguments, **options)
-
-    def _log_param(
-        self, log: Callable[..., Any], client: Any, run_id: str, key: str, value: Any, *arguments: Any, **options: Any
-    ) -> Any:
-        held = self._of(client, run_id)
-        changed = self._changed(held, {key: value})
-        return log(run_id, key, held[key] if key in changed else value, *arguments, **options)
+        call = signature(log).bind(*arguments, **options)
+        given = call.arguments
+        held, key = self._of(client, given["run_id"]), given["key"]
+        if self._changed(held, {key: given["value"]}):
+            given["value"] = held[key]
+        return log(*call.args, **call.kwargs)
 
     def log_batch(self, log: Callable[..., Any], client: Any, arguments: tuple[Any, ...], options: Any) -> Any:
         """Log metrics, parameters and tags, the parameters with their first values if they have any."""
-        return self._log_batch(log, client, *arguments, **options)
-
-    def _log_batch(
-        self,
-        log: Callable[..., Any],
-        client: Any,
-        run_id: str,
-        metrics: Any = (),
-        params: Any = (),
-        *arguments: Any,
-        **options: Any,
-    ) -> Any:
-        if params:
-            held = self._of(client, run_id)
+        call = signature(log).bind(*arguments, **options)
+        if params := call.arguments.get("params"):
+            held = self._of(client, call.arguments["run_id"])
             changed = self._changed(held, {each.key: each.value for each in params})
-            params = [type(each)(each.key, held[each.key]) if each.key in changed else each for each in params]
-        return log(run_id, metrics, params, *arguments, **options)
+            kept = [type(each)(each.key, held[each.key]) if each.key in changed else each for each in params]
+            call.arguments["params"] = kept
+        return log(*call.args, **call.kwargs)
 
     def _of(self, client: Any, run_id: str) -> Mapping[str, str]:
         """Return the first values; none in the first round, where MLflow itself refuses changes."""
