@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import socket
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,26 +65,16 @@ def freeze_inherited_garbage() -> None:
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """Settings of a worker, from its environment.
+    """The environment of a worker, and what follows from it at its start."""
 
-    Args:
-        identity: rank and round of this process.
-        channel: path of the agent's socket, ``None`` without an agent.
-        run_dir: folder for audit files, ``None`` for the working directory.
-        plan: plan of the run, ``None`` without one.
-        node: name of the node for file names.
-    """
-
+    environment: WorkerEnvironment
     identity: WorkerIdentity
-    channel: str | None
-    run_dir: str | None
     plan: Plan | None
-    node: str
 
     @property
     def stays(self) -> bool:
         """Whether this process is to outlive rounds; the agent then sends its rank."""
-        return self.channel is not None and self.identity.round == 0
+        return self.environment.channel is not None and self.identity.round == 0
 
     @classmethod
     def of(cls, environment: WorkerEnvironment) -> WorkerSettings:
@@ -103,16 +92,12 @@ class WorkerSettings:
             round=environment.round,
         )
         plan = None if environment.plan is None else Plan.from_json(environment.plan)
-        node = environment.node or socket.gethostname()
-        return cls(identity, environment.channel, environment.run_dir, plan, node)
+        return cls(environment, identity, plan)
 
     @property
     def max_world_size(self) -> int:
-        """The largest number of ranks that the plan allows, 1 without a plan."""
-        if self.plan is None:
-            return 1
-        count = self.plan.distribution.process_count_per_instance
-        return self.plan.resources.max_instance_count * (1 if count == "auto" else count)
+        """The number of ranks of a run with all nodes that the plan allows."""
+        return (self.plan.resources.max_instance_count if self.plan else 1) * self.environment.local_world_size
 
     def policy(self, wanted: CheckpointPolicy | None) -> CheckpointPolicy:
         """Return the checkpoint policy: that of the plan, updated with the fields that are set in ``wanted``.
@@ -125,12 +110,12 @@ class WorkerSettings:
             chosen = CheckpointPolicy.model_validate({**dict(chosen), **given})
         if chosen.path is not None:
             return chosen
-        return chosen.model_copy(update={"path": os.path.join(self.run_dir or ".", "checkpoints")})  # noqa: PTH118
+        return chosen.model_copy(update={"path": os.path.join(self.environment.run_dir or ".", "checkpoints")})  # noqa: PTH118
 
 
-def trace_folder(wanted: str | None, run_dir: str | None, environment: WorkerEnvironment) -> Path:
+def trace_folder(wanted: str | None, environment: WorkerEnvironment) -> Path:
     """Return the folder for the profiler's traces: a path with ``$`` variables, or ``profiles`` in the run's folder."""
-    return Path(run_dir or ".") / "profiles" if wanted is None else Path(environment.expand(wanted))
+    return Path(environment.run_dir or ".") / "profiles" if wanted is None else Path(environment.expand(wanted))
 
 
 def pick_device(identity: WorkerIdentity) -> torch.device:

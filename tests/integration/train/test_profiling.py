@@ -163,11 +163,11 @@ def test_the_plan_s_profile_is_the_default(tmp_path, monkeypatch):
 
 
 def test_the_folder_may_name_variables_of_the_node():
-    variables = {"AZURE_ML_OUTPUT_traces": "/mnt/x", "A": "1"}
-    assert trace_folder("$AZURE_ML_OUTPUT_traces/y", "/run", WorkerEnvironment.read(variables)) == Path("/mnt/x/y")
-    assert trace_folder("${A}b$C", "/run", WorkerEnvironment.read(variables)) == Path("1b$C")
-    assert trace_folder(None, "/run", WorkerEnvironment.read(variables)) == Path("/run/profiles")
-    assert trace_folder(None, None, WorkerEnvironment.read(variables)) == Path("profiles")
+    environment = WorkerEnvironment.read({"AZURE_ML_OUTPUT_traces": "/mnt/x", "A": "1", names.RUN_DIR: "/run"})
+    assert trace_folder("$AZURE_ML_OUTPUT_traces/y", environment) == Path("/mnt/x/y")
+    assert trace_folder("${A}b$C", environment) == Path("1b$C")
+    assert trace_folder(None, environment) == Path("/run/profiles")
+    assert trace_folder(None, WorkerEnvironment.read({})) == Path("profiles")
 
 
 @pytest.fixture

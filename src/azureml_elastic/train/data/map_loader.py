@@ -6,6 +6,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -46,35 +47,6 @@ class MapLoader(ElasticLoader):
             self._fetched = self._make(dataset, **sampler)
 
     @property
-    def cursor(self) -> Cursor:
-        """Position in the data."""
-        return self._state.cursor
-
-    @cursor.setter
-    def cursor(self, cursor: Cursor) -> None:
-        self._state.cursor = cursor
-
-    @property
-    def current(self) -> MicroBatch | None:
-        """Micro-batch that is being trained."""
-        return self._state.open
-
-    def pass_over(self) -> None:
-        """Go on after the current window without counting it."""
-        if self._state.open is not None:
-            self._state.cursor = self._state.open.window.after
-            self.leave()
-
-    def leave(self) -> None:
-        """Leave the current window without counting it."""
-        self._steps.leave(self._state)
-
-    @property
-    def global_batch_size(self) -> int:
-        """Number of samples of a step at the reference world size."""
-        return int(self._spec.global_batch_size)
-
-    @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of a whole epoch at the reference world size, the unit of learning rate schedules."""
         return int(self._spec.windows)
@@ -95,11 +67,6 @@ class MapLoader(ElasticLoader):
         return 1 if repeats else found
 
     @property
-    def micro_batch_size(self) -> int | None:
-        """Limit on the samples of a micro-batch."""
-        return self._batching.micro_batch_size
-
-    @property
     def micro_batches(self) -> int:
         """Largest number of micro-batches that a rank has in a whole window at this world size."""
         if self._batching.micro_batches is not None:
@@ -108,7 +75,7 @@ class MapLoader(ElasticLoader):
         return max(1, *(len(self._parts_of(rank, self._window_size)) for rank in range(world_size)))
 
     @property
-    def largest_micro_batch(self) -> int:
+    def largest(self) -> int:
         """Number of samples of the largest micro-batch of a rank at this world size."""
         ranks = range(self._position.identity.world_size)
         return max((len(part) for rank in ranks for part in self._parts_of(rank, self._window_size)), default=0)
@@ -227,41 +194,35 @@ class _BatchSampler:
         return len(self.loader)
 
 
-class WindowLoader:
-    """Iterable over this rank's micro-batches; the number of windows of an epoch does not depend on the world size.
+class WindowLoader(MapLoader):
+    """A loader whose number of windows in an epoch does not depend on the world size.
 
     An iteration begins at the position in the data. Its length is that of a whole epoch nevertheless: stacks compute
     their position in an epoch from the number of steps, and skip what is trained.
 
     Attributes:
-        micro_batches: micro-batches of each window, on every rank
         untrained: micro-batches that were yielded and not trained yet
         closed: whether iterations yield nothing, because the training is complete
     """
 
     _is_accelerate_prepared = True  # accelerate divides other loaders among the ranks
 
-    def __init__(self, loader: MapLoader, dataset: Any) -> None:
-        self._loader = loader
+    def __init__(self, dataset: SizedDataset, state: LoaderState, context: LoaderContext) -> None:
+        super().__init__(dataset, state, context)
         self.dataset = dataset
-        self.micro_batches = loader.micro_batches
-        self.batch_size = loader.micro_batch_size
+        self.batch_size = self._batching.micro_batch_size
         self.untrained: deque[MicroBatch] = deque()
         self.closed = False
         self._begin: Cursor | None = None  # of an iteration that has passed over windows
 
+    @cached_property
+    def micro_batches(self) -> int:
+        """Micro-batches of each window, on every rank."""
+        return super().micro_batches  # once: stacks ask at each batch, and their processes end with the round
+
     def __len__(self) -> int:
         """Return the number of micro-batches of a whole epoch."""
-        return self._loader.steps_per_epoch * self.micro_batches
-
-    @property
-    def largest(self) -> int:
-        """Number of samples of the largest micro-batch."""
-        return self._loader.largest_micro_batch
-
-    def repeat(self) -> Any:
-        """Return this rank's last batch of the step before the position."""
-        return self._loader.repeat()
+        return self.steps_per_epoch * self.micro_batches
 
     def state_dict(self) -> dict[str, Any]:
         """Return no state: the session has the position. Stacks take loaders with this method for resumable ones."""
@@ -270,40 +231,35 @@ class WindowLoader:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Do nothing."""
 
-    def filler(self) -> Any:
-        """Return a batch of one or two samples, for a step that is not trained."""
-        return self._loader.filler()
-
-    def batches_from(self, cursor: Cursor) -> Iterator[tuple[MicroBatch, Any]]:
-        """Yield this rank's micro-batches from another position to the end of its epoch, without moving the run's."""
-        return self._loader.batches_from(cursor)
-
     def cursor_at(self, epoch: int, window: int) -> Cursor:
         """Return the position before a window, at the reference world size."""
-        return Cursor(epoch, window * self._loader.global_batch_size)
+        return Cursor(epoch, window * self._spec.global_batch_size)
 
     def pass_over(self) -> None:
         """Go on after the current window, which the script has not trained: for this iteration alone."""
+        state = self._state
         if self._begin is None:
-            self._begin = self._loader.cursor
-        self._loader.pass_over()
+            self._begin = state.cursor
+        if state.open is not None:
+            state.cursor = state.open.window.after
+            self._steps.leave(state)
 
     def end_pass(self, *, trained: bool) -> None:
         """Leave an iteration; return to its beginning, unless the script has trained one of its batches."""
         self.untrained.clear()
         begin, self._begin = self._begin, None
         if not trained:
-            self._loader.leave()
+            self._steps.leave(self._state)
             if begin is not None:
-                self._loader.cursor = begin
+                self._state.cursor = begin
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the micro-batches of the rest of the epoch."""
         self.untrained.clear()
         if self.closed:
             return
-        for batch in self._loader:
-            micro = self._loader.current
+        for batch in super().__iter__():
+            micro = self._state.open
             assert micro is not None
             if micro.index == 0:
                 self.untrained.clear()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,59 +24,58 @@ from azureml_elastic.train.data.map_loader import SizedDataset
 from azureml_elastic.train.data.sampling import share
 from azureml_elastic.train.session.process_group_lifecycle import ProcessGroupLifecycle
 
-__all__ = ["Evaluation"]
+__all__ = ["evaluate"]
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """A dataset and a measurement, see ``run.evaluate()``."""
+def evaluate(
+    lifecycle: ProcessGroupLifecycle,
+    modules: list[nn.Module],
+    measure: Callable[[Any], Mapping[str, torch.Tensor | float]],
+    dataset: SizedDataset,
+    batch_size: int,
+    options: Mapping[str, Any],
+) -> dict[str, float]:
+    """Return the means over all samples, with these modules in evaluation mode, see :meth:`Session.evaluate`."""
+    count = len(dataset)
+    if count < 1 or batch_size < 1:
+        raise UsageError(f"The dataset has {count} samples and batch_size is {batch_size}; both must be 1 or more.")
+    require_foreign(options)
+    while True:
+        generation = lifecycle.position.generation
+        gathered: list[dict[str, list[float]]] = []
+        with lifecycle.guard():
+            for model in lifecycle.models:
+                model.share_buffers()
+            with _evaluating(modules), torch.no_grad():
+                own = _sums(lifecycle, measure, dataset, batch_size, options)
+            gathered = lifecycle.world.control.gather(own if lifecycle.position.counts else {})
+        if generation == lifecycle.position.generation:
+            names = dict.fromkeys(name for sums in gathered for name in sums)
+            return {name: math.fsum(each for sums in gathered for each in sums.get(name, ())) / count for name in names}
 
-    measure: Callable[[Any], Mapping[str, torch.Tensor | float]]
-    dataset: SizedDataset
-    batch_size: int
-    options: Mapping[str, Any]
 
-    def __post_init__(self) -> None:
-        if len(self.dataset) < 1 or self.batch_size < 1:
-            raise UsageError(
-                f"The dataset has {len(self.dataset)} samples and batch_size is {self.batch_size}; both must be 1 or "
-                "more."
-            )
-        require_foreign(self.options)
-
-    def run(self, lifecycle: ProcessGroupLifecycle, modules: list[nn.Module]) -> dict[str, float]:
-        """Return the means over all samples, with these modules in evaluation mode. A collective."""
-        while True:
-            generation = lifecycle.position.generation
-            gathered: list[dict[str, list[float]]] = []
-            with lifecycle.guard():
-                for model in lifecycle.models:
-                    model.share_buffers()
-                with _evaluating(modules), torch.no_grad():
-                    own = self._sums(lifecycle)
-                gathered = lifecycle.world.control.gather(own if lifecycle.position.counts else {})
-            if generation == lifecycle.position.generation:
-                names, count = dict.fromkeys(name for sums in gathered for name in sums), len(self.dataset)
-                return {
-                    name: math.fsum(each for sums in gathered for each in sums.get(name, ())) / count for name in names
-                }
-
-    def _sums(self, lifecycle: ProcessGroupLifecycle) -> dict[str, list[float]]:
-        identity, count = lifecycle.position.identity, len(self.dataset)
-        begins = range(0, count, self.batch_size)
-        part = share(len(begins), identity.world_size, identity.rank)
-        passes = len(share(len(begins), identity.world_size, 0))  # the largest share
-        repeated = part.start if part else 0
-        indices = [*part, *[repeated] * (passes - len(part))]
-        batches = [list(range(begins[index], min(begins[index] + self.batch_size, count))) for index in indices]
-        options = {"pin_memory": device_of(lifecycle.device).separate, **self.options}
-        dataset: Any = self.dataset
-        sums: dict[str, list[float]] = {}
-        for index, batch in enumerate(DataLoader(dataset, batch_sampler=batches, **options)):
-            measured = self.measure(to_device(batch, lifecycle.device))
-            for name, value in measured.items() if index < len(part) else ():
-                sums.setdefault(name, []).append(float(value))
-        return sums
+def _sums(
+    lifecycle: ProcessGroupLifecycle,
+    measure: Callable[[Any], Mapping[str, torch.Tensor | float]],
+    dataset: Any,
+    batch_size: int,
+    options: Mapping[str, Any],
+) -> dict[str, list[float]]:
+    """Return the sums over each batch of this rank by name."""
+    identity, count = lifecycle.position.identity, len(dataset)
+    begins = range(0, count, batch_size)
+    part = share(len(begins), identity.world_size, identity.rank)
+    passes = len(share(len(begins), identity.world_size, 0))  # the largest share
+    repeated = part.start if part else 0
+    indices = [*part, *[repeated] * (passes - len(part))]
+    batches = [list(range(begins[index], min(begins[index] + batch_size, count))) for index in indices]
+    options = {"pin_memory": device_of(lifecycle.device).separate, **options}
+    sums: dict[str, list[float]] = {}
+    for index, batch in enumerate(DataLoader(dataset, batch_sampler=batches, **options)):
+        measured = measure(to_device(batch, lifecycle.device))
+        for name, value in measured.items() if index < len(part) else ():
+            sums.setdefault(name, []).append(float(value))
+    return sums
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ A script drives them by :class:`~azureml_elastic.train.session.session.Session`,
 from __future__ import annotations
 
 import logging
+import socket
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from weakref import WeakSet
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.data import DataLoader, IterableDataset
 
 from azureml_elastic.checkpoint.load.selection import EarlierCheckpoint
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
@@ -32,7 +34,11 @@ from azureml_elastic.plurals import counted
 from azureml_elastic.train.agent_client.channel import ChannelAgent
 from azureml_elastic.train.agent_client.stack_dump import register_stack_dump
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
+from azureml_elastic.train.data.loader import ElasticLoader, LoaderContext
+from azureml_elastic.train.data.map_loader import MapLoader, SizedDataset, WindowLoader
 from azureml_elastic.train.data.position import Batching, Position
+from azureml_elastic.train.data.sampling import DataSpec
+from azureml_elastic.train.data.shard_loader import ShardedDataset, ShardLoader, ShardSpec
 from azureml_elastic.train.optim.gradients import Gradients, require_averaging
 from azureml_elastic.train.optim.learning_rate import LearningRate, Schedule
 from azureml_elastic.train.session.exit_hooks import ExitHooks, all_arrive
@@ -120,19 +126,7 @@ class MeshShape:
 
 
 class Run:
-    """The parts of one process of an elastic run, and what takes several of them.
-
-    Attributes:
-        context: components that the process was started with
-        machine: state of the step
-        position: position in the data
-        batching: division of a step's samples
-        rate: learning rates
-        lifecycle: process groups, over all rounds
-        state: training state
-        gradients: gradients of a step
-        steps: steps and their boundaries
-    """
+    """The parts of one process of an elastic run, and what takes several of them."""
 
     def __init__(self, context: SessionContext) -> None:
         self.context = context
@@ -178,6 +172,43 @@ class Run:
             if not self.position.counts:
                 self.context.audit.close()  # the first of these ranks records the samples of all
         return self._mesh
+
+    def loader(
+        self,
+        dataset: SizedDataset | ShardedDataset,
+        name: str,
+        batching: Batching,
+        order: Mapping[str, Any],
+        options: Mapping[str, Any],
+        loader_class: type[DataLoader[Any]] = DataLoader,
+    ) -> ElasticLoader:
+        """Return a loader from the position in the data, see :meth:`Session.loader`.
+
+        Args:
+            order: ``global_batch_size``, ``seed``, ``shuffle`` and ``drop_last``, which stay the same over all restarts
+            options: further arguments of ``loader_class``
+        """
+        position, size = self.position, order["global_batch_size"]
+        batching.require_fitting(size)
+        if batching.exact and position.loaders:
+            raise UsageError('reduce="exact" works with one training loader; take reduce="allreduce" for several.')
+        context = LoaderContext(position, self.lifecycle.device, batching, loader_class, options, self.steps)
+        if not isinstance(dataset, IterableDataset) and isinstance(dataset, SizedDataset):
+            kind = WindowLoader if batching.equal_counts else MapLoader
+            return kind(dataset, position.add(name, DataSpec(len(dataset), **order)), context)
+        if not isinstance(dataset, ShardedDataset):
+            raise UsageError(
+                f"{type(dataset).__name__} has neither a length and samples by index, nor num_shards and shard(), so "
+                "it cannot be divided among ranks. Wrap its items: train.Shards(paths, read_one)."
+            )
+        if batching.micro_batch_size is not None or batching.micro_batches is not None:
+            raise UsageError(
+                "micro_batch_size and micro_batches do not go with shards; give the policy logical_workers for smaller "
+                "batches."
+            )
+        smallest = batching.window_size(size, 1)
+        shards = ShardSpec.make(dataset.num_shards, batching.logical_workers, smallest_window=smallest, **order)
+        return ShardLoader(dataset, position.add(name, shards), context, self.steps.add_up)
 
     def track(self, objects: Mapping[str, Any], partial: Collection[str] = ()) -> int:
         """Track objects and restore them, see :meth:`Session.track`."""
@@ -271,23 +302,23 @@ def open_run(
     """Return the parts of a session; see :func:`~azureml_elastic.train.start`."""
     environment = WorkerEnvironment.read()
     settings = WorkerSettings.of(environment)
-    plan, identity, run_dir = settings.plan, settings.identity, settings.run_dir
+    plan, identity = settings.plan, settings.identity
     policy = settings.policy(checkpoint)
     assert policy.path is not None
     storage = open_storage(policy.path)
     storage.prepare()
     agent: Agent
-    if settings.channel is None:
+    if environment.channel is None:
         agent = StandaloneAgent(storage, identity)
     else:
-        register_stack_dump(Path(settings.channel).parent, identity)
-        agent = ChannelAgent(settings.channel, identity, stays=settings.stays)
+        register_stack_dump(Path(environment.channel).parent, identity)
+        agent = ChannelAgent(environment.channel, identity, stays=settings.stays)
     audited = audit if audit is not None else plan is not None and plan.audit
     profile = profile or (plan.profile if plan is not None else None)
     profiling = None
     if profile:
-        folder = trace_folder(profile.folder, run_dir, environment)
-        profiling = Profiling(profile, folder, settings.node, pick_device(identity), agent)
+        folder, node = trace_folder(profile.folder, environment), environment.node or socket.gethostname()
+        profiling = Profiling(profile, folder, node, pick_device(identity), agent)
     run = Run(
         SessionContext(
             identity,
@@ -295,9 +326,9 @@ def open_run(
             storage,
             policy,
             batch=batch or (plan.batch if plan else FixedGlobalBatch()),
-            audit=Audit(Path(run_dir or ".") if audited else None),
+            audit=Audit(Path(environment.run_dir or ".") if audited else None),
             profiling=profiling,
-            can_grow=settings.channel is not None and settings.max_world_size > 1,
+            can_grow=environment.channel is not None and settings.max_world_size > 1,
             nodes_per_replica=1 if plan is None else plan.distribution.nodes_per_replica,
             earlier=earlier_checkpoint(plan),
         )

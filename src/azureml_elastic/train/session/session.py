@@ -26,12 +26,11 @@ from azureml_elastic.config import BatchPolicy, CheckpointPolicy, Profile
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.worker_messages import Busy, Free
-from azureml_elastic.train.data.loader import ElasticLoader, LoaderContext
-from azureml_elastic.train.data.loaders import DataOrder, make_loader
+from azureml_elastic.train.data.loader import ElasticLoader
 from azureml_elastic.train.data.map_loader import SizedDataset
 from azureml_elastic.train.data.shard_loader import ShardedDataset
 from azureml_elastic.train.optim.learning_rate import Schedule
-from azureml_elastic.train.session.evaluation import Evaluation
+from azureml_elastic.train.session.evaluation import evaluate
 from azureml_elastic.train.session.run import Run, open_run
 
 __all__ = ["Session", "config_for", "start"]
@@ -233,11 +232,9 @@ class Session:
             UsageError: the name is taken, the data differ from those of the checkpoint, or the dataset has neither a
                 length nor shards.
         """
-        run = self._run
-        batching = replace(run.batching, micro_batch_size=micro_batch_size)
-        context = LoaderContext(run.position, self.device, batching, loader_class, options, run.steps)
-        order = DataOrder(name, global_batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last)
-        return make_loader(dataset, order, context, run.steps.add_up)
+        batching = replace(self._run.batching, micro_batch_size=micro_batch_size)
+        order = {"global_batch_size": global_batch_size, "seed": seed, "shuffle": shuffle, "drop_last": drop_last}
+        return self._run.loader(dataset, name, batching, order, options, loader_class)
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that remain of ``count``, the interrupted one first.
@@ -337,11 +334,11 @@ class Session:
         Raises:
             UsageError: the dataset is empty, or the session is over.
         """
-        evaluation, tracked = Evaluation(measure, dataset, batch_size, options), self._run.state.tracked
-        agent = self._run.context.agent
+        agent, tracked = self._run.context.agent, self._run.state.tracked
+        modules = [] if tracked is None else tracked.modules
         agent.report(Busy())
         try:
-            return evaluation.run(self._lifecycle, [] if tracked is None else tracked.modules)
+            return evaluate(self._lifecycle, modules, measure, dataset, batch_size, options)
         finally:
             agent.report(Free())
 

@@ -25,9 +25,7 @@ from azureml_elastic.config import FixedGlobalBatch
 from azureml_elastic.distributed.process import WorkerSettings
 from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.ipc.worker_messages import Expects
-from azureml_elastic.train.data.loader import LoaderContext
-from azureml_elastic.train.data.loaders import DataOrder, make_loader
-from azureml_elastic.train.data.map_loader import MapLoader, WindowLoader
+from azureml_elastic.train.data.map_loader import WindowLoader
 from azureml_elastic.train.data.sampling import Cursor
 from azureml_elastic.train.session.run import Run, has_run, open_run
 from azureml_elastic.train.session.steps import UnfinishedLoop
@@ -106,11 +104,8 @@ class StackSession:
         """Return a loader with equal numbers of batches on all ranks, from the position in the data.
 
         Args:
-            dataset: map-style dataset
             batch_size: samples of a forward pass of a rank, and their limit at any world size without ``batches``
             accumulation: batches of a rank in an optimizer step at the reference world size
-            seed: random seed of the order
-            shuffle: whether the order is random
             drop_last: whether the incomplete window at the end of an epoch is left out
             global_batch_size: samples of an optimizer step, in place of the product of the others
             batches: number of batches of each rank in an optimizer step, for loops that count them: with fewer ranks
@@ -125,12 +120,11 @@ class StackSession:
             micro_batches=batches,
             equal_counts=True,
         )
-        order = DataOrder(_LOADER, global_batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last)
-        context = LoaderContext(self._position, self.device, batching, options=options, steps=self._steps)
-        loader = make_loader(dataset, order, context, self._steps.add_up)
-        assert isinstance(loader, MapLoader)
+        order = {"global_batch_size": global_batch_size, "seed": seed, "shuffle": shuffle, "drop_last": drop_last}
+        loader = self._run.loader(dataset, _LOADER, batching, order, options)
+        assert isinstance(loader, WindowLoader)
         self._position.in_epochs = True
-        return WindowLoader(loader, dataset)
+        return loader
 
     def drive(self, loop: UnfinishedLoop) -> None:
         """Have a loop of the script's own say which samples it trains, and count its last step before the end."""
@@ -346,7 +340,7 @@ def _open() -> StackSession | None:
         return None
     if not _group_is_whole(settings):
         return None
-    session = StackSession(open_run(), batch.logical_workers or _largest_world_size(settings, environment))
+    session = StackSession(open_run(), batch.logical_workers or settings.max_world_size)
     wrap_function_wrapper(dist, "destroy_process_group", _finish_first)
     return session
 
@@ -376,8 +370,3 @@ def _finish_first(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs
     if session is not None and caller.partition(".")[0] != "azureml_elastic":
         session.finish_before_end()
     return wrapped(*args, **kwargs)
-
-
-def _largest_world_size(settings: WorkerSettings, environment: WorkerEnvironment) -> int:
-    """Return the number of ranks of a run with all nodes that the plan allows."""
-    return (settings.plan.resources.max_instance_count if settings.plan else 1) * environment.local_world_size
