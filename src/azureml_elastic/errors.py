@@ -125,12 +125,7 @@ class WorkspaceForbidden(UsageError):
 
 
 class MissingExtra(UsageError, ImportError):
-    """An optional package is not installed.
-
-    Args:
-        package: name of the package.
-        extra: extra of azureml-elastic that installs it.
-    """
+    """An optional package is not installed, which an extra of azureml-elastic installs."""
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(
@@ -171,12 +166,7 @@ class RunSucceeded(RunClosed):
 
 
 class RunFailed(RunClosed):
-    """The run failed.
-
-    Args:
-        message: message of the node that closed the run.
-        exit_code: exit code of all nodes.
-    """
+    """The run failed: the message is that of the node that closed it, the exit code that of all nodes."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
@@ -220,12 +210,7 @@ class NodeLeaving(Exception):
 
 @contextlib.contextmanager
 def needs_extra(package: str, extra: str) -> Iterator[None]:
-    """Convert the failed import of an optional package to :class:`MissingExtra`.
-
-    Args:
-        package: distribution that the body imports.
-        extra: extra of azureml-elastic that installs it.
-    """
+    """Convert the failed import of an optional package to :class:`MissingExtra`."""
     try:
         yield
     except ModuleNotFoundError as error:

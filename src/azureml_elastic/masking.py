@@ -29,9 +29,6 @@ def masked(text: str) -> str:
     """Return the text with ``***`` in place of values of options and variables that are named like secrets.
 
     What follows ``?`` in an address, and the user in it, go too.
-
-    Args:
-        text: text that may contain secrets.
     """
     for pattern in _PATTERNS:
         text = pattern.sub(rf"\g<said>{MASK}", text)
@@ -39,10 +36,6 @@ def masked(text: str) -> str:
 
 
 def named_secrets(text: str) -> list[str]:
-    """Return what stands before each likely secret in a text, such as ``--token``; values of variables do not count.
-
-    Args:
-        text: text that may contain secrets.
-    """
+    """Return what stands before each likely secret in a text, such as ``--token``; values of variables do not count."""
     found = (match for pattern in _PATTERNS for match in pattern.finditer(text))
     return sorted({match["said"].strip(" =") for match in found if not match["value"].strip("'\"").startswith("$")})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from azureml_elastic.errors import MissingExtra
+from azureml_elastic.errors import needs_extra
 
 __all__ = ["OomKillCounter", "available_memory"]
 
@@ -22,10 +22,6 @@ class OomKillCounter:
     """Counter of processes of this container that the kernel killed because memory was exhausted.
 
     Without a readable counter no kill is reported.
-
-    Args:
-        mounts: mount point of the control groups.
-        listing: file that lists the control groups of this process.
     """
 
     def __init__(self, mounts: Path = _MOUNTS, listing: Path = _LISTING) -> None:
@@ -54,10 +50,8 @@ def available_memory(mounts: Path = _MOUNTS, listing: Path = _LISTING) -> tuple[
     Raises:
         MissingExtra: psutil is not installed.
     """
-    try:
+    with needs_extra("psutil", "node"):
         import psutil
-    except ImportError as error:
-        raise MissingExtra("psutil", "node") from error
     machine: int = psutil.virtual_memory().available
     headroom = [room for folder in _memory_groups(mounts, listing) if (room := _headroom(folder)) is not None]
     container = min(headroom, default=machine)

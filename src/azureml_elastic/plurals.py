@@ -6,11 +6,5 @@ __all__ = ["counted"]
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """Return a number with its noun, as in ``1 node`` and ``1,024 nodes``.
-
-    Args:
-        number: number of things.
-        noun: the noun for one of them.
-        plural: the noun for others; by default with an s.
-    """
+    """Return a number with its noun, as in ``1 node`` and ``1,024 nodes``; the plural has an s unless it is given."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"

@@ -125,10 +125,6 @@ def _heed(starter: int, parent: int) -> None:
     """Take every SIGTERM that reaches this process, and let those count that are meant for it.
 
     A data worker whose starter is gone ends by itself.
-
-    Args:
-        starter: the process that has started this one.
-        parent: the process that the system calls its parent.
     """
     while True:
         received = signal.sigtimedwait(_SIGTERM, _LOOK_SECONDS)

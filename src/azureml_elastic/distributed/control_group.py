@@ -24,12 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Transfer:
-    """A tensor on its way to or from another rank.
-
-    Args:
-        work: gloo's part.
-        tensor: the tensor, which lives as long as gloo uses its memory.
-    """
+    """A tensor on its way to or from another rank, which lives here as long as gloo uses its memory."""
 
     work: dist.Work
     tensor: torch.Tensor

@@ -46,12 +46,10 @@ class ElasticDataParallel(DistributedDataParallel):
     """``DistributedDataParallel`` whose process group can be replaced under it.
 
     Args:
-        module: module to train.
         absorb: handler of errors of the forward pass. Where it returns true, the step is discarded, and the pass is
             repeated without the other ranks.
         discarded: predicate that is true while the current step is discarded.
         awaits_state: whether :meth:`settle` follows, so that the weights of rank 0 are not sent to the others now.
-        options: options of ``DistributedDataParallel``.
     """
 
     def __init__(
@@ -77,9 +75,6 @@ class ElasticDataParallel(DistributedDataParallel):
         """Continue with the present default process group. A collective, as the constructor is.
 
         If another rank is lost meanwhile, this fails, and can be called again with the next process group.
-
-        Args:
-            awaits_state: whether :meth:`settle` follows.
 
         Raises:
             RoundBroken: the script's communication hook refers to a process group of an earlier round.

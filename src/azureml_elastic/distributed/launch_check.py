@@ -71,7 +71,6 @@ def check_rendezvous(url: str, environment: WorkerEnvironment, *, seconds: float
 
     Args:
         url: URL of torch's rendezvous, with the rank and the number of ranks where the script gives them.
-        environment: environment of the process, when torch looks for the ranks.
         seconds: how long to wait for a listener at an address other than that of the agent's store.
 
     Raises:

@@ -33,12 +33,7 @@ _COLLECTIVES = (*(str(_TORCH / part) for part in ("distributed", "nn/parallel", 
 
 
 def is_stuck(thread: int, still_wanted: Callable[[], bool]) -> bool:
-    """Wait until a thread is stuck in a collective, after :meth:`ProcessGroups.abort`; return whether it is.
-
-    Args:
-        thread: identifier of the thread, see :func:`threading.get_ident`.
-        still_wanted: condition for waiting further.
-    """
+    """Wait until a thread is stuck in a collective, after :meth:`ProcessGroups.abort`; return whether it is."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return False
     clock = time.pthread_getcpuclockid(thread)

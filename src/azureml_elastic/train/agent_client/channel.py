@@ -98,8 +98,6 @@ class ChannelAgent:
     """The node's agent at the other end of the channel.
 
     Args:
-        path: path of the Unix socket.
-        identity: rank, world size and round of this worker.
         request_timeout: seconds for the agent to reply; it asks the table in between.
         decision_timeout: seconds for an announced decision to come. After that this worker cannot know what the
             others do, so it fails, and the round starts again from the last checkpoint.

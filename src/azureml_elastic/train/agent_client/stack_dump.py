@@ -42,7 +42,6 @@ def register_stack_dump(folder: str | Path, identity: WorkerIdentity) -> StackFi
 
     Args:
         folder: folder on a local disk that the workers of the node share with their agent.
-        identity: rank and local rank of this process.
 
     Returns:
         What the file's first line says; ``None`` when stacks cannot be had this way.

@@ -52,21 +52,16 @@ class SeededDataset:
 
     def __getitems__(self, ids: SeededIds) -> list[Any]:
         """Return the samples of a micro-batch; called by torch."""
-        begin(*ids.seed)
+        random_state.begin("fetch", *ids.seed)
         many = getattr(self.dataset, "__getitems__", None)
         return list(many(list(ids)) if many else [self.dataset[index] for index in ids])
-
-
-def begin(*seed: object) -> None:
-    """Begin the random sequences of a micro-batch's samples."""
-    random_state.begin("fetch", *seed)
 
 
 @contextlib.contextmanager
 def seeded(*seed: object) -> Iterator[None]:
     """Begin random sequences with a seed; outside of a data loader's process, restore the script's own afterwards."""
     with random_state.kept() if get_worker_info() is None else contextlib.nullcontext():
-        begin(*seed)
+        random_state.begin("fetch", *seed)
         yield
 
 

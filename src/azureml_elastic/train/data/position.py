@@ -118,13 +118,7 @@ class MicroBatch:
 
 @dataclass(eq=False)
 class LoaderState:
-    """The position of one loader.
-
-    Args:
-        spec: properties of its data
-        cursor: position in its data
-        open: micro-batch that is being trained
-    """
+    """The position of one loader; ``open`` is the micro-batch that is being trained."""
 
     name: str
     spec: LoaderSpec
@@ -150,9 +144,7 @@ class Position:
             samples, among as many groups of them
         counts: whether this rank is the first of those that train the same samples, so that its numbers count
         generation: number of round changes in this process
-        epoch: current epoch of ``run.epochs()``
         in_epochs: whether the script is inside ``run.epochs()``
-        loaders: loader states by name
     """
 
     identity: WorkerIdentity

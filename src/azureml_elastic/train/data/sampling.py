@@ -150,12 +150,7 @@ class LoaderSpec(ABC):
 
 @dataclass(frozen=True)
 class DataSpec(LoaderSpec):
-    """Properties of a map-style dataset and its order.
-
-    Args:
-        length: samples in the dataset
-        algorithm: name of the algorithm that makes the order
-    """
+    """Properties of a map-style dataset and its order."""
 
     length: int
     algorithm: str = _ALGORITHM
@@ -224,8 +219,6 @@ def parts(
 
     Args:
         count: samples of the window
-        world_size: number of ranks
-        rank: rank of the worker
         logical_workers: number of parts that the window is divided into first, so that the micro-batches are the same
             at any world size; ``None`` to divide it among the ranks
         most: limit on the samples of a micro-batch, ``None`` for no limit
@@ -257,6 +250,5 @@ def weight(own: int, count: int, world_size: int) -> float:
     Args:
         own: samples of the micro-batch
         count: samples of the window
-        world_size: number of ranks
     """
     return own * world_size / count

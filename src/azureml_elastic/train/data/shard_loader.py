@@ -73,12 +73,7 @@ class Shards(Generic[T]):
 
 @dataclass(frozen=True)
 class ShardSpec(LoaderSpec):
-    """Properties of a dataset in shards and its order.
-
-    Args:
-        shards: number of shards of the dataset
-        streams: number of streams that they are assigned to
-    """
+    """Properties of a dataset in shards and its order."""
 
     shards: int
     streams: int
@@ -88,10 +83,8 @@ class ShardSpec(LoaderSpec):
         """Return the specification with this number of streams, or a suitable one.
 
         Args:
-            shards: number of shards of the dataset
             streams: number of streams; ``None`` for the largest suitable one
             smallest_window: samples of a step at the smallest world size; ``None`` for the global batch size
-            fields: further fields
         """
         size = int(fields["global_batch_size"])
         # A window takes from each stream: one with fewer samples than streams would leave the last streams unread.

@@ -88,13 +88,7 @@ def request(address: Address, method: str, name: str, body: Any = None, timeout:
 
 
 class RelayedAgent(StandaloneAgent):
-    """The node's agent, as far as the commits of rank 0 need it.
-
-    Args:
-        storage: storage of the checkpoints.
-        identity: this process, as a process group of its own.
-        address: host and port of the engine's server.
-    """
+    """The node's agent, as far as the commits of rank 0 need it, at the address of the engine's server."""
 
     def __init__(self, storage: Storage, identity: WorkerIdentity, address: Address) -> None:
         super().__init__(storage, identity, handles_signals=False)
@@ -123,11 +117,7 @@ class RelayedAgent(StandaloneAgent):
 
 
 def watch_for_losses(address: Address) -> None:
-    """Start the thread, once in this process.
-
-    Args:
-        address: host and port of the engine's server.
-    """
+    """Start the thread, once in this process."""
     if _started.acquire(blocking=False):
         threading.Thread(target=_watch, args=(address,), name="loss-watch", daemon=True).start()
 

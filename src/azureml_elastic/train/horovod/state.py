@@ -97,9 +97,6 @@ class CommitCheckpoints:
     def committed(self, commits: int) -> None:
         """Save a commit as a checkpoint if one is due, and return when the state may change again.
 
-        Args:
-            commits: its number.
-
         Raises:
             CheckpointError: several checkpoints in a row could not be written.
         """

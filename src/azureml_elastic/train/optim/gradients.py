@@ -87,12 +87,7 @@ class _Norms:
 
 
 class GradientNorms:
-    """The norms of the gradients of parameters, which modules average over the ranks.
-
-    Args:
-        modules: modules that average gradients
-        parameters: parameters that are trained
-    """
+    """The norms of the gradients of parameters, which modules average over the ranks."""
 
     def __init__(self, modules: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
@@ -241,8 +236,6 @@ class Gradients:
         """Compute the gradients of a micro-batch.
 
         Args:
-            loss: mean loss of the micro-batch
-            micro: current micro-batch
             tokens: number of tokens that the loss is the mean over, ``None`` for a mean over the samples
         """
         if micro.index == 0:

@@ -49,9 +49,6 @@ class Audit:
 
     Args:
         run_dir: folder of the run, ``None`` to record nothing
-
-    Attributes:
-        records: whether anything is recorded
     """
 
     def __init__(self, run_dir: Path | None) -> None:
@@ -100,9 +97,6 @@ class LoggedValues:
     A value of a tensor on a GPU is copied to the host by the device's queue, and read when the copy is there, so that
     logging makes the training loop wait for no kernel. Values of the step in progress are sent when it is committed,
     those of a committed step at once, both when their copies have arrived, in the order of the steps.
-
-    Args:
-        agent: receiver of the values of each step
     """
 
     def __init__(self, agent: Agent) -> None:

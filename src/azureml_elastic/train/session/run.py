@@ -69,7 +69,6 @@ class MeshShape:
     more than its shape: a replica is a row, and the ranks that compute one layer together are neighbours on a node.
 
     Args:
-        replicas: number of copies of the model.
         shards: number of parts of each copy.
         tensor: number of ranks that compute the layers of a part together, on the same samples.
     """
@@ -83,11 +82,6 @@ class MeshShape:
         cls, ranks_per_node: Sequence[int], nodes_per_replica: int | Literal["all"], tensor_parallel: int = 1
     ) -> MeshShape:
         """Return the shape for the nodes of a round.
-
-        Args:
-            ranks_per_node: number of ranks of each node, in the order of ranks.
-            nodes_per_replica: number of nodes that hold one copy.
-            tensor_parallel: number of ranks that compute layers together.
 
         Raises:
             UsageError: the ranks cannot be divided so.

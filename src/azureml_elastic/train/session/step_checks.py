@@ -60,12 +60,7 @@ _MOST_PENDING = 64
 
 
 class UpdateGuard:
-    """The guard of one process.
-
-    Args:
-        device: device of the process.
-        agent: connection to the node's agent, which interrupts the round.
-    """
+    """The guard of one process."""
 
     def __init__(self, device: Device, agent: Agent) -> None:
         self._device = device
@@ -167,11 +162,7 @@ class UpdateGuard:
 
 
 class FinitenessWatch:
-    """The test of one rank.
-
-    Args:
-        policy: response to values that are not finite.
-    """
+    """The test of one rank."""
 
     def __init__(self, policy: NonFinitePolicy) -> None:
         self._policy = policy

@@ -468,11 +468,7 @@ class TrainingState:
         self._machine.restored(in_step=bool(self._position.opened))
 
     def _find_parts(self, reference: Reference | None) -> CompleteParts | None:
-        """Return the parts of a sharded state in the memory of the nodes, if no other state is further. A collective.
-
-        Args:
-            reference: the committed checkpoint.
-        """
+        """Return the parts of a sharded state in the memory of the nodes, if no other state is further. A collective."""
         if self.tracked is not None and self.tracked.replicated:
             return None
         own = open_parts(each for each in self._agent.handed_over() if each.part is not None)
