@@ -84,9 +84,11 @@ class ElasticDataParallel(DistributedDataParallel):
             isinstance(each, dist.ProcessGroup) for each in (hook[0], getattr(hook[0], "process_group", None))
         ):
             raise RoundBroken("The state of the model's communication hook refers to a process group that has ended.")
+        # What the constructor would reset. It is put back also where a rank is lost meanwhile: the module can then be
+        # formed again, with its hooks.
         kept = {name: getattr(self, name) for name in _KEPT if hasattr(self, name)}
         module, elastic = self.module, self._elastic
-        self.dissolve()
+        self.dissolve()  # before the new reducer is made: the old one holds the old group
         elastic.awaits_state = awaits_state
         try:
             options = elastic.options
@@ -138,6 +140,8 @@ class ElasticDataParallel(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the module. While gradients are enabled, the buffers of rank 0 are broadcast first."""
+        # Other ranks take no part in a discarded step. Without gradients the exchange of buffers is left out, as an
+        # evaluation may run on one rank alone.
         if self._elastic.discarded() or not torch.is_grad_enabled():
             return self.module(*inputs, **named)
         try:

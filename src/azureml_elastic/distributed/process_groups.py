@@ -202,7 +202,7 @@ def _shut_down(descriptor: int, peers: frozenset[Address], *, any_peer: bool) ->
 
 
 class ReplicaGroup:
-    """The ranks of this process's replica. To make it is a collective of all ranks, with the ranks of each replica."""
+    """The ranks of this process's replica; to make it, all ranks give the ranks of every replica."""
 
     def __init__(self, groups: ProcessGroups, replicas: Sequence[Sequence[int]]) -> None:
         self._group: dist.ProcessGroup | None = None

@@ -95,7 +95,7 @@ class StepMachine:
 
     def first_update(self, *, has_loader: bool) -> bool:
         """Return whether an optimizer that steps now is the first in a step that counts."""
-        begun = self.state is StepState.ACCUMULATING
+        begun = self.state is StepState.ACCUMULATING  # without a loader no call says so before the optimizer steps
         return not self.reading and (
             begun or (not has_loader and self.state in (StepState.BETWEEN, StepState.DEFERRED))
         )

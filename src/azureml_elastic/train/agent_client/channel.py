@@ -40,12 +40,14 @@ from azureml_elastic.sigterm_filter import filter_sigterm_in_children, ignore_si
 __all__ = ["ChannelAgent", "end_group", "leave_sigterm_to_the_agent", "sigterm_blocked"]
 
 _ROUNDS = 3
+"""Searches for processes to end: those of one may have forked while it went on."""
 
 _SHARED_MEMORY_MANAGER = "torch_shm_manager"[:15]  # as the kernel shortens names
 
 _LOG = logging.getLogger(__name__)
 _R = TypeVar("_R", bound=messages.Reply)
 _FLUSH_SECONDS = 5.0
+"""Time for a last report to leave the process: without it the agent would take the end for a failure."""
 _TRANSFER_SECONDS = 3600.0
 """Time for the agent to send a shard to another node; it gives up much sooner where nothing moves."""
 _STRONGEST_FIRST: tuple[Action, ...] = ("leave", "rejoin", "save")
@@ -74,7 +76,7 @@ def end_group() -> None:
         return
     # It ends by itself after the others, and takes their shared memory with it, as torch's manager does.
     janitor = getattr(getattr(resource_tracker, "_resource_tracker", None), "_pid", None)
-    for _ in range(_ROUNDS):  # they may fork meanwhile
+    for _ in range(_ROUNDS):
         for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:  # noqa: PTH208 - names, not paths
             with contextlib.suppress(OSError):
                 if pid not in (own, janitor) and os.getpgid(pid) == own and not _removes_shared_memory(pid):
@@ -134,6 +136,7 @@ class ChannelAgent:
         self._released = False
         self._completed: int | None = None  # until the start is known no step can be promised
         self._ended = False
+        # After all fields: its thread calls methods of this object from now on.
         self._client = MessageClient(path, self._on_message, self._on_close)
         leave_sigterm_to_the_agent()
         self._send(messages.Hello(identity.local_rank, identity.rank, identity.round))
@@ -165,6 +168,8 @@ class ChannelAgent:
 
     def completed(self, step: int, samples: int = 0) -> Action | None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
+        # Under one lock with the reader's vote on a boundary: a step that was promised is seen here as due, and one that
+        # is completed is not promised any more.
         with self._changed:
             self._completed = step
             due = [boundary for boundary in self._boundaries.values() if boundary.step == step]
@@ -216,7 +221,7 @@ class ChannelAgent:
     def park(self) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
         with self._changed:
-            self._completed = None
+            self._completed = None  # no step is promised before the state of the next round is restored
             self._boundaries.clear()
             self._assignment = None
         self._handed_over = None
@@ -262,6 +267,7 @@ class ChannelAgent:
             self._changed.wait_for(lambda: boundary.go is not None or self._interrupted, self._decision_timeout)
             self._boundaries.pop(boundary.number, None)
             decided, interrupted = boundary.go is not None, self._interrupted
+        # A decision counts even if the round ends at the same moment: other ranks may have acted on it.
         if not decided and interrupted:
             raise RoundBroken(f"Round {self._identity.round} ended before a decision after step {boundary.step}.")
         if not decided:
@@ -307,6 +313,7 @@ class ChannelAgent:
                 self._leave()
             case messages.Assign():
                 with self._changed:
+                    # The interruption was the last round's. One of the new round comes later, on this thread.
                     self._interrupted = False
                     self._assignment = message
                     self._changed.notify_all()

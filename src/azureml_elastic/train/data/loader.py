@@ -154,6 +154,7 @@ class ElasticLoader(ABC):
                     break  # the round has changed while the batch was fetched, or before its step could begin
                 self._last_epoch = epoch
                 yield to_device(batch, self._context.device)
+                # Closed and not counted: the step was discarded. Its samples come again, in shares of the new round.
                 dropped = micro.last and state.open is None and state.cursor != micro.window.after
                 if dropped or generation != position.generation:
                     state.require_committed()

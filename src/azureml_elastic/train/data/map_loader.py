@@ -88,13 +88,14 @@ class MapLoader(ElasticLoader):
     def batches(self) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this rank's micro-batches from the cursor to the end of the epoch, with their collated samples."""
         for batch in self._fetched:
+            # torch draws from the batch sampler ahead of time, and yields the batches in its order.
             yield self._plan.popleft(), batch
 
     def batches_from(self, cursor: Cursor) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield the same from another position, by this process, and leave that of the run as it is."""
         elsewhere = LoaderState(self.name, self._spec, cursor)
         options = {**self._context.options, "num_workers": 0, "persistent_workers": False, "timeout": 0}
-        for name in ("prefetch_factor", "multiprocessing_context"):
+        for name in ("prefetch_factor", "multiprocessing_context"):  # which torch refuses without processes
             options.pop(name, None)
         batches = MapLoader(self._dataset, elsewhere, replace(self._context, options=options)).batches()
         while True:
@@ -185,7 +186,7 @@ class _BatchSampler:
     plan: deque[MicroBatch]
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.plan.clear()
+        self.plan.clear()  # of what was fetched ahead in an iteration that was broken off
         for micro, ids in self.loader.planned():
             self.plan.append(micro)
             yield ids

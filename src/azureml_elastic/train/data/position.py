@@ -153,7 +153,7 @@ class Position:
     epoch: int = 0
     in_epochs: bool = False
     loaders: dict[str, LoaderState] = field(default_factory=dict)
-    _saved: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _saved: dict[str, dict[str, Any]] = field(default_factory=dict)  # also of loaders that are not made yet
     _trained: int = 0
 
     @property
@@ -271,6 +271,7 @@ class Position:
         self.epoch += 1
         for loader in self.loaders.values():
             loader.cursor = Cursor(self.epoch)
+        # A loader that is made from now on begins with this epoch, whatever position one of its name had in the last.
         self._saved = {name: each for name, each in self._saved.items() if name in self.loaders}
 
     def key(self) -> str:

@@ -56,6 +56,7 @@ class Permutation:
 
     def __init__(self, length: int, key: int) -> None:
         self._length = length
+        # The product exceeds the length by less than a: few numbers go through the rounds again.
         self._a = math.isqrt(length - 1) + 1
         self._b = -(-length // self._a)
         self._keys = _mixed(np.array([(key + (number + 1) * _GOLDEN) & _MASK for number in range(_ROUNDS)], np.uint64))

@@ -262,9 +262,10 @@ class ShardLoader(ElasticLoader):
 
         mine, window = following(cursor)
         while window is not None and position.generation == generation:
+            # Before this window is trained: only the next one, or that there is none, tells whether it ends the epoch.
             mine_after, after = following(window.after)
             if position.generation != generation:
-                return
+                return  # a rank was lost in the exchange, and streams belong to other ranks now
             window = replace(window, ends_epoch=after is None)
             filled = [part for part in mine if part.ids] or [Part(reader.filler())]
             for index, part in enumerate(filled):
@@ -293,12 +294,13 @@ class ShardLoader(ElasticLoader):
         else:
             number = min(processes, len(mine))
             groups = [[mine[index] for index in share(len(mine), number, part)] for part in range(number)]
+        # torch takes a part from each of its processes in turn, so each must have as many in a window as the others.
         return groups + [[] for _ in range(-len(groups) % processes)]
 
     def _agree(self, mine: list[Part], cursor: Cursor) -> Window:
         """Return the window of all ranks' parts, with the positions of all streams after it. A collective."""
         table = torch.zeros(1 + 2 * self._spec.streams, dtype=torch.int64)
-        for part in mine:
+        for part in mine:  # a stream is read by one rank alone: where the others have zeros, the sum is its position
             table[0] += len(part.ids)
             for stream, at, read in part.streams:
                 table[1 + 2 * stream], table[2 + 2 * stream] = at, read

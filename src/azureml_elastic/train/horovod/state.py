@@ -197,7 +197,7 @@ class TorchState(HorovodState):  # type: ignore[misc]
         """Have all ranks continue from the state with the most commits. A collective."""
         commits = hvd.allgather_object(self.commits, name="azureml_elastic.commits")
         source = commits.index(max(commits))
-        for name, handler in sorted(self._handlers.items()):
+        for name, handler in sorted(self._handlers.items()):  # in the same order on all ranks: collectives follow
             handler.value.load_state_dict(_broadcast(name, handler.value.state_dict(), source))
         self._restore_values(hvd.broadcast_object(self._saved_state, root_rank=source, name="azureml_elastic.values"))
         self._keep()

@@ -57,6 +57,8 @@ class _Format:
             exponents: biased exponents of the largest numbers
             terms: number of terms that must fit
         """
+        # A term becomes at most 2**room, so that the sum is at most 2**30: it must not become 2**31, which has no place
+        # beside the sign. (2**62 and 2**63 in 64 bits.)
         room = 8 * self.integer.itemsize - 2 - max(terms - 1, 0).bit_length()
         # The inverse must not be smaller than the smallest normal number: numbers that are nearly that small are
         # rounded to multiples of it. Powers of two have exact inverses.
@@ -174,7 +176,8 @@ class _SumOfFormat:
         self.firsts = torch.tensor(list(firsts.values()), device=device)
         self._scratch = torch.empty(_CHUNK, dtype=form.real, device=device)
         self._rounded = torch.empty(_CHUNK, dtype=form.integer, device=device)
-        self._largest = torch.full((self._chunks[-1].blocks.stop,), -1, dtype=form.real, device=device)  # no term
+        # -1 is below each absolute value: "no term". Its exponent is negative as well, and loses each maximum.
+        self._largest = torch.full((self._chunks[-1].blocks.stop,), -1, dtype=form.real, device=device)
         self._terms: list[list[torch.Tensor]] = [[] for _ in self._chunks]
 
     def clear(self) -> None:
@@ -214,7 +217,7 @@ class _SumOfFormat:
         powers, inverses = self._format.powers(exponents, count)
         words = torch.empty(len(self._largest) * _BLOCK, dtype=self._format.integer, device=exponents.device)
         sent: list[tuple[list[_Chunk], dist.Work | None]] = []
-        for message in self._messages(present):
+        for message in self._messages(present):  # the next one is converted while this one is sent
             for index in message:
                 chunk = self._chunks[index]
                 factors = powers[chunk.blocks.start : chunk.blocks.stop, None]

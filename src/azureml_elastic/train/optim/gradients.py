@@ -258,6 +258,7 @@ class Gradients:
         else:
             self._state.backward(weighed)
         if self._norms is not None and weight:
+            # The gradient is that of the weighted loss.
             self._local += micro.samples / micro.window.count * self._norms.local() / weight**2
         if self._sum is not None:
             self._sum.add(micro)
@@ -265,7 +266,7 @@ class Gradients:
             return
         if self._sum is not None:
             self._sum.finish()
-        mean = 0.0 if self._norms is None else self._norms.mean()
+        mean = 0.0 if self._norms is None else self._norms.mean()  # before gradients are scaled to the number of tokens
         if self._tokens is not None:
             total = self._world.control.total(float(self._tokens if self._position.counts else 0))
             self._normalise(total, micro.window.count)
@@ -275,7 +276,7 @@ class Gradients:
 
     def _sync(self, *, on: bool) -> None:
         if (on, self._position.generation) == self._syncing:
-            return
+            return  # a model that was formed again for another round has torch's default
         for module in self._modules:
             if isinstance(module, DistributedDataParallel):
                 module.require_backward_grad_sync = on

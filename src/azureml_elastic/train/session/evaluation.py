@@ -45,7 +45,7 @@ def evaluate(
         gathered: list[dict[str, list[float]]] = []
         with lifecycle.guard():
             for model in lifecycle.models:
-                model.share_buffers()
+                model.share_buffers()  # those of batch normalisation differ between ranks while they train
             with _evaluating(modules), torch.no_grad():
                 own = _sums(lifecycle, measure, dataset, batch_size, options)
             gathered = lifecycle.world.control.gather(own if lifecycle.position.counts else {})

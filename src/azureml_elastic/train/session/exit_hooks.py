@@ -58,6 +58,7 @@ class ExitHooks:
             self._failing(details[1])
         self._hook(*details)
         interrupted = isinstance(details[1], KeyboardInterrupt)  # the interpreter ends itself by the signal then
+        # An interactive interpreter goes on after an exception.
         if os.getpid() == self._process and not interrupted and not hasattr(sys, "ps1"):
             leave_quickly(1)
 
@@ -88,7 +89,7 @@ def all_arrive(key: str, world_size: int, timeout: float) -> bool:
             arrived = store.add(key, 0)
         if arrived < world_size:  # ranks that arrive from now on must not count this one
             arrived = store.add(key, -1) + 1
-            if arrived >= world_size:
+            if arrived >= world_size:  # the last one came in between, and counts on this one
                 store.add(key, 1)
     except (RuntimeError, ValueError):  # the process group or its store is closed
         return False

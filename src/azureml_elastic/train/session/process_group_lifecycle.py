@@ -76,6 +76,7 @@ class ProcessGroupLifecycle:
         self.updates = UpdateGuard(self._device, self._agent)
         self.world = ProcessGroups(self._first_place() if self._agent.stays else context.identity, self.device)
         self._thread = threading.get_ident()
+        # Before the groups are opened: where a rank is lost meanwhile, the others would wait for it for half an hour.
         self._agent.when_interrupted(self._on_interrupt)
         self._open()
         self.updates.enter(self.world.identity.world_size)
@@ -92,7 +93,7 @@ class ProcessGroupLifecycle:
 
     def parallel(self, model: nn.Module, **options: Any) -> nn.Module:
         """Return a module that averages the gradients of a model over the ranks of every round. A collective."""
-        with self.guard(stay=False):
+        with self.guard(stay=False):  # which does not run its block again: there would be no model
             absorb = self._absorb if self._agent.stays else lambda _: False
             before_track = self.state.tracked is None
             awaits = before_track and self._state_follows()
@@ -167,7 +168,8 @@ class ProcessGroupLifecycle:
         if not handed_over:
             state.hand_over()
         state.abandon_save()
-        self._steps.finish()
+        self._steps.finish()  # so that no hook of the exit hands over or saves once more
+        # Last: the round ends when all have reported this, and what an agent or a storage has not by then is lost.
         self._agent.report(Stopped(state.steps))
         if self.world.identity.round:
             self.exits_quickly = True
@@ -179,6 +181,8 @@ class ProcessGroupLifecycle:
         """Run a block with collectives; if a peer is lost meanwhile, enter the next round (``stay``) or exit."""
         try:
             yield
+        # A collective that fails raises RuntimeError, a request to the agent ElasticError. Whether a lost peer is the
+        # cause is the agent's to say: the text of an error does not tell it from one of the script.
         except (RuntimeError, ElasticError) as error:
             if not self._is_interrupted(error):
                 raise
@@ -245,21 +249,24 @@ class ProcessGroupLifecycle:
         """Enter the next round with the furthest state among its ranks, and discard the current step."""
         if not self._settle_device():
             self._exit()
-        self._tracked.drop_gradients()
+        self._tracked.drop_gradients()  # some are averaged, some are not
         if self._steps.discarded:
             # The second loss in one step. What the script has changed in it belongs to no step, and must not be sent to
             # others, nor be taken for the beginning of the step that is discarded next.
             assert self._undo is not None
             self._undo()
         while True:
-            self.state.abandon_save()
+            self.state.abandon_save()  # its thread uses the groups that are closed below
             try:
                 self._agent.park()
                 self.world.close(self.models)  # which takes a while; the agents form the next round meanwhile
                 self.world.identity = self._agent.wait_for_place()
                 self.world.open()
+                # Without this an agent that knows of two nodes which cannot reach each other ends the round.
                 self._agent.report(Connected())
-                for model in self.models:  # the collectives that a new process makes model by model
+                # From here on the same collectives in the same order as in a new process, which makes its models one by
+                # one, and then tracks them; otherwise the ranks would wait for each other in different ones.
+                for model in self.models:
                     model.reform(awaits_state=model in self._made_before_track and self._state_follows())
                 self.state.enter()
                 self.settle_weights()
@@ -277,6 +284,7 @@ class ProcessGroupLifecycle:
     def _on_interrupt(self) -> None:
         """Make all collectives fail; called on the thread that receives the agent's messages."""
         self.world.abort()
+        # On a thread of its own: this one receives the agent's messages, the assignment to the next round among them.
         threading.Thread(target=self._exit_if_stuck, name="interrupted", daemon=True).start()
 
     def _exit_if_stuck(self) -> None:
@@ -286,7 +294,7 @@ class ProcessGroupLifecycle:
                 "A collective does not end although its connections are closed (a defect of gloo). This process hands "
                 "its state over and exits; a new one continues."
             )
-            self._give_way()
+            self._give_way()  # from this thread: the state does not change while the training thread is blocked
 
     def _open(self) -> None:
         while True:
@@ -314,6 +322,7 @@ class ProcessGroupLifecycle:
     def _give_way(self) -> NoReturn:
         """Exit, so that a new process continues from the state that this one hands over."""
         undo = self._undo if self._steps.discarded or self._steps.pending else lambda: None
+        # Without an undo the script's code may have changed the state halfway: it is the state of no step.
         if self._settle_device() and self._hands_over and undo is not None:
             undo()
             self.state.hand_over()

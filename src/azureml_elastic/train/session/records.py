@@ -223,7 +223,7 @@ class Profiling:
 
     def between_steps(self, identity: WorkerIdentity, steps: int) -> None:
         """Start, step or stop the profiler if that is due after these steps; a new identity begins a round."""
-        if identity is not self._identity:
+        if identity is not self._identity:  # each round has an object of its own
             self._drop()
             self._identity, self._entered = identity, steps
             with self._safely():

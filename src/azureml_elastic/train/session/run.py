@@ -152,6 +152,7 @@ class Run:
             raise UsageError("run.mesh() is called once, before run.loader() and run.track(): they depend on it.")
         lifecycle, identity = self.lifecycle, self.lifecycle.world.identity
         with lifecycle.guard(stay=False):
+            # The first rank of each node, as many times as the node has ranks.
             firsts = lifecycle.world.control.gather(identity.rank - identity.local_rank)
             shape = MeshShape.of([*Counter(firsts).values()], self.context.nodes_per_replica, tensor_parallel)
             sizes = shape.dimensions
@@ -223,9 +224,9 @@ class Run:
                 "size. Leave it out of the configuration: deepspeed.initialize(lr_scheduler=run.schedule(scheduler))."
             )
         self.gradients.attach(tracked)
-        self.lifecycle.guard_updates(
-            tracked
-        )  # before the hooks that scale learning rates: a state handed over has none
+        # Hooks run in this order. The guard comes before the hook that scales the learning rate: a state that it hands
+        # over has the script's own rate.
+        self.lifecycle.guard_updates(tracked)
         self.rate.attach(tracked.optimizers)
         with self.lifecycle.guard(stay=False):
             self.state.track(tracked)
@@ -268,6 +269,8 @@ class Run:
             steps.loop.complete_step()
         if not (steps.trained_out or self.state.tracked is not None):
             return
+        # Ranks that are at different steps, or not all between two steps, must not count for each other: finish() is a
+        # collective, and would save a mixture, or wait for its timeout.
         key = f"azureml_elastic/left/{identity.round}/{self.state.steps}/{not self.machine.whole}"
         if steps.trained_out or all_arrive(key, identity.world_size, _LEAVING_SECONDS):
             steps.finish()

@@ -168,7 +168,7 @@ class Session:
             self._run.leave_gradients_to_script(model)
             return model
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            return model
+            return model  # torch refuses data parallelism for a model that trains nothing
         options = {"device_ids": [self.device] if device_of(self.device).separate else None, **options}
         return self._lifecycle.parallel(model, **options)
 
@@ -336,7 +336,7 @@ class Session:
         """
         agent, tracked = self._run.context.agent, self._run.state.tracked
         modules = [] if tracked is None else tracked.modules
-        agent.report(Busy())
+        agent.report(Busy())  # else the agent would take the pause between two steps for a hang
         try:
             return evaluate(self._lifecycle, modules, measure, dataset, batch_size, options)
         finally:

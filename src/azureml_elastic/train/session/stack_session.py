@@ -219,7 +219,7 @@ class StackSession:
         if self.is_main:
             shutil.rmtree(folder, ignore_errors=True)
             storage.prepare()
-        self._lifecycle.world.control.all_true(True)
+        self._lifecycle.world.control.all_true(True)  # no rank writes before rank 0 has emptied the folder
         return storage
 
     @property
@@ -301,6 +301,8 @@ class StackSession:
 
     def adopt(self, objects: Mapping[str, Any]) -> None:
         """Track objects whose gradients the stack averages, see :meth:`track`."""
+        # The state of a DeepSpeed engine has that of its model, optimizer and scheduler: tracked besides, they would be
+        # saved and restored twice.
         parts = [part for value in objects.values() if is_engine(value) for part in EngineState.parts(value)]
         kept = {name: value for name, value in objects.items() if not any(_holds(value, part) for part in parts)}
         self._run.leave_gradients_to_script(*(value for value in kept.values() if hasattr(value, "parameters")))
@@ -366,6 +368,7 @@ def _group_is_whole(settings: WorkerSettings) -> bool:
 
 def _finish_first(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
     """Finish the session before a script or a stack closes the process group, without which that is impossible."""
+    # Between two rounds this library closes the group itself.
     session, caller = _opened[0], str(sys._getframe(1).f_globals.get("__name__"))  # noqa: SLF001
     if session is not None and caller.partition(".")[0] != "azureml_elastic":
         session.finish_before_end()

@@ -93,7 +93,7 @@ class UpdateGuard:
     def before_update(self) -> None:
         """Wait until the gradients are complete on the device, before an update is queued. Raises as :meth:`wait`."""
         if not self._needed or self._device.recording():
-            return
+            return  # a graph that is recorded can wait for nothing; its replays are waited for at each commit
         if self._device.queued_collectives() != self._covered:  # not so before the second of two optimizers
             self.wait()
         self._announced = True
@@ -177,6 +177,7 @@ class FinitenessWatch:
         """Test the weights of the tracked modules from now on."""
         trained = [[each for each in module.parameters() if each.requires_grad] for module in state.modules]
         self._weights = [_local(each) for parameters in trained for each in parameters if _local(each).numel()]
+        # The smallest weight of each module that has any, as the sum of its numbers costs least.
         probes = (min(map(_local, each), key=torch.Tensor.numel, default=None) for each in map(_nonempty, trained))
         self._probes = [
             torch.view_as_real(each.detach()) if each.is_complex() else each for each in probes if each is not None
@@ -205,7 +206,7 @@ class FinitenessWatch:
         while self._pending:
             number, count, values = self._pending[0]
             if not values.arrived() and len(self._pending) <= _MOST_PENDING:
-                break
+                break  # those behind it arrive later, in the order of the device's queue
             self._pending.popleft()
             finite = [math.isfinite(each) for each in values.read().tolist()]
             self._respond(number, loss=not all(finite[:count]), weights=not all(finite[count:]))

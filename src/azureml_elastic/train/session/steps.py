@@ -91,6 +91,7 @@ class Steps:
         if self._machine.pending:
             generation = self._position.generation
             self.end_code()
+            # A boundary in there may have led to another round: the batch is then a share for a world size of the past.
             if generation != self._position.generation:
                 return False
         self._position.take(loader, micro)
@@ -139,7 +140,7 @@ class Steps:
                 'function reduction="mean", or call .mean().'
             )
         if self._machine.discarded:
-            return
+            return  # no other rank computes this step, and its commit undoes it: the optimizer shall find no gradients
         micro = opened[0].open
         assert micro is not None
         if len(opened) > 1:
@@ -168,16 +169,18 @@ class Steps:
             if self._schedule_check is not None:
                 self._schedule_check.end_step(state.tracked)
             position.require_whole()
+            # An optimizer whose closure has raised left its rate scaled: what is saved below has the script's own.
             self._rate.begin()
             self._rate.commit(position.first_window)
             pending = position.commit() or pending
             self._lifecycle.complete_update()
             if self._logs:
+                # Before the step counts, as that raises for weights that are NaN: the values of such a step are sent.
                 self.values.commit(state.steps + 1)
             state.complete_step()
             self._lifecycle.updates.end_step()
             if self._audit.records:
-                self._audit.done(state.steps)
+                self._audit.done(state.steps)  # now, because the process may exit at the boundary
             if self._machine.complete(pending=pending):
                 self._boundary()
             else:
@@ -275,7 +278,7 @@ class Steps:
             self._lifecycle.end_discarded_step()
         if self._machine.pending:  # the script has left the epoch's body
             self._position.end_epoch()
-            self._machine.end_code()
+            self._machine.end_code()  # the last save takes the place of what was deferred
         self._state.settle()
         if self._state.tracked is not None:
             self._save_last()
@@ -301,7 +304,7 @@ class Steps:
 
     def _save_last(self) -> None:
         if not self._position.loaders:
-            self.values.commit(self._state.steps)
+            self.values.commit(self._state.steps)  # logged after the last commit, and no step of them will follow
         self.values.send(wait=True)
         if not self._machine.whole:
             _LOG.warning("The optimizer has stepped after the last run.commit(); that step is not saved.")
@@ -327,7 +330,7 @@ class Steps:
             with self._lifecycle.guard():
                 action = self._agent.completed(self._state.steps, self._position.take_trained())
                 if action in ("leave", "rejoin"):
-                    self.values.send(wait=True)
+                    self.values.send(wait=True)  # the process may exit in the next call
                     self._lifecycle.leave_round(save=action == "leave")
                     return
                 self._state.after_step(save=action == "save")

@@ -93,7 +93,7 @@ class TrainingState:
         self._entered_at = 0
         self._save_pending = False
         self._finiteness = FinitenessWatch(policy.on_nonfinite)
-        self._origin = 0
+        self._origin = 0  # round that has trained the last step: parts of a step that two rounds trained are not mixed
         self.finite = True
         self.weights_restored = False
         self.steps = 0
@@ -184,7 +184,7 @@ class TrainingState:
             NonFiniteError: a step was not finite, and the policy ends the run.
             RollbackRequired: the weights are not finite, and the policy restarts the run.
         """
-        self._finiteness.end_step(self.steps + 1)
+        self._finiteness.end_step(self.steps + 1)  # raises before the step counts: what is not finite is not saved
         self.steps += 1
         self._origin = self._identity.round
 
@@ -213,7 +213,7 @@ class TrainingState:
             Fenced: a newer round has taken over.
             RoundBroken: the round ended before the commit, with ``must_commit``.
         """
-        self._agent.report(Busy())
+        self._agent.report(Busy())  # until all ranks have copied their state: else the agent would suspect a hang
         self.settle()
         if must_commit:  # tried however many have failed before it, as no later one follows
             self._checkpoints.require_unfenced()
@@ -224,7 +224,7 @@ class TrainingState:
             self._schedule.saved()
             self._agent.report(Free())
             return False
-        self._save_pending = True
+        self._save_pending = True  # before it begins: if the round ends meanwhile, the next one saves this step
         with self._machine.read():
             self._checkpoints.begin(self.steps, self._objects, self._data(), must_commit=must_commit)
         self._pending = self._here
@@ -294,6 +294,8 @@ class TrainingState:
         if timeout is None and self._checkpoints.under_way:
             self._agent.report(Busy())
         outcome = self._checkpoints.settle(timeout)
+        # A save and a snapshot slow training down at the same time as steps are counted: neither schedule may take the
+        # pace of the other's steps for its own.
         if outcome is not None and self._pending is None:
             self._snapshot_schedule.written(self.steps)
             self._schedule.disturbed(self.steps)
@@ -314,7 +316,7 @@ class TrainingState:
     def abandon_save(self) -> None:
         """Stop the save in progress, if there is one, from using the process groups, which are about to be closed."""
         if self._checkpoints.under_way:
-            self._world.abort()
+            self._world.abort()  # its thread may wait in a collective, for a rank that is gone
             self.settle(0)
             self._checkpoints.abandon()
 
@@ -405,16 +407,19 @@ class TrainingState:
             assert snapshot is not None
             self._machine.restore()
             if snapshot is inherited and not device_of(self._world.device).separate:
+                # Copied, as an optimizer keeps the tensors that it is given: its next step would copy the mapped memory
+                # page by page, after a fault for each.
                 snapshot = inherited.copied_into(self._in_place(inherited.state))
             self._apply(snapshot, live=live)
             if not live:
+                # A whole state is handed over by local rank 0 alone, with its own random generators.
                 continues = inherited is not None and same[control.rank] and self._identity.local_rank == 0
                 self._restore_random(inherited.random if inherited is not None and continues else None)
         if reference is not None and reference.step == self.steps:
             self._last_saved = self._here
         self._agent.restored(self.steps, "memory")
         if any(each is not None and each.save_pending and each.step == chosen.step for each in states):
-            self.save()
+            self.save()  # on all ranks: its own save of this step was broken off with the last round
 
     def _exchange(self, inherited: Snapshot | None, same: Sequence[bool], source: int, *, live: bool) -> Snapshot:
         """Send the state of some ranks, of which the source is one, to the others. A collective."""
@@ -447,6 +452,7 @@ class TrainingState:
         self.steps = 0 if restored is None else restored.step
         self._origin = 0
         self._restore_position(None if restored is None else restored.data, live=live)
+        # False for the checkpoint of the run that this one continues: the state is still to be saved in its own folder.
         own = restored is not None and self._checkpoints.holds(restored)
         self._last_saved = self._here if own else None
         self._begin(0.0)
@@ -468,7 +474,7 @@ class TrainingState:
         self._machine.restored(in_step=bool(self._position.opened))
 
     def _find_parts(self, reference: Reference | None) -> CompleteParts | None:
-        """Return the parts of a sharded state in the memory of the nodes, if no other state is further. A collective."""
+        """Return the parts of a sharded state in the nodes' memory, if no other state is further. A collective."""
         if self.tracked is not None and self.tracked.replicated:
             return None
         own = open_parts(each for each in self._agent.handed_over() if each.part is not None)
