@@ -140,8 +140,8 @@ class ElasticDataParallel(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the module. While gradients are enabled, the buffers of rank 0 are broadcast first."""
-        # Other ranks take no part in a discarded step. Without gradients the exchange of buffers is left out, as an
-        # evaluation may run on one rank alone.
+        # Other ranks take no part in a discarded step. Without gradients no buffers are exchanged either: one rank may
+        # evaluate alone.
         if self._elastic.discarded() or not torch.is_grad_enabled():
             return self.module(*inputs, **named)
         try:

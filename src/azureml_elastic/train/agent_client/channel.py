@@ -168,8 +168,8 @@ class ChannelAgent:
 
     def completed(self, step: int, samples: int = 0) -> Action | None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        # Under one lock with the reader's vote on a boundary: a step that was promised is seen here as due, and one that
-        # is completed is not promised any more.
+        # Under one lock with the reader's vote on a boundary: a step that was promised is found to be due here, and one
+        # that is completed is not promised any more.
         with self._changed:
             self._completed = step
             due = [boundary for boundary in self._boundaries.values() if boundary.step == step]

@@ -63,6 +63,7 @@ class MapLoader(ElasticLoader):
         whole, rest = divmod(len(range(consumed, self._spec.trained(consumed, size))), size)
         least = self._least
         found = whole * max(least, len(self._parts(size))) + (max(least, len(self._parts(rest))) if rest else 0)
+        # The filler batch where the run has resumed after the last step of an epoch, see ElasticLoader.__iter__().
         repeats = not found and self._position.in_epochs and self._last_epoch != cursor.epoch
         return 1 if repeats else found
 

@@ -210,7 +210,7 @@ class _ShardStream:
                 count -= 1
                 yield sample, sample_id
                 break
-            else:
+            else:  # the shard has no more samples
                 self.reading, self.at = None, (self.at[0] + 1, 0)
 
     def _open(self, shard: int, skip: int) -> Iterator[Any]:

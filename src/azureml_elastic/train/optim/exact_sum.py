@@ -80,6 +80,7 @@ class ExactSum:
 
     def __init__(self, like: Sequence[torch.Tensor]) -> None:
         self._like = list(like)
+        # Integers, such as counters of batches, are exact as 64-bit floats up to 2**53.
         wide = [not each.is_floating_point() or each.dtype.itemsize > _NARROW.real.itemsize for each in like]
         self._sums = []
         for form, wanted in ((_NARROW, False), (_WIDE, True)):
@@ -122,7 +123,7 @@ class ExactSum:
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
         *exponents, counted = agreed.split([*map(len, largest), ranks])  # type: ignore[no-untyped-call]
         firsts = [part[each.firsts] for each, part in zip(self._sums, exponents, strict=True)]
-        numbers = torch.cat([*firsts, counted]).tolist()
+        numbers = torch.cat([*firsts, counted]).tolist()  # all that the host has to know, in one wait for the device
         tensors = [tensor for each in self._sums for tensor in each.tensors]
         present = {tensor for tensor, exponent in zip(tensors, numbers, strict=False) if exponent >= 0}
         for each, part in zip(self._sums, exponents, strict=True):
@@ -225,7 +226,7 @@ class _SumOfFormat:
             chunks = [self._chunks[index] for index in message]
             place = slice(chunks[0].words.start, chunks[-1].words.stop)
             sent.append((chunks, dist.all_reduce(words[place], async_op=True) if exchange else None))
-        sums = words.view(self._format.real)
+        sums = words.view(self._format.real)  # which take the place of the integers, chunk by chunk
         for chunks, work in sent:
             if work is not None:
                 work.wait()

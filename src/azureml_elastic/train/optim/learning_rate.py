@@ -269,6 +269,7 @@ class LearningRate:
 
     def _before_step(self, optimizer: Optimizer) -> tuple[float, float | None]:
         if self._steps.discarded:
+            # torch's optimizers leave a parameter without a gradient alone: neither momentum nor decay changes it.
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None

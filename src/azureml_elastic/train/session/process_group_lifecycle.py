@@ -157,6 +157,7 @@ class ProcessGroupLifecycle:
         A collective. The process continues in the next round, or exits.
         """
         state = self.state
+        # All ranks take the same branch, as a save is a collective.
         handed_over = not save and self.world.control.all_true(self._can_stay() or state.hand_over())
         if not handed_over:
             with contextlib.suppress(RoundBroken):  # the state is handed over, and saved first by the next worker

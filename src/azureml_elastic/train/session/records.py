@@ -53,7 +53,6 @@ class Audit:
 
     def __init__(self, run_dir: Path | None) -> None:
         self._folder = None if run_dir is None else run_dir / "samples"
-        self.records = run_dir is not None
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
         self._descriptor = -1

@@ -265,8 +265,8 @@ class Run:
         steps, identity = self.steps, self.lifecycle.world.identity
         if self.machine.over:
             return
-        if steps.loop is not None:
-            steps.loop.complete_step()
+        if steps.complete_loop is not None:
+            steps.complete_loop()
         if not (steps.trained_out or self.state.tracked is not None):
             return
         # Ranks that are at different steps, or not all between two steps, must not count for each other: finish() is a

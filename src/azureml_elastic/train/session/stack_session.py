@@ -28,7 +28,6 @@ from azureml_elastic.ipc.worker_messages import Expects
 from azureml_elastic.train.data.map_loader import WindowLoader
 from azureml_elastic.train.data.sampling import Cursor
 from azureml_elastic.train.session.run import Run, has_run, open_run
-from azureml_elastic.train.session.steps import UnfinishedLoop
 
 __all__ = ["StackSession", "stack_session"]
 
@@ -123,18 +122,18 @@ class StackSession:
         order = {"global_batch_size": global_batch_size, "seed": seed, "shuffle": shuffle, "drop_last": drop_last}
         loader = self._run.loader(dataset, _LOADER, batching, order, options)
         assert isinstance(loader, WindowLoader)
-        self._position.in_epochs = True
+        self._position.in_epochs = True  # the stack has the loop over epochs, and end_epoch() ends each
         return loader
 
-    def drive(self, loop: UnfinishedLoop) -> None:
+    def drive(self, complete_step: Callable[[], None]) -> None:
         """Have a loop of the script's own say which samples it trains, and count its last step before the end."""
-        self._steps.loop = loop
+        self._steps.complete_loop = complete_step
 
     def leave_data(self) -> None:
         """Give up the loader of :meth:`windows`, before anything of it is trained."""
         self._position.loaders.clear()
         self._position.in_epochs = False
-        self._steps.loop = None
+        self._steps.complete_loop = None
 
     def record_samples(self) -> None:
         """Record the samples of the current step, which the script trains now."""

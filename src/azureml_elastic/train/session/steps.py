@@ -11,8 +11,8 @@ therefore deferred until the body has ended.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -28,24 +28,17 @@ from azureml_elastic.train.session.records import LoggedValues
 from azureml_elastic.train.session.training_state import SessionContext
 from azureml_elastic.train.step_state import StepMachine
 
-__all__ = ["Steps", "UnfinishedLoop"]
+__all__ = ["Steps"]
 
 _LOG = logging.getLogger(__name__)
-
-
-class UnfinishedLoop(Protocol):
-    """A loop of the script's own, whose last step may not be counted when the script ends."""
-
-    def complete_step(self) -> None:
-        """Count the step if the optimizer has stepped."""
 
 
 class Steps:
     """Steps, step boundaries and checkpoints of a process.
 
     Attributes:
-        loop: loop of the script's own that a stack's integration drives: it says when it trains the samples that it
-            has taken, and counts its last step before the session ends
+        complete_loop: function that counts the last step of a loop of the script's own, which a stack's integration
+            drives, before the session ends; such a loop says when it trains the samples that it has taken
     """
 
     def __init__(
@@ -68,8 +61,7 @@ class Steps:
         self._batching = Batching(context.batch)
         self._schedule_check = ScheduleCheck(position) if isinstance(context.batch, FixedPerWorkerBatch) else None
         self.values = LoggedValues(context.agent)
-        self._logs = False  # whether the script does
-        self.loop: UnfinishedLoop | None = None
+        self.complete_loop: Callable[[], None] | None = None
         self._unrecorded: tuple[LoaderState, Window] | None = None
         self._epochs: int | None = None
         self._expected: tuple[int, int] | None = None  # number of steps that was reported last, and the round change
@@ -174,13 +166,11 @@ class Steps:
             self._rate.commit(position.first_window)
             pending = position.commit() or pending
             self._lifecycle.complete_update()
-            if self._logs:
-                # Before the step counts, as that raises for weights that are NaN: the values of such a step are sent.
-                self.values.commit(state.steps + 1)
+            # Before the step counts, as that raises for weights that are NaN: the values of such a step are sent.
+            self.values.commit(state.steps + 1)
             state.complete_step()
             self._lifecycle.updates.end_step()
-            if self._audit.records:
-                self._audit.done(state.steps)  # now, because the process may exit at the boundary
+            self._audit.done(state.steps)  # now, because the process may exit at the boundary
             if self._machine.complete(pending=pending):
                 self._boundary()
             else:
@@ -195,7 +185,6 @@ class Steps:
         self.require_tracked("log")
         if self._lifecycle.world.identity.rank or self._machine.discarded:
             return
-        self._logs = True
         in_progress = self._machine.in_step or not self._position.loaders
         self.values.add(values, None if in_progress else self._state.steps)
 
@@ -250,7 +239,7 @@ class Steps:
     def end_epoch(self) -> None:
         """Advance to the next epoch, and do what was deferred until then. A collective after some epochs."""
         self._position.end_epoch()
-        self._machine.leave()
+        self._machine.leave()  # in the middle of a step, perhaps
         self.end_code()
 
     def end_code(self) -> None:
@@ -270,8 +259,8 @@ class Steps:
         """Commit the last checkpoint, and end. A collective."""
         if self._machine.over:
             return
-        if self.loop is not None:
-            self.loop.complete_step()
+        if self.complete_loop is not None:
+            self.complete_loop()
         if self._context.profiling is not None:
             self._context.profiling.finish(self._state.steps)
         if self._machine.discarded:
@@ -338,7 +327,7 @@ class Steps:
             self._machine.end_boundary()
 
     def _record(self, loader: LoaderState, window: Window) -> None:
-        if self.loop is None:
+        if self.complete_loop is None:
             self._audit.begin(self._state.steps + 1, loader, window)
         else:
             self._unrecorded = loader, window

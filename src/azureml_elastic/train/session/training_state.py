@@ -145,6 +145,7 @@ class TrainingState:
         self._finiteness.attach(tracked)
         inherited, self._inherited = self._inherited, None
         try:
+            # find() did not know yet whether the model is sharded: then a whole state does not count.
             self._restore(*(inherited if inherited and tracked.replicated else self._handed_over()))
             self._rate.enter(self._position.identity.world_size)
         except BaseException:

@@ -98,7 +98,7 @@ class ScriptLoop(ABC):
 
     def __init__(self, session: StackSession, accumulation: int, batch_size: int) -> None:
         self._session = session
-        session.drive(self)
+        session.drive(self.complete_step)
         self._accumulation = accumulation
         self._batch_size = batch_size
         self._windows: WindowLoader | None = None
