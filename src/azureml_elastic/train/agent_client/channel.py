@@ -35,9 +35,9 @@ from azureml_elastic.ipc import Connection, MessageClient
 from azureml_elastic.ipc import worker_messages as messages
 from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, Action, HandedOverState, WorkerIdentity
 from azureml_elastic.ipc.message import HeldShard, MalformedMessage, ShardDescription
-from azureml_elastic.sigterm_filter import filter_sigterm_in_children, ignore_signal, sigterm_blocked
+from azureml_elastic.sigterm_filter import filter_sigterm_in_children, ignore_signal
 
-__all__ = ["ChannelAgent", "end_group", "leave_sigterm_to_the_agent", "sigterm_blocked"]
+__all__ = ["ChannelAgent", "end_group", "leave_sigterm_to_the_agent"]
 
 _ROUNDS = 3
 """Searches for processes to end: those of one may have forked while it went on."""
