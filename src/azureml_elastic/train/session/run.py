@@ -10,7 +10,7 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakSet
@@ -61,62 +61,36 @@ _LEAVING_SECONDS = 15.0
 _runs: WeakSet[Run] = WeakSet()
 
 
-@dataclass(frozen=True)
-class MeshShape:
-    """The shape of a round's device mesh: replicas, the shards of each, and tensor parallelism within these.
+def _mesh_shape(
+    ranks_per_node: Sequence[int], nodes_per_replica: int | Literal["all"], tensor_parallel: int
+) -> tuple[int, int]:
+    """Return the numbers of replicas of a round and of the parts of each, for the nodes in the order of ranks.
 
     Ranks are numbered node by node, and the nodes of a replica follow each other, so that the mesh of a round needs no
     more than its shape: a replica is a row, and the ranks that compute one layer together are neighbours on a node.
 
-    Args:
-        shards: number of parts of each copy.
-        tensor: number of ranks that compute the layers of a part together, on the same samples.
+    Raises:
+        UsageError: the ranks cannot be divided so.
     """
-
-    replicas: int
-    shards: int
-    tensor: int = 1
-
-    @classmethod
-    def of(
-        cls, ranks_per_node: Sequence[int], nodes_per_replica: int | Literal["all"], tensor_parallel: int = 1
-    ) -> MeshShape:
-        """Return the shape for the nodes of a round.
-
-        Raises:
-            UsageError: the ranks cannot be divided so.
-        """
-        each, world_size = ranks_per_node[0], sum(ranks_per_node)
-        if len({*ranks_per_node}) > 1:
-            raise UsageError(
-                f"run.mesh() needs the same number of workers on each node, but the nodes of this round have "
-                f"{', '.join(map(str, ranks_per_node))}. Give a number for process_count_per_instance."
-            )
-        if tensor_parallel < 1 or each % tensor_parallel:
-            raise UsageError(
-                f"tensor_parallel={tensor_parallel} does not divide the {counted(each, 'worker')} of a node. Give a "
-                "divisor: layers are computed by workers of one node."
-            )
-        size = world_size if nodes_per_replica == "all" else nodes_per_replica * each
-        if world_size % size:
-            raise UsageError(
-                f"The {counted(world_size, 'worker')} of this round are no whole replicas of {size}: "
-                f"nodes_per_replica={nodes_per_replica} of {counted(each, 'worker')} each. Start the run with a number "
-                "of nodes that nodes_per_replica divides."
-            )
-        return cls(world_size // size, size // tensor_parallel, tensor_parallel)
-
-    @property
-    def rows(self) -> list[list[int]]:
-        """The ranks of each replica."""
-        size = self.shards * self.tensor
-        return [[*range(begin, begin + size)] for begin in range(0, self.replicas * size, size)]
-
-    @property
-    def dimensions(self) -> dict[str, int]:
-        """The names and the sizes of the mesh's dimensions; ``tensor`` only where it is used."""
-        sizes = {"replicate": self.replicas, "shard": self.shards}
-        return {**sizes, "tensor": self.tensor} if self.tensor > 1 else sizes
+    each, world_size = ranks_per_node[0], sum(ranks_per_node)
+    if len({*ranks_per_node}) > 1:
+        raise UsageError(
+            f"run.mesh() needs the same number of workers on each node, but the nodes of this round have "
+            f"{', '.join(map(str, ranks_per_node))}. Give a number for process_count_per_instance."
+        )
+    if tensor_parallel < 1 or each % tensor_parallel:
+        raise UsageError(
+            f"tensor_parallel={tensor_parallel} does not divide the {counted(each, 'worker')} of a node. Give a "
+            "divisor: layers are computed by workers of one node."
+        )
+    size = world_size if nodes_per_replica == "all" else nodes_per_replica * each
+    if world_size % size:
+        raise UsageError(
+            f"The {counted(world_size, 'worker')} of this round are no whole replicas of {size}: "
+            f"nodes_per_replica={nodes_per_replica} of {counted(each, 'worker')} each. Start the run with a number "
+            "of nodes that nodes_per_replica divides."
+        )
+    return world_size // size, size // tensor_parallel
 
 
 class Run:
@@ -137,11 +111,6 @@ class Run:
         self._replica: ReplicaGroup | None = None
         self.exit_hooks = ExitHooks(self._finish_at_exit, self._close_at_exit, self.lifecycle.on_uncaught)
 
-    @property
-    def over(self) -> bool:
-        """Whether the session has ended."""
-        return self.machine.over
-
     def leave_gradients_to_script(self, *modules: nn.Module) -> None:
         """Accept modules at any world size whose gradients the script, or its stack, averages by itself."""
         self._not_averaged += modules
@@ -154,12 +123,17 @@ class Run:
         with lifecycle.guard(stay=False):
             # The first rank of each node, as many times as the node has ranks.
             firsts = lifecycle.world.control.gather(identity.rank - identity.local_rank)
-            shape = MeshShape.of([*Counter(firsts).values()], self.context.nodes_per_replica, tensor_parallel)
-            sizes = shape.dimensions
+            ranks_per_node = [*Counter(firsts).values()]
+            replicas, shards = _mesh_shape(ranks_per_node, self.context.nodes_per_replica, tensor_parallel)
+            sizes = {"replicate": replicas, "shard": shards, "tensor": tensor_parallel}
+            if tensor_parallel == 1:
+                del sizes["tensor"]
             kind = device_of(lifecycle.device).kind
             self._mesh = init_device_mesh(kind, (*sizes.values(),), mesh_dim_names=(*sizes,))
-            if shape.replicas > 1 and len(shape.rows[0]) > 1:
-                self._replica = ReplicaGroup(lifecycle.world, shape.rows)
+            size = shards * tensor_parallel
+            if replicas > 1 and size > 1:
+                rows = [range(begin, begin + size) for begin in range(0, replicas * size, size)]
+                self._replica = ReplicaGroup(lifecycle.world, rows)
         if tensor_parallel > 1:
             rank, world_size = identity.rank // tensor_parallel, identity.world_size // tensor_parallel
             self.position.identity = replace(identity, rank=rank, world_size=world_size)
@@ -344,4 +318,4 @@ def earlier_checkpoint(plan: Plan | None) -> EarlierCheckpoint | None:
 
 def has_run() -> bool:
     """Return whether this process has a session that is not over."""
-    return any(not run.over for run in _runs)
+    return any(not run.machine.over for run in _runs)

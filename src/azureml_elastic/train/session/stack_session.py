@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,6 @@ _LOADER = "train"
 
 _LOG = logging.getLogger(__name__)
 
-_opened: list[StackSession | None] = []
-
 
 class StackSession:
     """A session whose steps are those of a training stack.
@@ -54,7 +53,6 @@ class StackSession:
         self._state = run.state
         self._steps = run.steps
         self.reference_world_size = reference_world_size
-        self._found: list[Mapping[str, Any] | None] = []
         self._shape: tuple[int, int] | None = None
 
     @property
@@ -80,7 +78,7 @@ class StackSession:
     @property
     def over(self) -> bool:
         """Whether the session has ended."""
-        return self._run.over
+        return self._run.machine.over
 
     @property
     def epoch(self) -> int:
@@ -151,18 +149,17 @@ class StackSession:
         Args:
             part: key of the part of its state to return, in place of the whole: without tensors
         """
-        found = (self._find() or {}).get(name)
+        found = (self._found or {}).get(name)
         return None if found is None else tree.join(found if part is None else found[part], {})
 
     def has_state(self) -> bool:
         """Return whether the run has a state that :meth:`track` will restore. A collective when called first."""
-        return self._find() is not None
+        return self._found is not None
 
-    def _find(self) -> Mapping[str, Any] | None:
-        if not self._found:
-            with self._lifecycle.guard(stay=False):
-                self._found.append(self._state.find())
-        return self._found[0]
+    @cached_property
+    def _found(self) -> Mapping[str, Any] | None:
+        with self._lifecycle.guard(stay=False):
+            return self._state.find()
 
     def from_main(self, value: Any) -> Any:
         """Return rank 0's value on every rank. A collective."""
@@ -315,18 +312,13 @@ def _holds(value: Any, part: Any) -> bool:
     return value is part or (inner is not None and inner is part)
 
 
+@cache
 def stack_session() -> StackSession | None:
     """Return the session of this process, opened by the first call; ``None`` where the process is no worker of a run.
 
     Raises:
         OSError: the node's agent does not answer.
     """
-    if not _opened:
-        _opened.append(_open())
-    return _opened[0]
-
-
-def _open() -> StackSession | None:
     environment = WorkerEnvironment.read()
     if environment.channel is None or not environment.has_rank or has_run():
         return None
@@ -368,7 +360,7 @@ def _group_is_whole(settings: WorkerSettings) -> bool:
 def _finish_first(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
     """Finish the session before a script or a stack closes the process group, without which that is impossible."""
     # Between two rounds this library closes the group itself.
-    session, caller = _opened[0], str(sys._getframe(1).f_globals.get("__name__"))  # noqa: SLF001
+    session, caller = stack_session(), str(sys._getframe(1).f_globals.get("__name__"))  # noqa: SLF001
     if session is not None and caller.partition(".")[0] != "azureml_elastic":
         session.finish_before_end()
     return wrapped(*args, **kwargs)
