@@ -165,7 +165,7 @@ def _open(backend: str, identity: WorkerIdentity) -> None:
     dist.distributed_c10d._world.group_count = 0  # noqa: SLF001 - destroy_process_group() needs a group
     if WorkerEnvironment.read().finds_others:
         dist.init_process_group(backend, rank=identity.rank, world_size=identity.world_size)
-    else:
+    else:  # alone, where no port is opened and no address needed
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 

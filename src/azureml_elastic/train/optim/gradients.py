@@ -221,6 +221,7 @@ class Gradients:
             self._rate.begin()
             self._sum = self._tokens = None
             self._local = 0.0
+        # In the last micro-batch of all loaders that are open; exact sums exchange the gradients by themselves.
         exchanged = micro.last and not self._position.accumulating and not self.exact
         self._sync(on=exchanged)
         if self._norms is not None:

@@ -231,6 +231,7 @@ class LearningRate:
 
     def steps_of(self, window: Window | None) -> int:
         """Return by how many steps a schedule advances with the current step, given the first loader's window."""
+        # The difference of two floors: what is cut off from one step is made up for in a later one.
         return math.floor(self._progress + self._advance_of(window)) - math.floor(self._progress)
 
     def commit(self, window: Window | None) -> None:
@@ -265,7 +266,7 @@ class LearningRate:
     def _momentum(self) -> float:
         groups = [group for each in self._hooked for group in each.optimizer.param_groups]
         momenta = [(group.get("momentum", 0.0), group.get("betas", (0.0,))[0]) for group in groups]
-        return max((float(value) for pair in momenta for value in pair), default=0.0)
+        return max((float(value) for pair in momenta for value in pair), default=0.0)  # one ramp for all groups
 
     def _before_step(self, optimizer: Optimizer) -> tuple[float, float | None]:
         if self._steps.discarded:
