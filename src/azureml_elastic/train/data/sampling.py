@@ -225,19 +225,15 @@ def parts(
         most: limit on the samples of a micro-batch, ``None`` for no limit
         number: number of micro-batches in place of both, as far as the samples suffice
     """
-    if number is not None:
-        whole = share(count, world_size, rank)
-        found = [share(len(whole), number, index) for index in range(number)]
-        return [whole[part.start : part.stop] for part in found if part]
-    if logical_workers is None:
+    if logical_workers is None or number is not None:
         shares = [share(count, world_size, rank)]
     else:
         shares = [share(count, logical_workers, worker) for worker in share(logical_workers, world_size, rank)]
     found = []
     for whole in shares:
-        number = 1 if most is None else -(-len(whole) // most)
-        for index in range(number):
-            part = share(len(whole), number, index)
+        pieces = number or (1 if most is None else -(-len(whole) // most))
+        for index in range(pieces):
+            part = share(len(whole), pieces, index)
             found.append(whole[part.start : part.stop])
     return [each for each in found if each]
 

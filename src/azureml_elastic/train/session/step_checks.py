@@ -32,7 +32,6 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -175,13 +174,14 @@ class FinitenessWatch:
 
     def attach(self, state: TrackedState) -> None:
         """Test the weights of the tracked modules from now on."""
-        trained = [[each for each in module.parameters() if each.requires_grad] for module in state.modules]
-        self._weights = [_local(each) for parameters in trained for each in parameters if _local(each).numel()]
-        # The smallest weight of each module that has any, as the sum of its numbers costs least.
-        probes = (min(map(_local, each), key=torch.Tensor.numel, default=None) for each in map(_nonempty, trained))
-        self._probes = [
-            torch.view_as_real(each.detach()) if each.is_complex() else each for each in probes if each is not None
-        ]
+        self._weights, self._probes = [], []
+        for module in state.modules:
+            parts = [_local(each) for each in module.parameters() if each.requires_grad]
+            weights = [each for each in parts if each.numel()]
+            self._weights += weights
+            if weights:
+                probe = min(weights, key=torch.Tensor.numel)  # the sum of its numbers costs least
+                self._probes.append(torch.view_as_real(probe) if probe.is_complex() else probe)
         # A scaled loss may overflow by design: the scaler then leaves the step out, and the weights stay finite.
         self._watches_loss = not state.scales_gradients
 
@@ -254,7 +254,3 @@ class FinitenessWatch:
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def _nonempty(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [each for each in parameters if _local(each).numel()]
