@@ -25,7 +25,7 @@ from azureml_elastic.checkpoint.format.catalogue import find_newest
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.errors import CheckpointDamaged, ElasticError, Fenced
-from azureml_elastic.ipc.agent_interface import EXIT_TERMINATED, Action, Agent, HandedOverState, WorkerIdentity
+from azureml_elastic.ipc.agent_interface import EXIT_TERMINATED, Action, HandedOverState, WorkerIdentity
 from azureml_elastic.ipc.message import HeldShard
 
 __all__ = ["POINTER", "StandaloneAgent"]
@@ -35,8 +35,8 @@ _LOG = logging.getLogger(__name__)
 POINTER = "latest.json"
 
 
-class StandaloneAgent(Agent):
-    """Keeps the pointer in a file and listens for SIGTERM. What it inherits does nothing: nobody listens or interrupts.
+class StandaloneAgent:
+    """Keeps the pointer in a file and listens for SIGTERM.
 
     Args:
         handles_signals: whether SIGTERM is taken for a notice, in a single process.
@@ -56,6 +56,11 @@ class StandaloneAgent(Agent):
         self._listens = handles_signals and identity.world_size == 1 and main_thread
         if self._listens:
             self._previous = signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        """Nobody listens, interrupts or holds anything."""
+
+    report = restored = when_interrupted = hand_over = hold_shard = replicate_shard = park = _nothing
 
     def pointer(self) -> Reference | None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`.
