@@ -53,7 +53,7 @@ def test_a_session_shows_what_the_page_says_and_about_a_dozen_verbs():
 
 def test_the_page_of_errors_names_each_class():
     page = (ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
-    tree = page.partition("```text\n")[2].partition("```")[0]
+    tree = page.partition("\n## Errors\n")[2].partition("```text\n")[2].partition("```")[0]
     classes = {name for name in errors.__all__ if isinstance(getattr(errors, name), type)}
     assert set(re.findall(r"\b[A-Z]\w+\b", tree)) & classes == classes
 

@@ -16,8 +16,7 @@ from tests.support.paths import ROOT, SUPPORT
 
 INTERRUPTED = SUPPORT / "interrupted.py"
 EPOCHS = {
-    "README.md": 29,
-    "docs/tutorial.md": 29,
+    "docs/index.md": 29,
     "starter": 30,
     "samples/digits.py": 23,
     "samples/fsdp2.py": 29,

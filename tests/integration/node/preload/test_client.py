@@ -274,9 +274,9 @@ def test_without_torch_nothing_is_gained_by_a_fork(tmp_path, caplog):
         process.close()
 
 
-def test_the_readmes_script_starts_warm_where_pyarrow_is_installed(tmp_path):
+def test_the_script_of_the_first_page_starts_warm_where_pyarrow_is_installed(tmp_path):
     """scikit-learn imports it if pandas is there, which would start a thread of its memory allocator."""
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs" / "index.md").read_text()
     (source,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "run.epochs" in block)
     assert "sklearn" in source
     check = "import os, sys\nassert 'pyarrow.lib' in sys.modules\nassert 'JE_ARROW_MALLOC_CONF' not in os.environ\n"
