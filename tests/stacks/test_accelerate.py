@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from azureml_elastic.checkpoint.format import catalogue
-from azureml_elastic.checkpoint.storage.opening import open_storage
+from azureml_elastic.checkpoint.storage.locations import open_storage
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.ledger.samples import restored_steps
 from tests.support.stacks import (

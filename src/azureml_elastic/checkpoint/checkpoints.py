@@ -337,9 +337,7 @@ class Checkpoints:
             Fenced: a newer round has taken over.
         """
         if isinstance(found, TaskOutcome):
-            if found.kind == "fenced":
-                raise Fenced(f"Training does not start: {found.text}")
-            raise CheckpointError(f"The committed checkpoint to start from could not be looked up: {found.text}")
+            raise found.error("The committed checkpoint to start from could not be looked up")
         self._committed = found
         return self._committed
 

@@ -236,7 +236,7 @@ def _survey(folder: str) -> list[FoundCheckpoint]:
 
 
 def _storage(folder: str) -> Storage:
-    from azureml_elastic.checkpoint.storage.opening import open_storage
+    from azureml_elastic.checkpoint.storage.locations import open_storage
 
     return open_storage(folder)
 

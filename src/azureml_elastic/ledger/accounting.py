@@ -183,16 +183,6 @@ class _Line:
             self.spans.append(Span(self.node, activity, self.at, until, number, cause))
         self.at = until
 
-    def draw_entry(self, until: float, number: int, cause: Cause | None) -> None:
-        """Continue up to the first step in a round.
-
-        Args:
-            until: when that began.
-            number: number of the round.
-            cause: why the node's round before ended; ``None`` in its first one.
-        """
-        self.draw(until, "starting" if cause is None else "recovering", number, cause)
-
 
 @dataclass(frozen=True)
 class _Run:
@@ -234,10 +224,6 @@ class _Run:
             by_node.setdefault(event.node, []).append(event)
             by_round.setdefault(event.round, []).append(event)
             by_node_and_round.setdefault((event.node, event.round), []).append(event)
-        commits: dict[int, list[CheckpointCommitted]] = {}
-        for event in events:
-            if isinstance(event, CheckpointCommitted):
-                commits.setdefault(event.round, []).append(event)
         restored = restored_steps(events)
         numbers = sorted(
             number for number, own in by_round.items() if any(isinstance(event, RoundEntered) for event in own)
@@ -263,7 +249,10 @@ class _Run:
                 for number in numbers
             },
             {number: _cause(by_round[number], left) for number in numbers},
-            commits,
+            {
+                number: [event for event in own if isinstance(event, CheckpointCommitted)]
+                for number, own in by_round.items()
+            },
             {} if reports_steps else {number: UnreportedRound.of(by_round[number]) for number in numbers},
             max(ends, default=None),
         )
@@ -297,9 +286,9 @@ def _account_node(line: _Line, run: _Run) -> None:
     _wait(line, first, run)
     for index, entry in enumerate(entries):
         following = entries[index + 1] if index + 1 < len(entries) else None
-        before = entries[index - 1].round if index else None
+        entry_cause = run.causes[entries[index - 1].round] if index else None
         account_work = _account_unreported if run.unreported else _account_steps
-        account_work(line, run, entry.round, before, following)
+        account_work(line, run, entry.round, entry_cause, following)
         _account_end(line, run, entry.round, following)
 
 
@@ -314,7 +303,7 @@ def _wait(line: _Line, until: float, run: _Run) -> None:
 
 
 def _account_unreported(
-    line: _Line, run: _Run, number: int, before: int | None, following: RoundEntered | None
+    line: _Line, run: _Run, number: int, entry_cause: Cause | None, following: RoundEntered | None
 ) -> None:
     """Draw the time from the entry into a round to its end, as far as it is known of a script without a session."""
     repeated = any(later > number for later, _ in run.entries)
@@ -324,7 +313,7 @@ def _account_unreported(
     if following is None and run.ended_in != number and not _has_left(run, line.node, number):
         ended = line.time.ended  # it was killed, which the others have noticed a moment later
     begun = ended if work.begun is None else min(work.begun, ended)
-    line.draw_entry(begun, number, None if before is None else run.causes[before])
+    line.draw(begun, "recovering" if entry_cause else "starting", number, entry_cause)
     line.draw(min(work.kept, ended), "training", number)
     if work.loses:
         line.draw(ended, "lost work", number, run.causes[number])
@@ -332,12 +321,14 @@ def _account_unreported(
         line.draw(ended, "unknown", number)
 
 
-def _account_steps(line: _Line, run: _Run, number: int, before: int | None, following: RoundEntered | None) -> None:
+def _account_steps(
+    line: _Line, run: _Run, number: int, entry_cause: Cause | None, following: RoundEntered | None
+) -> None:
     """Draw the time from the entry into a round to its last step."""
     steps = _Steps.of(run, line.node, number)
     if line.time.running and following is None and not _has_seen_the_end(run, line.node, number):
         steps = replace(steps, ended=max(steps.ended, line.time.ended))
-    line.draw_entry(steps.started, number, None if before is None else run.causes[before])
+    line.draw(steps.started, "recovering" if entry_cause else "starting", number, entry_cause)
     cause = run.causes[number]
     pauses = steps.pauses(run.commits.get(number, ()))
     kept_until = steps.time_of(run.kept[number])

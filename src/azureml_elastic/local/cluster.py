@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from azureml_elastic.checkpoint.format.catalogue import furthest, newest_committed
-from azureml_elastic.checkpoint.storage.opening import open_storage
+from azureml_elastic.checkpoint.storage.locations import open_storage
 from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.config import (
     BatchPolicy,

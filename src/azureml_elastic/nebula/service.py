@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from azureml_elastic.checkpoint.format.catalogue import survey
 from azureml_elastic.checkpoint.format.manifest import MANIFEST, FolderName, Manifest
-from azureml_elastic.checkpoint.storage.locations import join_path
-from azureml_elastic.checkpoint.storage.opening import open_storage
+from azureml_elastic.checkpoint.storage.locations import join_path, open_storage
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import CheckpointError

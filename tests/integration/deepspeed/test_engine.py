@@ -10,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from safetensors.torch import load_file
 
 from azureml_elastic.checkpoint.format.catalogue import export, newest_whole
-from azureml_elastic.checkpoint.storage.opening import open_storage
+from azureml_elastic.checkpoint.storage.locations import open_storage
 from tests.support.deepspeed import engines
 from tests.support.worlds import World
 

@@ -125,7 +125,7 @@ def mounted(folder, options, script):
 
 
 READ_ONLY = """
-from azureml_elastic.checkpoint.storage.opening import open_storage
+from azureml_elastic.checkpoint.storage.locations import open_storage
 from azureml_elastic.errors import UsageError
 
 for path in ({folder!r}, {folder!r} + "/new"):

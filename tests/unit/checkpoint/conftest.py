@@ -7,7 +7,7 @@ import uuid
 import fsspec
 import pytest
 
-from azureml_elastic.checkpoint.storage.opening import open_storage
+from azureml_elastic.checkpoint.storage.locations import open_storage
 from azureml_elastic.local.azurite import Azurite
 
 

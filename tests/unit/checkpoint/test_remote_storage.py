@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from azureml_elastic import train
-from azureml_elastic.checkpoint.storage.opening import open_storage
+from azureml_elastic.checkpoint.storage.locations import open_storage
 from azureml_elastic.checkpoint.storage.remote import RemoteStorage
 from azureml_elastic.config import CheckpointPolicy
 

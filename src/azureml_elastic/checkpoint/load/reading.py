@@ -13,10 +13,10 @@ from azureml_elastic.checkpoint.format.catalogue import entries
 from azureml_elastic.checkpoint.format.manifest import Manifest
 from azureml_elastic.checkpoint.format.shard_file import Chunk, Entry
 from azureml_elastic.checkpoint.state.compatibility import TensorKind
-from azureml_elastic.checkpoint.state.layout import Read, memory_of, reads, require_complete
+from azureml_elastic.checkpoint.state.layout import Read, incomplete, memory_of, reads
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.distributed.control_group import ControlGroup
-from azureml_elastic.errors import CheckpointError, UsageError
+from azureml_elastic.errors import CheckpointDamaged, CheckpointError, UsageError
 
 __all__ = ["load", "targets_for"]
 
@@ -62,7 +62,8 @@ def load(
     targets: dict[str, torch.Tensor] = {}
 
     def fill() -> None:
-        require_complete(chunks)
+        for name, (nbytes, whole) in incomplete(chunks).items():
+            raise CheckpointDamaged(f"Of the {whole} bytes of {name!r} the checkpoint holds {nbytes}.")
         targets.update(targets_for((each for each in chunks if wanted(each.name)), present, manifest.step))
         by_file: defaultdict[str, list[Read]] = defaultdict(list)
         for read in reads(targets, chunks):

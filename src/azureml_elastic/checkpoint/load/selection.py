@@ -18,13 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from azureml_elastic.checkpoint.format.catalogue import handed_over, verify
+from azureml_elastic.checkpoint.format.catalogue import handed_over, survey, verify
 from azureml_elastic.checkpoint.format.manifest import COMMITTED, DAMAGED, Manifest
 from azureml_elastic.checkpoint.save.background_save import LONG_RETRY_SECONDS, TaskOutcome, retry_while_unavailable
 from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
 from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.distributed.control_group import ControlGroup
-from azureml_elastic.errors import CheckpointDamaged, CheckpointError, Fenced
+from azureml_elastic.errors import CheckpointDamaged
 from azureml_elastic.ipc.agent_interface import Agent
 from azureml_elastic.ipc.worker_messages import Damaged
 
@@ -127,7 +127,8 @@ class CheckpointSelector:
             reference = manifest.parent
         else:
             return
-        for manifest in self._committed():
+        found = [each.manifest for each in survey(self.storage) if each.committed and each.manifest is not None]
+        for manifest in sorted(found, key=lambda each: (each.round, each.step, each.directory), reverse=True):
             if manifest.directory not in tried:
                 yield manifest.directory, manifest, ""
 
@@ -145,15 +146,6 @@ class CheckpointSelector:
                 if time.monotonic() >= self._until:
                     raise
             time.sleep(_POLL_SECONDS)
-
-    def _committed(self) -> list[Manifest]:
-        """Return the readable manifests of all committed checkpoints, the newest first."""
-        found = []
-        for folder in self.storage.folders():
-            if COMMITTED in self.storage.files(folder):
-                with contextlib.suppress(CheckpointDamaged):
-                    found.append(Manifest.read(self.storage, folder))
-        return sorted(found, key=lambda each: (each.round, each.step, each.directory), reverse=True)
 
     def _check(self, manifest: Manifest) -> list[str]:
         """Return the problems of this rank's part of the files: every world_size-th in order of size."""
@@ -188,9 +180,7 @@ def adopt_handed_over(
     after = -1 if committed is None else committed.step
     found: Any = control.from_main(_adopt(storage, agent, after) if control.rank == 0 else None)
     if isinstance(found, TaskOutcome):
-        if found.kind == "fenced":
-            raise Fenced(f"Training does not start: {found.text}")
-        raise CheckpointError(f"A state that an agent kept in {storage} could not be committed: {found.text}")
+        raise found.error(f"A state that an agent kept in {storage} could not be committed")
     adopted: Reference | None = found
     return adopted
 

@@ -29,7 +29,7 @@ from azureml_elastic.checkpoint.format.manifest import COMMITTED, MANIFEST, Mani
 from azureml_elastic.checkpoint.save.local_shard import ShardCopy
 from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
 from azureml_elastic.distributed.control_group import ControlGroup
-from azureml_elastic.errors import Fenced, RoundBroken, TableUnavailable
+from azureml_elastic.errors import CheckpointError, ElasticError, Fenced, RoundBroken, TableUnavailable
 from azureml_elastic.ipc.agent_interface import Agent
 from azureml_elastic.plurals import counted
 
@@ -69,6 +69,12 @@ class TaskOutcome:
 
     kind: Literal["committed", "kept", "unavailable", "fenced", "failed", "broken"]
     text: str = ""
+
+    def error(self, what: str) -> ElasticError:
+        """Return the error of a start at which this has failed."""
+        if self.kind == "fenced":
+            return Fenced(f"Training does not start: {self.text}")
+        return CheckpointError(f"{what}: {self.text}")
 
 
 @dataclass(eq=False)

@@ -114,11 +114,6 @@ class StagingBuffer:
             os.close(self.descriptor)
             self.descriptor = -1
 
-    def tensor(self, begin: int, end: int) -> torch.Tensor:
-        """Return a part of the buffer as a tensor of bytes."""
-        assert self._bytes is not None
-        return self._bytes[begin:end]
-
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # at the end of the interpreter CUDA may be unusable already
             self.release()
@@ -217,9 +212,8 @@ class LocalShard:
     def reserve(self) -> None:
         """Allocate the memory for a copy on a thread. No task may read a copy meanwhile."""
         if self._reserving is None:
-            assert self._plan is not None
-            nbytes = self._plan.layout.nbytes
-            self._reserving = threading.Thread(target=self._reserve, args=(nbytes,), name="reserve-memory", daemon=True)
+            arguments = (self.nbytes,)
+            self._reserving = threading.Thread(target=self._reserve, args=arguments, name="reserve-memory", daemon=True)
             self._reserving.start()
 
     def hold(self, copy: ShardCopy) -> None:

@@ -73,7 +73,7 @@ def decide(every_seconds: float, since_save_seconds: float, steps_seen: int, sec
 
 
 class Main(Protocol):
-    """What a schedule needs of the control group: rank 0's decision on every rank."""
+    """Rank 0's decision on every rank: the control group, without torch, which simulated runs do without."""
 
     def from_main(self, value: Decision | None) -> Decision:
         """Return rank 0's value on every rank."""

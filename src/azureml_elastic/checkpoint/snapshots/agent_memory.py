@@ -20,10 +20,11 @@ import mmap
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 from pydantic import TypeAdapter
@@ -48,6 +49,9 @@ from azureml_elastic.ipc.worker_messages import (
 )
 
 __all__ = ["AgentMemory", "LocalSnapshots"]
+
+_Key = TypeVar("_Key")
+_Description = TypeVar("_Description")
 
 _LOG = logging.getLogger(__name__)
 
@@ -220,7 +224,7 @@ class AgentMemory:
                     self._retain(message.folder)
                     return None
                 case DiscardSnapshot():
-                    self._discard([key for key in self._shards if key[0] == message.folder])
+                    _release(self._shards, [key for key in self._shards if key[0] == message.folder])
                     return None
                 case HandOver() | HoldShard():
                     return self._hold_memory(message, number, rank)
@@ -244,7 +248,7 @@ class AgentMemory:
 
     def _hold(self, descriptor: int, shard: ShardDescription) -> None:
         key = (shard.folder, shard.file)
-        self._discard([key])
+        _release(self._shards, [key])
         self._shards[key] = descriptor, shard
 
     def _hold_memory(self, message: HandOver | HoldShard, number: int, rank: int) -> Reply:
@@ -257,7 +261,7 @@ class AgentMemory:
         else:
             # A part of an earlier round stays beside those of this one until its own worker replaces it: a worker that
             # ends before it has restored anything hands nothing over.
-            self._drop_states([message.part])
+            _release(self._states, [message.part])
             state = HandedOverState(_path(opened), message.step, number, rank, message.part)
             self._states[message.part] = opened, state
             what = "The state" if message.part is None else "A part of the state"
@@ -272,7 +276,7 @@ class AgentMemory:
     def completed(self, number: int) -> None:
         """Release what was handed over before this round, which has completed a step and so has restored it."""
         with self._lock:
-            self._drop_states([part for part, (_, state) in self._states.items() if state.round < number])
+            _release(self._states, [part for part, (_, state) in self._states.items() if state.round < number])
 
     def close(self, *, forget: bool = True) -> None:
         """Release all memory.
@@ -281,8 +285,8 @@ class AgentMemory:
             forget: whether to remove the snapshots on the disk too, at the successful end of the run.
         """
         with self._lock:
-            self._drop_states([*self._states])
-            self._discard(list(self._shards))
+            _release(self._states, [*self._states])
+            _release(self._shards, [*self._shards])
         if self._local is not None:
             if forget:
                 self._local.forget()
@@ -290,21 +294,17 @@ class AgentMemory:
 
     def _retain(self, folder: str) -> None:
         """Release all snapshots but this one, which is complete, and write it to the disk."""
-        self._discard([key for key in self._shards if key[0] != folder])
+        _release(self._shards, [key for key in self._shards if key[0] != folder])
         if folder != self._written:
             self._written = folder
             if self._local is not None:
                 self._local.write(list(self._shards.values()))
 
-    def _discard(self, keys: list[tuple[str, str]]) -> None:
-        for key in keys:
-            if key in self._shards:
-                os.close(self._shards.pop(key)[0])
 
-    def _drop_states(self, parts: list[int | None]) -> None:
-        for part in parts:
-            if part in self._states:
-                os.close(self._states.pop(part)[0])
+def _release(held: dict[_Key, tuple[int, _Description]], keys: Iterable[_Key]) -> None:
+    for key in keys:
+        if key in held:
+            os.close(held.pop(key)[0])
 
 
 def _path(descriptor: int) -> str:

@@ -19,7 +19,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from azureml_elastic.checkpoint.format.manifest import COMMITTED, HANDED_OVER, MANIFEST, FolderName, Manifest
 from azureml_elastic.checkpoint.format.shard_file import read_header
-from azureml_elastic.checkpoint.storage.opening import open_storage
+from azureml_elastic.checkpoint.storage.local import fill
+from azureml_elastic.checkpoint.storage.locations import open_storage
 from azureml_elastic.checkpoint.storage.storage import BLOCK_BYTES, Storage
 from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.errors import CheckpointError
@@ -51,7 +52,7 @@ def write_handed_over(descriptor: int, state: HandedOverState, seconds_left: Cal
         CheckpointError: the memory holds no state for a checkpoint.
         OSError: it could not be written.
     """
-    _, note = read_header(lambda begin, memory: _fill(descriptor, begin, memory), "the memory")
+    _, note = read_header(lambda begin, memory: fill(descriptor, begin, memory, "memory"), "the memory")
     header = json.loads(note or "{}")
     if not header.get("storage"):
         raise CheckpointError(f"the state of step {state.step} does not name the run's storage")
@@ -116,12 +117,3 @@ def _blocks(descriptor: int) -> Iterator[bytes]:
     while block := os.pread(descriptor, BLOCK_BYTES, begin):
         yield block
         begin += len(block)
-
-
-def _fill(descriptor: int, begin: int, memory: memoryview) -> None:
-    done = 0
-    while done < len(memory):
-        count = os.preadv(descriptor, [memory[done:]], begin + done)
-        if count == 0:
-            raise OSError(f"the memory ends at byte {begin + done}")
-        done += count

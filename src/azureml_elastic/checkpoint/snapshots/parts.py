@@ -12,10 +12,9 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch
 import xxhash
@@ -24,6 +23,7 @@ from azureml_elastic.checkpoint.format.shard_file import Chunk
 from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot
 from azureml_elastic.checkpoint.snapshots.transfer import HeldChunks
 from azureml_elastic.checkpoint.state import tree
+from azureml_elastic.checkpoint.state.layout import incomplete
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import CheckpointDamaged
 from azureml_elastic.ipc.agent_interface import HandedOverState
@@ -168,7 +168,8 @@ def find_complete(parts: Sequence[Part], at_least: int, control: ControlGroup) -
                     if each.form == form and (not apart or (each.round, each.rank) == (main.round, main.rank))
                 )
         found = {chunk: sorted(ranks) for chunk, ranks in holders.items() if ranks}
-        missing = _missing(found, tree.tensor_names(header.state))
+        absent = tree.tensor_names(header.state) - {chunk.name for chunk in found}
+        missing = sorted(absent | incomplete(found).keys())
         if not missing:
             pending = any(each.save_pending for each in same)
             ordered = sorted(found)
@@ -189,13 +190,3 @@ def find_complete(parts: Sequence[Part], at_least: int, control: ControlGroup) -
                 len(missing),
             )
     return None
-
-
-def _missing(chunks: Iterable[Chunk], names: set[str]) -> list[str]:
-    """Return the names of the tensors that the chunks, which do not overlap, do not make up."""
-    found: Counter[str] = Counter()
-    whole: dict[str, int] = {}
-    for chunk in chunks:
-        found[chunk.name] += chunk.nbytes
-        whole[chunk.name] = prod(chunk.shape) * chunk.itemsize
-    return sorted(name for name in names | whole.keys() if found[name] != whole.get(name))

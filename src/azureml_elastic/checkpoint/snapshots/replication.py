@@ -39,7 +39,7 @@ from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
 from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.distributed.control_group import ControlGroup
-from azureml_elastic.errors import CheckpointDamaged, CheckpointError, ElasticError, Fenced
+from azureml_elastic.errors import CheckpointDamaged, CheckpointError, ElasticError
 from azureml_elastic.ipc.agent_interface import Agent, WorkerIdentity
 from azureml_elastic.ipc.message import HeldShard, ShardDescription
 from azureml_elastic.ipc.worker_messages import DiscardSnapshot, RetainSnapshot
@@ -105,14 +105,6 @@ def partners(nodes: Sequence[int]) -> list[int | None]:
     return found
 
 
-@dataclass(frozen=True)
-class _Copied:
-    """A rank's report about its shard: its node, and an error or ``None``."""
-
-    node: int
-    error: str | None
-
-
 @dataclass(eq=False)
 class ReplicationTask(BackgroundTask):
     """The replication of one snapshot; its manifest is stored behind the shard of rank 0.
@@ -125,12 +117,13 @@ class ReplicationTask(BackgroundTask):
 
     @override
     def work(self) -> TaskOutcome:
-        copied = self.collective(lambda: self.control.gather(self._copied()))
-        failed = [f"rank {rank}: {each.error}" for rank, each in enumerate(copied) if each.error is not None]
+        own = self.identity.rank - self.identity.local_rank, self.error
+        copied = self.collective(lambda: self.control.gather(own))
+        failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(copied) if error is not None]
         if failed:
             return TaskOutcome("failed", f"copying failed on {counted(len(failed), 'rank')}: {'; '.join(failed)}")
         try:
-            self._hold(partners([each.node for each in copied])[self.identity.rank])
+            self._hold(partners([node for node, _ in copied])[self.identity.rank])
         except ElasticError as error:
             self.error = str(error)
         if not self.collective(lambda: self.control.all_true(self.error is None)):
@@ -138,10 +131,6 @@ class ReplicationTask(BackgroundTask):
             return TaskOutcome("failed", self.error or "another rank's shard is not held by two nodes")
         self.agent.report(RetainSnapshot(self.manifest.directory))
         return TaskOutcome("kept")
-
-    def _copied(self) -> _Copied:
-        node = self.identity.rank - self.identity.local_rank
-        return _Copied(node, None if self.copy is not None else self.error or "there is no copy")
 
     def _hold(self, partner: int | None) -> None:
         """Have this node's agent hold the shard, and then that of the partner.
@@ -259,10 +248,8 @@ def recover_from_replicas(
         if outcome.kind == "committed":
             remove_older(storage, manifest, policy.keep)
     outcome = control.from_main(outcome)
-    if outcome.kind == "fenced":
-        raise Fenced(f"Training does not start: {outcome.text}")
     if outcome.kind != "committed":
-        raise CheckpointError(f"The snapshot of step {step} in memory could not be committed: {outcome.text}")
+        raise outcome.error(f"The snapshot of step {step} in memory could not be committed")
     if control.rank == 0:
         _LOG.warning("The snapshot of step %d in memory is committed as %s.", step, manifest.directory)
     return manifest.reference

@@ -18,7 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import xxhash
@@ -27,11 +27,12 @@ from azureml_elastic.checkpoint.format.shard_file import Chunk
 from azureml_elastic.checkpoint.load.reading import targets_for
 from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot, chunk_of
 from azureml_elastic.checkpoint.state.layout import memory_of, reads
+from azureml_elastic.distributed.control_group import ControlGroup, Transfer
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.errors import CheckpointDamaged
 from azureml_elastic.plurals import counted
 
-__all__ = ["HeldChunks", "Piece", "Ranks", "Region", "cut", "route", "send_to_others"]
+__all__ = ["HeldChunks", "Piece", "Region", "cut", "route", "send_to_others"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -46,32 +47,6 @@ _WINDOW = 64
 
 _ATTEMPTS = 3
 _ALIGNMENT = 16
-
-
-class Pending(Protocol):
-    """A transfer under way."""
-
-    def wait(self) -> Any:
-        """Wait for its end."""
-
-
-class Ranks(Protocol):
-    """What a transfer needs of the control group."""
-
-    rank: int
-    world_size: int
-
-    def from_rank(self, source: int, value: Any) -> Any:
-        """Return one rank's value on every rank."""
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return all ranks' values on every rank."""
-
-    def send(self, tensor: torch.Tensor, rank: int, number: int) -> Pending:
-        """Begin to send a tensor, under a number, to a rank that receives it."""
-
-    def receive(self, tensor: torch.Tensor, rank: int, number: int) -> Pending:
-        """Begin to overwrite a tensor with one that a rank sends under this number."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +170,7 @@ class HeldChunks:
     holders: Sequence[Sequence[int]]
     own: Mapping[Chunk, torch.Tensor]
 
-    def read(self, targets: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
+    def read(self, targets: Mapping[str, torch.Tensor], ranks: ControlGroup) -> None:
         """Overwrite tensors, of which each rank may have others, or none. A collective.
 
         Raises:
@@ -206,7 +181,7 @@ class HeldChunks:
         mine = {region: target for region, target in mine.items() if target.numel()}
         with torch.no_grad():
             for region in [each for each in mine if ranks.rank in self.holders[each.source]]:
-                mine.pop(region).copy_(self._held(region))
+                mine.pop(region).copy_(self.view(region))
             pieces = cut(self._gather(mine, ranks), self.chunks, self.holders)
             content = _Content(self, mine)
             left = [*range(len(pieces))]
@@ -229,7 +204,7 @@ class HeldChunks:
                 "these nodes."
             )
 
-    def _gather(self, mine: Iterable[Region], ranks: Ranks) -> dict[Region, list[int]]:
+    def _gather(self, mine: Iterable[Region], ranks: ControlGroup) -> dict[Region, list[int]]:
         """Return the ranks that want each region."""
         whole = [Region(n, (0,) * len(each.sizes), each.sizes) for n, each in enumerate(self.chunks) if each.nbytes]
         regions = [*mine]
@@ -240,7 +215,8 @@ class HeldChunks:
                 wanted[region].append(rank)
         return wanted
 
-    def _held(self, region: Region) -> torch.Tensor:
+    def view(self, region: Region) -> torch.Tensor:
+        """Return a region of a chunk that this rank holds."""
         return region.of(self.own[self.chunks[region.source]], (0,) * len(region.sizes))
 
 
@@ -263,7 +239,7 @@ class _Content:
 
     def held(self, piece: Piece) -> torch.Tensor:
         """Return the bytes to send: a view of memory, or a copy of several regions."""
-        views = [self._held._held(region) for region in piece.regions]  # noqa: SLF001 - in this module
+        views = [self._held.view(region) for region in piece.regions]
         if len(views) == 1:
             return _bytes(views[0].cpu().contiguous())
         content = torch.zeros(piece.nbytes, dtype=torch.uint8)
@@ -297,12 +273,12 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _exchange(
-    ranks: Ranks, content: _Content, pieces: Sequence[Piece], routes: Mapping[int, Sequence[int]]
+    ranks: ControlGroup, content: _Content, pieces: Sequence[Piece], routes: Mapping[int, Sequence[int]]
 ) -> dict[int, int]:
     """Send, receive and pass on what this rank is to; return the checksums of its pieces by their numbers."""
     sums: dict[int, int] = {}
-    sending: deque[tuple[Pending, int]] = deque()
-    receiving: deque[tuple[Pending, int, torch.Tensor]] = deque()
+    sending: deque[tuple[Transfer, int]] = deque()
+    receiving: deque[tuple[Transfer, int, torch.Tensor]] = deque()
 
     def has(number: int, data: torch.Tensor) -> None:
         way = routes[number]
@@ -343,7 +319,7 @@ def _exchange(
 
 def send_to_others(
     own: Snapshot | None,
-    ranks: Ranks,
+    ranks: ControlGroup,
     holders: Sequence[int],
     targets: Callable[[Mapping[str, Any]], Mapping[str, torch.Tensor]],
 ) -> Snapshot:

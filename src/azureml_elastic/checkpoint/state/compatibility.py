@@ -20,7 +20,6 @@ __all__ = [
     "refuse",
     "shape_differences",
     "tensor_differences",
-    "unlike",
 ]
 
 _SHOWN = 3
@@ -55,11 +54,6 @@ def kinds_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorKind]:
     }
 
 
-def unlike(stored: Kinds, present: Kinds) -> list[str]:
-    """Return the names on both sides with another shape or type."""
-    return [name for name in sorted(stored.keys() & present.keys()) if stored[name] != present[name]]
-
-
 def tensor_differences(stored: Kinds, present: Kinds) -> list[str]:
     """Return sentences about tensors that only one side has, and about those with another shape or type.
 
@@ -73,10 +67,11 @@ def tensor_differences(stored: Kinds, present: Kinds) -> list[str]:
     if unexpected := sorted(stored.keys() - present.keys()):
         found.append(f"the script does not have {_names(unexpected)}")
     changes: defaultdict[str, list[str]] = defaultdict(list)
-    for name in unlike(stored, present):
+    for name in sorted(stored.keys() & present.keys()):
         before, now = stored[name], present[name]
-        what = f"{before.dtype}, and now {now.dtype}" if before.shape == now.shape else f"{before}, and now {now}"
-        changes[what].append(name)
+        if before != now:
+            what = f"{before.dtype}, and now {now.dtype}" if before.shape == now.shape else f"{before}, and now {now}"
+            changes[what].append(name)
     found += [f"{_names(names)} {'was' if len(names) == 1 else 'were'} {what}" for what, names in changes.items()]
     return found
 

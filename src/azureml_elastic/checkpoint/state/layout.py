@@ -27,9 +27,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from azureml_elastic.checkpoint.format.shard_file import Chunk
-from azureml_elastic.errors import CheckpointDamaged
 
-__all__ = ["Piece", "Read", "held", "memory_of", "pieces", "reads", "require_complete", "signature"]
+__all__ = ["Piece", "Read", "held", "incomplete", "memory_of", "pieces", "reads", "signature"]
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -116,19 +115,14 @@ def reads(targets: Mapping[str, torch.Tensor], stored: Sequence[Chunk]) -> Itera
         yield Read(numbers[index.fqn][index.index], *part, planner.resolve_tensor(item).detach())
 
 
-def require_complete(stored: Sequence[Chunk]) -> None:
-    """Check that each stored tensor is stored completely.
-
-    Raises:
-        CheckpointDamaged: a part of a tensor is missing.
-    """
-    counts: Counter[str] = Counter()
-    for chunk in stored:
-        counts[chunk.name] += chunk.nbytes
-    for chunk in stored:
-        whole, found = prod(chunk.shape) * chunk.itemsize, counts[chunk.name]
-        if found != whole:
-            raise CheckpointDamaged(f"Of the {whole} bytes of {chunk.name!r} the checkpoint holds {found}.")
+def incomplete(chunks: Iterable[Chunk]) -> dict[str, tuple[int, int]]:
+    """Return the tensors that chunks do not make up, by name, with the bytes found and those of the whole."""
+    found: Counter[str] = Counter()
+    whole: dict[str, int] = {}
+    for chunk in chunks:
+        found[chunk.name] += chunk.nbytes
+        whole[chunk.name] = prod(chunk.shape) * chunk.itemsize
+    return {name: (found[name], nbytes) for name, nbytes in whole.items() if found[name] != nbytes}
 
 
 def _chunk(item: WriteItem) -> Chunk:

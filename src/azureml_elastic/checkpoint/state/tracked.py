@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from azureml_elastic.checkpoint.state import tree
 from azureml_elastic.checkpoint.state.compatibility import (
-    TensorKind,
+    Kinds,
     group_differences,
     optimizer_differences,
     parameter_differences,
@@ -56,7 +56,6 @@ __all__ = [
 ]
 
 Tensors = Mapping[str, torch.Tensor]
-Kinds = Mapping[str, TensorKind]
 
 
 @runtime_checkable

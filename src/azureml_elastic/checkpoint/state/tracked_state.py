@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
 from azureml_elastic.checkpoint.state.compatibility import (
-    TensorKind,
+    Kinds,
     class_differences,
     kinds_of,
     refuse,
@@ -30,7 +30,6 @@ from azureml_elastic.checkpoint.state.compatibility import (
 )
 from azureml_elastic.checkpoint.state.deepspeed_engine import EngineState, is_engine
 from azureml_elastic.checkpoint.state.tracked import (
-    Kinds,
     ModuleState,
     OptimizerState,
     OtherState,
@@ -285,7 +284,7 @@ class TrackedState:
         return tensors
 
     def check(
-        self, where: str, plain: Mapping[str, Any], classes: Mapping[str, str], stored: Mapping[str, TensorKind]
+        self, where: str, plain: Mapping[str, Any], classes: Mapping[str, str], stored: Kinds
     ) -> UsageError | None:
         """Return why a checkpoint does not fit, ``None`` if it does, or must be restored in part only.
 
@@ -341,14 +340,11 @@ class TrackedState:
                 elif each.name in differing and each.name in self._other_class:
                     missing += each.begin_anew()
                 elif each.name in differing:
-                    missing += self._restore_partly(each, plain[each.name], tensors)
+                    fitting = each.fitting(plain[each.name], _of(each.name, tensors))
+                    missing += each.restore_partly(plain[each.name], fitting)
                 else:
                     each.restore(plain[each.name], tensors)
         return missing
-
-    def _restore_partly(self, tracked: Tracked, plain: Any, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        fitting = tracked.fitting(plain, _of(tracked.name, tensors))
-        return tracked.restore_partly(plain, fitting)
 
     def _require_names(self, saved: Mapping[str, Any]) -> None:
         if not {*saved} ^ {*self.names} <= self._partial:

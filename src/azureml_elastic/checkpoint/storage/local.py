@@ -19,7 +19,7 @@ from typing_extensions import override
 from azureml_elastic.checkpoint.storage.storage import BLOCK_BYTES, Storage
 from azureml_elastic.errors import CheckpointError, UsageError
 
-__all__ = ["LocalStorage", "unusable"]
+__all__ = ["LocalStorage", "fill", "unusable"]
 
 _SYNC_FILE_RANGE_WRITE = 2  # not among Python's names
 
@@ -49,6 +49,20 @@ def begin_writing(descriptor: int, begin: int, nbytes: int) -> None:
             ctypes.c_int64(nbytes),
             ctypes.c_uint(_SYNC_FILE_RANGE_WRITE),
         )
+
+
+def fill(descriptor: int, begin: int, memory: memoryview, name: str) -> None:
+    """Read a file from an offset on, as much as the memory takes.
+
+    Raises:
+        OSError: the file, whose name is for the message, ends too early or cannot be read.
+    """
+    done = 0
+    while done < len(memory):
+        count = os.preadv(descriptor, [memory[done : done + BLOCK_BYTES]], begin + done)
+        if count == 0:
+            raise OSError(errno.EIO, f"the content ends at byte {begin + done}", name)
+        done += count
 
 
 def unusable(folder: Path, error: OSError | ValueError) -> UsageError | CheckpointError:
@@ -186,16 +200,8 @@ class LocalStorage(Storage):
     def reading(self, folder: str, name: str) -> Iterator[Callable[[int, memoryview], None]]:
         descriptor = os.open(self.root / folder / name, os.O_RDONLY | os.O_CLOEXEC)
 
-        def fill(begin: int, memory: memoryview) -> None:
-            done = 0
-            while done < len(memory):
-                count = os.preadv(descriptor, [memory[done : done + BLOCK_BYTES]], begin + done)
-                if count == 0:
-                    raise OSError(errno.EIO, f"the file ends at byte {begin + done}", name)
-                done += count
-
         try:
-            yield fill
+            yield lambda begin, memory: fill(descriptor, begin, memory, name)
         finally:
             os.close(descriptor)
 

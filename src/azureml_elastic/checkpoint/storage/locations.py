@@ -1,20 +1,16 @@
-"""Paths and URLs of folders of checkpoints."""
+"""Paths and URLs of folders of checkpoints, and the storage that serves each."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-__all__ = ["AZURE_CONNECTION_STRING", "is_azure", "is_remote", "join_path"]
+from azureml_elastic.errors import UsageError
 
-AZURE_CONNECTION_STRING = "AZURE_STORAGE_CONNECTION_STRING"
-"""The environment variable from which adlfs reads a connection string."""
+if TYPE_CHECKING:
+    from azureml_elastic.checkpoint.storage.storage import Storage  # which needs the packages of a node
 
-_AZURE = ("abfs", "abfss", "az")
-
-
-def is_azure(where: str) -> bool:
-    """Return whether a location is a URL that adlfs serves."""
-    return where.partition("://")[0] in _AZURE and is_remote(where)
+__all__ = ["is_remote", "join_path", "open_storage"]
 
 
 def is_remote(where: str) -> bool:
@@ -25,3 +21,24 @@ def is_remote(where: str) -> bool:
 def join_path(where: str, name: str) -> str:
     """Return the path or URL of ``name`` below ``where``."""
     return f"{where.rstrip('/')}/{name}" if is_remote(where) else str(Path(where) / name)
+
+
+def open_storage(where: str | Path) -> Storage:
+    """Return the storage of a path or an fsspec URL. Reads and creates nothing.
+
+    Raises:
+        MissingExtra: the packages for this kind of URL are not installed.
+        UsageError: the name is empty, or no package knows this kind of URL.
+    """
+    if not str(where).strip().removeprefix("file://"):
+        raise UsageError(
+            f"The checkpoint folder {str(where)!r} has no name. Give CheckpointPolicy(path=...) the path of a folder, "
+            "or None for the default."
+        )
+    if is_remote(str(where)):
+        from azureml_elastic.checkpoint.storage.remote import RemoteStorage
+
+        return RemoteStorage(str(where))
+    from azureml_elastic.checkpoint.storage.local import LocalStorage
+
+    return LocalStorage(Path(str(where).removeprefix("file://")))

@@ -13,12 +13,16 @@ from typing import Any
 
 from typing_extensions import override
 
-from azureml_elastic.checkpoint.storage.locations import is_azure
 from azureml_elastic.checkpoint.storage.storage import BLOCK_BYTES, Storage
 from azureml_elastic.environment.storage import StorageEnvironment
 from azureml_elastic.errors import MissingExtra, UsageError
 
-__all__ = ["RemoteStorage"]
+__all__ = ["RemoteStorage", "is_azure"]
+
+
+def is_azure(where: str) -> bool:
+    """Return whether a location is a URL that adlfs serves."""
+    return where.startswith(("abfs://", "abfss://", "az://"))
 
 
 class RemoteStorage(Storage):

@@ -10,7 +10,7 @@ import posixpath
 
 from azureml_elastic.checkpoint.format.catalogue import furthest, newest_committed
 from azureml_elastic.checkpoint.format.manifest import Manifest
-from azureml_elastic.checkpoint.storage.opening import open_storage
+from azureml_elastic.checkpoint.storage.locations import open_storage
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.config.plan import EarlierRun

@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 
-from azureml_elastic.checkpoint.storage.locations import AZURE_CONNECTION_STRING, is_azure
+from azureml_elastic.checkpoint.storage.remote import is_azure
 from azureml_elastic.config import Plan
 from azureml_elastic.environment import names as variables
 from azureml_elastic.environment.node import NodeEnvironment
@@ -82,7 +82,11 @@ def withheld_variables(table_variable: str | None, checkpoints: str | None) -> f
     """
     if table_variable is None:
         return frozenset()
-    needed = table_variable == AZURE_CONNECTION_STRING and checkpoints is not None and is_azure(checkpoints)
+    needed = (
+        table_variable == variables.AZURE_STORAGE_CONNECTION_STRING
+        and checkpoints is not None
+        and is_azure(checkpoints)
+    )
     return frozenset() if needed else frozenset({table_variable})
 
 

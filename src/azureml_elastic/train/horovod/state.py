@@ -22,7 +22,7 @@ from azureml_elastic.checkpoint.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.save.schedule import CheckpointSchedule
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.state.tree import join, split
-from azureml_elastic.checkpoint.storage.opening import open_storage
+from azureml_elastic.checkpoint.storage.locations import open_storage
 from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.distributed.process import WorkerSettings, pick_device
 from azureml_elastic.distributed.process_groups import ProcessGroups

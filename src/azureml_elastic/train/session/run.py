@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from azureml_elastic.checkpoint.load.selection import EarlierCheckpoint
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
-from azureml_elastic.checkpoint.storage.opening import open_storage
+from azureml_elastic.checkpoint.storage.locations import open_storage
 from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.config import BatchPolicy, CheckpointPolicy, FixedGlobalBatch, FixedPerWorkerBatch, Plan, Profile
 from azureml_elastic.distributed.device import device_of
