@@ -18,6 +18,7 @@ def try_lock(path: Path, *, create: bool = True) -> int:
     Raises:
         OSError: the file does not exist (without ``create``), is a link, or cannot be opened or locked.
     """
+    # Not through a link, which another user may have left in a shared folder.
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

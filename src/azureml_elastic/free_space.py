@@ -18,7 +18,7 @@ def free_bytes(path: Path) -> int | None:
         OSError: the file system does not answer.
     """
     there = next(each for each in (path, *path.absolute().parents) if each.exists())
-    space = os.statvfs(there)
+    space = os.statvfs(there)  # f_bavail, not f_bfree: a part is for the system's administrator alone
     return space.f_bavail * space.f_frsize if space.f_blocks else None
 
 

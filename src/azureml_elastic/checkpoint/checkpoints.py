@@ -68,8 +68,6 @@ class Checkpoints:
 
     Args:
         policy: when to save, and what to keep.
-        groups: process groups of the round.
-        agent: agent that commits, and holds snapshots.
         stale_seconds: time limit for a mount to show what was committed.
         earlier: committed checkpoint of another run, which is restored as long as this run has none.
 
@@ -107,6 +105,7 @@ class Checkpoints:
 
     def enter(self) -> None:
         """Continue with the ranks of another round. Not a collective."""
+        # Its thread may still write the copy, which stays as it is until _ready() has waited for that.
         self._abandoned, self._task = self._task or self._abandoned, None
         self._shard.enter()
         self._failures.clear()
@@ -121,7 +120,7 @@ class Checkpoints:
             self.snapshots = self._profits_from_snapshots(state) and self._has_memory_for_snapshots()
             if self.snapshots:
                 self._shard.add_spare()
-        if self._task is None and self._abandoned is None:
+        if self._task is None and self._abandoned is None:  # memory that a task reads must not be replaced
             self._shard.reserve()
 
     def _profits_from_snapshots(self, state: TrackedState) -> bool:
@@ -133,6 +132,7 @@ class Checkpoints:
         control, identity = self._groups.control, self._groups.identity
 
         def look() -> RankMemory:
+            # Snapshots of earlier rounds have their memory already, which those of this round take over.
             replaced, available = sum(each.size for each in self._agent.held_shards()), 0
             with contextlib.suppress(MissingExtra):  # of the agent, which may run under another interpreter
                 available = available_memory()[0] + replaced
@@ -206,7 +206,7 @@ class Checkpoints:
             self._failures.clear()
         elif outcome.kind == "fenced":
             self._fenced = f"The checkpoint of step {step} was not committed: {outcome.text}"
-        elif outcome.kind == "failed":
+        elif outcome.kind == "failed":  # a table that is unavailable does not count: the next commit replaces this one
             self._failures.append(f"step {step}: {outcome.text}")
         if outcome.kind in ("failed", "unavailable") and is_main:
             last = self._last_commit
@@ -283,6 +283,7 @@ class Checkpoints:
         self, manifest: Manifest, tensors: dict[str, torch.Tensor], tail: Callable[[], bytes] = bytes
     ) -> tuple[Manifest, ShardCopy | None, str | None, ControlGroup, Agent]:
         """Copy this rank's shard and a tail, and return the arguments of a task for the copy."""
+        # A rank without a copy goes on to the task, whose first collective tells all others.
         copy, error = None, None
         try:
             copy = self._shard.copy(tensors, tail())
@@ -369,6 +370,7 @@ class Checkpoints:
 
     def _select(self) -> tuple[Storage, Manifest] | None:
         pointer, control, agent = self._committed or self.committed(), self._groups.control, self._agent
+        # What is further than the pointer is committed before it is restored, so that it cannot be lost again.
         if self._holds_snapshots:
             identity = self._groups.identity
             pointer = recover_from_replicas(self._storage, control, agent, identity, pointer, self._policy) or pointer
@@ -415,13 +417,14 @@ class Checkpoints:
             Fenced: a newer round has taken over.
             UsageError: the checkpoint does not fit what is tracked.
         """
+        # What select() has verified is not read and verified again.
         selected, self._selected = self._selected or self._select(), None
         if selected is None:
             return None
         storage, manifest = selected
         control = self._groups.control
         where, present = f"{storage}/{manifest.directory}", state.targets(manifest.state)
-        own = random_state.tensor_name(control.rank)
+        own = random_state.tensor_name(control.rank)  # the others' generators are not read
         tensors = load(
             storage,
             manifest,
@@ -438,6 +441,7 @@ class Checkpoints:
         else:
             random_state.begin(manifest.digest, control.rank)
         if storage is self._storage:
+            # Not the pointer's, if that one is damaged: the next save names as its parent what it goes on from.
             self._committed = manifest.reference
         self._began_at = manifest.step
         return manifest

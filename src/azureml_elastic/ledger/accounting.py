@@ -55,12 +55,11 @@ Cause = Literal["preemption", "node loss", "worker crash", "scale-up", "hang", "
 
 @dataclass(frozen=True)
 class NodeTime:
-    """Lifetime of a node's process in seconds since the epoch, by the node's clock."""
+    """Lifetime of a node's process in seconds since the epoch, by the node's clock; of a running one until now."""
 
     began: float
     ended: float
     running: bool = False
-    """Whether the node still runs, so that ``ended`` is the present."""
 
     @property
     def seconds(self) -> float:
@@ -73,8 +72,6 @@ class Span:
     """A time span of one node with one activity.
 
     Args:
-        node: name of the node.
-        activity: what it did.
         started: seconds since the epoch.
         ended: seconds since the epoch.
         round: round of the node, 0 before its first.
@@ -117,7 +114,6 @@ def account(events: Sequence[Event], times: Mapping[str, NodeTime] | None = None
     """Return the spans of all nodes; those of one node follow each other without a gap over its whole lifetime.
 
     Args:
-        events: events of all nodes.
         times: lifetimes of nodes that are known better than by their events, such as those of killed nodes.
     """
     run = _Run.of(events)
@@ -332,6 +328,7 @@ def _account_steps(
     cause = run.causes[number]
     pauses = steps.pauses(run.commits.get(number, ()))
     kept_until = steps.time_of(run.kept[number])
+    # Between two of these times nothing changes, so that the middle of a piece tells what all of it is.
     for time in sorted({*(edge for pause in pauses for edge in pause), kept_until, steps.ended}):
         middle = (line.at + time) / 2
         if line.at < steps.ended or any(started <= middle <= ended for started, ended in pauses):

@@ -22,6 +22,7 @@ __all__ = ["Bill", "NodeUse", "Prices", "Tier", "bill", "load_prices"]
 Tier = Literal["dedicated", "low_priority"]
 """Tier of a node; that of serverless Spot jobs is ``low_priority``."""
 
+# A float is taken as it is written: its exact value, such as 13.460000000000000852…, is nobody's price.
 _Price = Annotated[
     Decimal, BeforeValidator(lambda value: str(value) if isinstance(value, float) else value), Field(ge=0)
 ]
@@ -74,13 +75,9 @@ def load_prices(path: Path) -> Prices:
 
 @dataclass(frozen=True)
 class NodeUse:
-    """Use of one node.
+    """Use of one node: for how long it was there, and its compute, VM size and tier, where they are known.
 
     Args:
-        seconds: time for which the node was there.
-        pool: compute of the node; empty if it is unknown.
-        size: VM size; ``None`` if it is unknown.
-        tier: tier; ``None`` if it is unknown.
         price_per_hour: price that the job gives for the node's pool, where no file has one.
         needed_seconds: time that the same work takes on nodes that are never lost; ``None`` for all of it.
     """
@@ -95,16 +92,9 @@ class NodeUse:
 
 @dataclass(frozen=True)
 class BillLine:
-    """Nodes of one pool, size and tier.
+    """Nodes of one pool, size and tier, with their node-hours and the price of one hour.
 
-    Args:
-        pool: compute.
-        size: VM size.
-        nodes: number of nodes.
-        hours: node-hours.
-        price: price per hour of one node; ``None`` if none was given.
-        cost: cost of the node-hours; ``None`` without a price.
-        dedicated_cost: cost of the same work on dedicated nodes; ``None`` if their price was not given.
+    ``dedicated_cost`` is the cost of the same work on dedicated nodes. Amounts without a known price are ``None``.
     """
 
     pool: str
@@ -119,12 +109,7 @@ class BillLine:
 
 @dataclass(frozen=True)
 class Bill:
-    """Bill of a run; nothing is rounded.
-
-    Args:
-        lines: lines by pool, size and tier.
-        currency: currency; empty without prices.
-    """
+    """Bill of a run; nothing is rounded. The currency is empty without prices."""
 
     lines: tuple[BillLine, ...]
     currency: str = ""

@@ -17,11 +17,7 @@ __all__ = ["EventReader", "LineReader", "NodeNames", "read_events", "read_sample
 
 
 class LineReader:
-    """Reader of a growing file that returns each complete line once.
-
-    Args:
-        path: path of the file, which need not exist yet.
-    """
+    """Reader of a growing file, which need not exist yet; returns each complete line once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -30,8 +26,7 @@ class LineReader:
     def read(self, *, last: bool = False) -> list[bytes]:
         """Return the lines completed since the last call, without their line feeds.
 
-        Args:
-            last: whether nobody writes to the file any more, so that its last line counts without a line feed, too.
+        Once nobody writes to the file any more (``last``), its last line counts without a line feed, too.
         """
         try:
             with self._path.open("rb") as file:
@@ -42,17 +37,14 @@ class LineReader:
         if last and data and not data.endswith(b"\n"):
             self._offset += len(data)
             return data.split(b"\n")
+        # A line without its end is still being written, and read with the next call.
         complete, line_feed, _rest = data.rpartition(b"\n")
         self._offset += len(complete) + len(line_feed)
         return complete.split(b"\n") if line_feed else []
 
 
 class EventReader:
-    """Reader of all event files of a run; only the events of one node are in order.
-
-    Args:
-        folder: the run's ``events`` folder, which need not exist yet.
-    """
+    """Reader of the event files in a run's folder, which need not exist yet; only those of one node are in order."""
 
     def __init__(self, folder: Path) -> None:
         self.skipped = 0

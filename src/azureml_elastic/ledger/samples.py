@@ -36,13 +36,11 @@ class SampleLine:
     """Samples of one worker in one step.
 
     Args:
-        round: number of the round.
         step: number of the step in the run, from 1.
         epoch: number of the epoch, from 0; negative in a line without samples.
         ids: indices into the data set.
         done: whether the line records the completion of the step.
         of: number of samples that the epoch trains, without a dropped last batch; ``None`` if unknown.
-        loader: name of the loader.
     """
 
     round: int
@@ -114,6 +112,7 @@ def steps_undone(events: Iterable[Event]) -> dict[int, int]:
     for event in events:
         if isinstance(event, Progress):
             reported[event.round] = max(event.step, reported.get(event.round, 0))
+    # In the order of the rounds: each begins where the one before has got to, unless it was restored from further back.
     reached, undone = 0, {}
     for number in sorted({*restored, *reported}):
         begin = restored.get(number, reached)
@@ -166,9 +165,10 @@ def audit_samples(
         lines: lines of all workers and rounds.
         restored: completed steps before each round, see :func:`restored_steps`.
         dataset_size: number of samples per epoch; ``None`` for the lines' ``of``, else the largest index plus one.
-        torn_lines: number of torn lines to report.
+        torn_lines: number to report.
     """
     everything = list(lines)
+    # By any rank: it has completed the step only with the gradients of all others.
     completed = {(line.round, line.step) for line in everything if line.done}
     lines = [line for line in everything if line.epoch >= 0 and (line.round, line.step) in completed]
     surviving = surviving_steps(restored, (line.round for line in lines))
@@ -210,6 +210,7 @@ def _sizes(
     recorded: dict[tuple[str, int], tuple[int, int, int]] = {}
     for line in everything:
         if line.of is not None:
+            # Of several the newest counts: another world size may drop a last batch of another size.
             key, latest = (line.loader, line.epoch), (line.round, line.step, line.of)
             recorded[key] = max(latest, recorded.get(key, latest))
     known = {key: size for key, (_, _, size) in recorded.items()}

@@ -158,9 +158,7 @@ class Report(_Record):
     def with_timeline(self, events: Sequence[Event], losses: Iterable[tuple[str, float]] = ()) -> Report:
         """Return the report with the rounds, the recoveries and the accounting of the run.
 
-        Args:
-            events: events of all nodes.
-            losses: observed losses, see :func:`~azureml_elastic.ledger.timeline.recoveries`.
+        For the observed losses see :func:`~azureml_elastic.ledger.timeline.recoveries`.
         """
         rounds = tuple(timeline.rounds(events))
         recoveries = tuple(timeline.recoveries(events, losses))
@@ -190,7 +188,6 @@ class Report(_Record):
         so that no saving is claimed for it.
 
         Args:
-            events: events of all nodes.
             prices: prices by VM size and tier; ``None`` for those of the job's pools.
             spans: result of :meth:`spans`, if the caller has it.
         """
@@ -214,11 +211,7 @@ class Report(_Record):
         return self.model_copy(update={"bill": bill(uses, prices)})
 
     def spans(self, events: Sequence[Event]) -> list[accounting.Span]:
-        """Return what each node was doing over its whole lifetime.
-
-        Args:
-            events: events of all nodes.
-        """
+        """Return what each node was doing over its whole lifetime."""
         return accounting.account(events, self._times)
 
     @property
@@ -240,16 +233,14 @@ class Report(_Record):
 def audit_folder(paths: Paths, events: Sequence[Event], continued: Sequence[Path] = ()) -> SampleAudit | None:
     """Audit the run's recorded samples; return ``None`` if there are none.
 
-    Args:
-        paths: files of the run.
-        continued: folders of the runs that the run has continued, the first one first; their rounds come before its
-            own.
+    The rounds of the runs that the run has continued, in these folders from the first one on, come before its own.
     """
     lines: list[SampleLine] = []
     restored: dict[int, int] = {}
     skipped = 0
     before = [(earlier.samples, read_events(earlier.events)) for earlier in map(Paths.of, continued)]
     for folder, own_events in (*before, (paths.samples, events)):
+        # Each run counts its rounds from 1: those of a later run follow the last one of the run before.
         number = max((0, *restored, *(line.round for line in lines)))
         own, torn = read_samples(folder)
         lines += [replace(line, round=number + line.round) for line in own]
@@ -286,10 +277,7 @@ def load_report(run_dir: Path) -> Report:
 def report_of_events(paths: Paths, events: Sequence[Event], *, skipped: int = 0) -> Report:
     """Return the report of a run of which nothing but its events and samples is known.
 
-    Args:
-        paths: files of the run.
-        events: events of all nodes.
-        skipped: number of unreadable lines in the event files.
+    ``skipped`` is the number of unreadable lines in the event files.
     """
     outcome, message = timeline.outcome(events)
     nodes = {event.node: NodeSummary(name=event.node) for event in events if isinstance(event, NodeStarted)}

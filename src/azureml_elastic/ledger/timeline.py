@@ -102,12 +102,8 @@ class UnreportedWork:
         """Return what is known of one node.
 
         Workers that have failed without having connected have not trained. Others that were not seen to connect may
-        have trained, alone or by means of their own.
-
-        Args:
-            known: what the nodes have seen of the round.
-            own: events of the node in the round, in order; one of them is its entry.
-            repeated: whether a later round has begun.
+        have trained, alone or by means of their own. One of the node's own events, which are in order, is its entry;
+        ``repeated`` is whether a later round has begun.
         """
         entered = next(event.time for event in own if isinstance(event, RoundEntered))
         launched = next((event.time for event in own if isinstance(event, WorkersStarted)), entered)
@@ -146,13 +142,10 @@ class RoundSpan:
     Args:
         number: number of the round, from 1; rounds that no node has reported are missing.
         members: nodes in rank order.
-        world_size: number of workers.
         started: time at which the reporting member entered the round, by that member's clock.
         ended: time of the same member's last event in the round.
         reporter: name of that member.
         restored_step: number of completed steps before the round, ``None`` if its workers did not get that far.
-        first_step: first step reported in the round.
-        last_step: last step reported in the round.
         ran: whether workers were started.
         reason: reason of the round's end.
         lost: nodes whose loss ended the round.
@@ -222,9 +215,7 @@ def world_sizes(rounds_: Iterable[RoundSpan]) -> list[int]:
 def recoveries(events: Sequence[Event], losses: Iterable[tuple[str, float]] = ()) -> list[RecoverySpan]:
     """Return the recoveries in the order of the rounds that they ended.
 
-    Args:
-        events: events of all nodes.
-        losses: lost nodes with the times of their losses; only for a caller that shares the nodes' clock.
+    Losses are lost nodes with the times of their losses; only for a caller that shares the nodes' clock.
     """
     losses = list(losses)
     by_round = _by_round(events)
@@ -240,6 +231,7 @@ def recoveries(events: Sequence[Event], losses: Iterable[tuple[str, float]] = ()
         if pause is not None:
             found.append(RecoverySpan(round_.number, resumed.number, resumed.first_step, *pause, lost, round_.reason))
     undone = steps_undone(events)
+    # Steps that two losses have undone together are those of the later one.
     ends = [min(one.resumed, other.round) for one, other in pairwise(found)] + [each.resumed for each in found[-1:]]
     return [
         each
@@ -285,7 +277,7 @@ def _by_round(events: Iterable[Event]) -> dict[int, list[Event]]:
 def _round(number: int, events: list[Event]) -> RoundSpan:
     """Describe one round; at least one of its events is a ``RoundEntered``."""
     entries = {event.node: event for event in events if isinstance(event, RoundEntered)}
-    entry = min(entries.values(), key=lambda event: event.rank)
+    entry = min(entries.values(), key=lambda event: event.rank)  # all entries name the same members
     # Both times are those of a node that recorded the round's end, so that they come from one clock.
     closing = [event for event in events if isinstance(event, RoundReopened | RunEnded | NodeLeft)]
     reporters = [event.node for kind in (RoundReopened, RunEnded, NodeLeft) for event in closing if type(event) is kind]

@@ -46,6 +46,7 @@ class Service:
         self.storage.prepare()
         self.control = ControlGroup() if dist.is_available() and dist.is_initialized() else None
         self.is_main = self.control is None or self.control.rank == 0
+        # From here on all ranks count the checkpoints alike, and need no agreement on each one's folder.
         mine = (secrets.token_hex(16), max((found.name.step for found in survey(self.storage)), default=0))
         self.token, self.number = mine if self.control is None else self.control.from_main(mine)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="nebula")
@@ -53,6 +54,7 @@ class Service:
 
     def submit(self, number: int, task: Callable[..., None], *arguments: Any) -> None:
         """Run a task after all earlier ones, once the earlier checkpoints are written."""
+        # This bounds the copies in memory, and raises what has failed since.
         self.wait(before=number)
         self._tasks.append((number, self._pool.submit(task, *arguments)))
 
@@ -91,5 +93,6 @@ def retire(storage: Storage, keep: int) -> None:
     """Remove all but the newest complete checkpoints, and earlier incomplete ones."""
     kept = {manifest.directory for manifest in complete(storage)[-keep:]}
     for folder in storage.folders():
+        # Those after the newest complete one are being written; folders sort by the checkpoints' numbers.
         if FolderName.parse(folder) is not None and folder not in kept and folder < max(kept, default=""):
             storage.remove(folder, MANIFEST)

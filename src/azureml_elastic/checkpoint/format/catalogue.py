@@ -98,11 +98,7 @@ def newest_whole(storage: Storage) -> Manifest | None:
 def handed_over(storage: Storage, after: int) -> Iterator[Manifest]:
     """Yield the checkpoints that agents made of states in their memory, those of the highest steps first.
 
-    Only sizes are checked, as by :func:`find_newest`.
-
-    Args:
-        storage: storage of the checkpoints.
-        after: step after which they are of interest.
+    Only those of a step after ``after``. Only sizes are checked, as by :func:`find_newest`.
     """
     for folder in reversed(storage.folders()):
         name = FolderName.parse(folder)
@@ -128,6 +124,7 @@ def find_newest(storage: Storage) -> Reference | None:
     Only sizes are checked; a restore verifies the checksums, and falls back to older checkpoints.
     """
     complete = [found for found in survey(storage) if found.manifest is not None and found.problem is None]
+    # The round before the step: a newer round may have gone back to an earlier step, and trained on from there.
     newest = max(complete, key=lambda found: (found.committed, found.name.round, found.name.step), default=None)
     return None if newest is None or newest.manifest is None else newest.manifest.reference
 
@@ -192,6 +189,7 @@ def export(storage: Storage, manifest: Manifest, prefix: str, target: Path) -> i
         whole[chunk.name] = Chunk.of_whole(name, shape, chunk.dtype, chunk.itemsize)
     layout = Layout.of(whole.values())
     begins = {entry.chunk.name: entry.begin for entry in layout.entries}
+    # Parts are copied into the mapped file one by one, so that there is memory needed for one part alone.
     with target.open("xb") as stream:
         stream.write(layout.header)
         stream.truncate(layout.nbytes)

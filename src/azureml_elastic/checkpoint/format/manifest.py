@@ -57,10 +57,8 @@ class Manifest:
     """Manifest of a checkpoint.
 
     Args:
-        directory: name of the folder.
         step: optimizer steps completed.
         round: number of the round that wrote it.
-        world_size: world size of that round.
         parent: previous committed checkpoint, ``None`` for the first.
         files: size and checksum of each file, by name.
         state: tracked state without the tensors, see :mod:`azureml_elastic.checkpoint.state.tree`.
@@ -114,6 +112,7 @@ class Manifest:
             parent = body.pop("parent")
             files = {name: FileSum(int(size), str(xxh3)) for name, (size, xxh3) in body.pop("files").items()}
             manifest = cls(parent=None if parent is None else Reference.from_json(parent), files=files, **body)
+            # The bytes as a whole, not only the digest of what was parsed: that would miss what the parser ignores.
             if manifest.to_bytes() != content:
                 raise CheckpointDamaged(f"The manifest {where} is not what was written: its digest does not match.")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -178,11 +177,7 @@ def retire(storage: Storage, newest: Manifest, keep: int, *, all_runs: bool = Fa
     newest damaged one, for examination, folders of newer rounds, where another process may be writing, and whole
     committed checkpoints that do not belong to the lineage: this run has neither written nor restored them.
 
-    Args:
-        storage: storage of the checkpoints.
-        newest: newest committed checkpoint.
-        keep: number of checkpoints to keep.
-        all_runs: whether to remove committed checkpoints outside of the lineage, too.
+    With ``all_runs`` committed checkpoints outside of the lineage are removed, too.
 
     Raises:
         OSError: a folder could not be removed.
@@ -192,6 +187,7 @@ def retire(storage: Storage, newest: Manifest, keep: int, *, all_runs: bool = Fa
     names = [(folder, FolderName.parse(folder)) for folder in storage.folders() if folder not in kept]
     old = [folder for folder, name in names if name is not None and name.round <= newest.round and not name.kept]
     files = {folder: storage.files(folder) for folder in old}
+    # Folders sort by step, so that the last damaged one is the newest.
     quarantined = [folder for folder in old if DAMAGED in files[folder]]
     foreign = {folder for folder in old if COMMITTED in files[folder] and DAMAGED not in files[folder]} - own
     spared = {*quarantined[-1:], *(() if all_runs else foreign)}

@@ -33,7 +33,7 @@ _ALIGNMENT = 64
 _METADATA = "__metadata__"
 _PARTS = "azureml_elastic"
 _NOTE = "azureml_elastic.note"
-_LONGEST_HEADER_BYTES = 1 << 30
+_LONGEST_HEADER_BYTES = 1 << 30  # a damaged length must not ask for all memory
 
 _DTYPES = {
     "float64": "F64",
@@ -59,13 +59,8 @@ _DTYPES = {
 class Chunk:
     """A rectangular part of a tensor.
 
-    Args:
-        name: name of the tensor.
-        offsets: offset of the part in each dimension, in elements.
-        sizes: size of the part in each dimension, in elements.
-        shape: shape of the whole tensor.
-        dtype: data type without ``torch.``.
-        itemsize: size of an element in bytes.
+    Offsets and sizes are those of the part in each dimension, in elements; the shape is that of the whole tensor, and
+    ``dtype`` is its data type without ``torch.``.
     """
 
     name: str
@@ -110,6 +105,7 @@ def assign(held: Sequence[Sequence[Chunk]]) -> list[list[Chunk]]:
         shared[tuple(ranks)].append(chunk)
     written: list[list[Chunk]] = [[] for _ in held]
     loads = [0] * len(held)
+    # What one rank alone can write comes first, and what all can write last: that evens out the loads.
     for group in sorted(shared, key=lambda ranks: (len(ranks), ranks)):
         _spread(group, shared[group], written, loads)
     return written
@@ -124,6 +120,7 @@ def _spread(ranks: tuple[int, ...], chunks: list[Chunk], written: list[list[Chun
         while rest is not None:
             while turn < len(ranks) - 1 and quotas[turn] <= 0:
                 turn += 1
+            # The last rank takes what is left, as cuts at whole rows do not meet the quotas exactly.
             chunk, rest = _cut(rest, quotas[turn] if turn < len(ranks) - 1 else rest.nbytes)
             written[ranks[turn]].append(chunk)
             loads[ranks[turn]] += chunk.nbytes
@@ -190,7 +187,7 @@ class Layout:
         parts: dict[str, Any] = {}
         for chunk, begin in zip(ordered, begins, strict=False):
             name = _name(chunk)
-            while name in document:
+            while name in document:  # a tensor may be called as a part of another one is
                 name += "'"
             known = chunk.dtype in _DTYPES
             document[name] = {

@@ -37,10 +37,7 @@ def load(
     memory.
 
     Args:
-        storage: storage of the checkpoint.
-        manifest: manifest of the checkpoint.
         present: tensors to read into, by name.
-        control: group of all ranks.
         wanted: whether this rank needs a tensor, by its name.
         check: why the checkpoint, with these tensors, does not fit; called before anything is read.
 
@@ -49,6 +46,8 @@ def load(
         UsageError: the checkpoint does not fit a rank.
     """
     where = f"{storage}/{manifest.directory}"
+    # Each header is read by one rank, and sent to the others: a file for each rank of the world that wrote them would
+    # otherwise be opened by every rank of this one.
     mine = sorted(manifest.files)[control.rank :: control.world_size]
     parts = control.together(
         f"Reading the headers of {where}",
@@ -79,11 +78,6 @@ def load(
 
 def targets_for(chunks: Iterable[Chunk], present: Mapping[str, torch.Tensor], step: int) -> dict[str, torch.Tensor]:
     """Return tensors to read a state into: those that are present, and new CPU memory where these do not fit.
-
-    Args:
-        chunks: chunks of the state's tensors.
-        present: tensors by name.
-        step: step of the state.
 
     Raises:
         CheckpointError: this process has no memory for them.
@@ -122,6 +116,7 @@ def _copy(fill: Callable[[int, memoryview], None], entry: Entry, read: Read) -> 
     chunk, target = entry.chunk, read.target
     if target.numel() == 0:
         return
+    # Rows of a chunk follow each other in the file, so that a part which is as wide as the chunk is read on its own.
     row = prod(chunk.sizes[1:]) * chunk.itemsize
     together = read.sizes[1:] == chunk.sizes[1:]
     begin = entry.begin + (read.offsets[0] * row if read.sizes and together else 0)

@@ -45,11 +45,7 @@ _LONGEST_TEXT = 2000
 
 @dataclass(frozen=True)
 class EarlierCheckpoint:
-    """The committed checkpoint of another run, which a run restores that has none of its own.
-
-    Args:
-        storage: storage of the other run's checkpoints.
-    """
+    """The committed checkpoint of another run, and its storage, which a run restores that has none of its own."""
 
     storage: Storage
     reference: Reference
@@ -60,7 +56,6 @@ class CheckpointSelector:
     """Search for an undamaged checkpoint.
 
     Args:
-        control: control group of the ranks.
         stale_seconds: time limit for a mount to show what was written, once for each search.
         marks: whether markers are added to the folders: those of another run are left as they are.
         agent: agent to which rank 0 reports damaged checkpoints, if any.
@@ -126,7 +121,7 @@ class CheckpointSelector:
             yield reference.directory, manifest, ""
             reference = manifest.parent
         else:
-            return
+            return  # all of the run's are damaged; any other checkpoint there is another run's
         found = [each.manifest for each in survey(self.storage) if each.committed and each.manifest is not None]
         for manifest in sorted(found, key=lambda each: (each.round, each.step, each.directory), reverse=True):
             if manifest.directory not in tried:
@@ -149,6 +144,7 @@ class CheckpointSelector:
 
     def _check(self, manifest: Manifest) -> list[str]:
         """Return the problems of this rank's part of the files: every world_size-th in order of size."""
+        # Dealt out by size, so that all ranks read about as much.
         ordered = sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0]))
 
         def problem(item: tuple[str, FileSum]) -> str | None:

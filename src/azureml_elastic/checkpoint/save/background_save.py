@@ -86,7 +86,6 @@ class BackgroundTask(ABC):
         copy: copy of this rank's shard, ``None`` where it could not be made.
         error: reason for a missing copy.
         control: control group of this thread.
-        agent: agent of the node.
 
     Attributes:
         file: name of this rank's file in a checkpoint.
@@ -125,6 +124,7 @@ class BackgroundTask(ABC):
         """Keep the thread off the control group, which was aborted and is about to be closed."""
         with self._changed:
             self.abandoned = True
+            # A thread that is in a collective leaves it soon, as the abort makes it fail.
             self._changed.wait_for(lambda: not self._in_collective)
 
     @abstractmethod
@@ -153,7 +153,8 @@ class BackgroundTask(ABC):
 
     def _run(self) -> None:
         try:
-            with contextlib.suppress(OSError, AttributeError):  # training has priority
+            # Training has priority. Linux takes the number of a thread here, so that the others keep theirs.
+            with contextlib.suppress(OSError, AttributeError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
             self._outcome = self.work()
         except RoundBroken as error:
@@ -161,7 +162,7 @@ class BackgroundTask(ABC):
         except Exception as error:  # noqa: BLE001 - collectives fail in many ways when their round ends
             self._outcome = TaskOutcome("broken", f"{type(error).__name__}: {error}")
         finally:
-            self._known.set()
+            self._known.set()  # before old files are removed: that may take long, and changes nothing of the outcome
         self.tidy_up(self._outcome)
 
 
@@ -201,6 +202,7 @@ def commit(
 def remove_older(storage: Storage, manifest: Manifest, keep: int) -> None:
     """Remove all checkpoints of the run but ``keep``, if this one is committed and marked so. For rank 0 alone."""
     try:
+        # One without a marker is not found again if the pointer is lost: the older ones are still needed then.
         if storage.size(manifest.directory, COMMITTED) is not None:
             retire(storage, manifest, keep)
     except Exception as error:  # noqa: BLE001 - the checkpoint is committed all the same
@@ -235,7 +237,6 @@ class SaveTask(BackgroundTask):
     """One save in progress.
 
     Args:
-        storage: storage of the checkpoints.
         keep: number of committed checkpoints to keep.
         stall_seconds: time that training waited for the copy.
         pauses: seconds between attempts to commit while the table is unavailable.
@@ -251,8 +252,10 @@ class SaveTask(BackgroundTask):
         sums = self._write()
         parts = self.collective(lambda: self.control.gather((self.error, sums)))
         failed = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(parts) if error is not None]
+        # On all ranks: each refers to this checkpoint by the digest of its manifest, as the next one's parent.
         self.manifest = replace(self.manifest, files={name: each for _, part in parts for name, each in part.items()})
         outcome: TaskOutcome | None = None
+        # Only once the gathering has shown that every rank's file is durable: the manifest vouches for all of them.
         if self.control.rank == 0:
             try:
                 outcome = self._finish(failed)

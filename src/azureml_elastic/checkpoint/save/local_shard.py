@@ -31,12 +31,12 @@ __all__ = ["LocalShard", "ShardCopy", "StagingBuffer"]
 _SPARE = 1.05
 """Factor of the allocated to the requested size: states grow a little, and fresh memory is slow."""
 
-_PIECE = 1 << 23
+_PIECE_BYTES = 1 << 23
 _MADV_POPULATE_WRITE = 23  # not among Python's names
 
 _LOG = logging.getLogger(__name__)
 
-_FAILED, _CHANGED, _SAME = range(3)
+_FAILED, _CHANGED, _SAME = range(3)  # the lowest of all ranks' verdicts counts
 
 
 class StagingBuffer:
@@ -72,8 +72,8 @@ class StagingBuffer:
         os.posix_fallocate(self.descriptor, 0, size)  # an error here, not a SIGBUS later
         self._memory = mmap.mmap(self.descriptor, size)
         with contextlib.suppress(OSError, ValueError):  # before Linux 5.14
-            for begin in range(0, size, _PIECE):  # in pieces: each call blocks the interpreter
-                self._memory.madvise(_MADV_POPULATE_WRITE, begin, min(_PIECE, size - begin))
+            for begin in range(0, size, _PIECE_BYTES):  # in pieces: each call blocks the interpreter
+                self._memory.madvise(_MADV_POPULATE_WRITE, begin, min(_PIECE_BYTES, size - begin))
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._pinned = self._device.pin(self._bytes)
 
@@ -125,7 +125,6 @@ class _Plan:
 
     Args:
         form: signature of the tensors that the plan is for.
-        layout: layout of this rank's file.
         pieces: local memory of the layout's entries, in their order.
         token: random text, the same on all ranks.
     """
@@ -188,6 +187,7 @@ class LocalShard:
             verdict = _SAME if self._plan is not None and self._plan.form == signature(tensors) else _CHANGED
         except Exception as error:  # noqa: BLE001 - the other ranks must not wait for this one
             failure, verdict = error, _FAILED
+        # One number, instead of every rank's chunks at every save: the plan is almost always that of the last one.
         lowest = control.lowest(verdict)
         if lowest == _FAILED:
             control.together("Collecting the state", lambda: None, failure)
@@ -244,6 +244,7 @@ class LocalShard:
     def nonce(self) -> str:
         """Return 8 hexadecimal digits: new at each call, the same on all ranks after the same number of calls."""
         assert self._plan is not None
+        # Counted instead of agreed, so that a save does not wait for another collective.
         self._attempts += 1
         return xxhash.xxh32_hexdigest(f"{self._plan.token}.{self._attempts}".encode())
 
@@ -251,5 +252,5 @@ class LocalShard:
         try:
             for buffer in self._buffers:
                 buffer.reserve(nbytes)
-        except OSError as error:
+        except OSError as error:  # the save tries again, and reports it
             _LOG.warning("Memory for checkpoints of %d bytes cannot be allocated: %s", nbytes, error)

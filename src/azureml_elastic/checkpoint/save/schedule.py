@@ -22,6 +22,8 @@ _EXPECTED_SECONDS = 7200.0
 """Prior of the mean time between losses, as if two hours without a loss had preceded the run."""
 
 _LONGEST_SECONDS = 3600.0
+"""Longest interval that is chosen."""
+
 _TOLERANCE = 0.02
 """Fraction of the interval by which a checkpoint may be early."""
 
@@ -67,6 +69,7 @@ def decide(every_seconds: float, since_save_seconds: float, steps_seen: int, sec
     """
     remaining = every_seconds - since_save_seconds
     save = remaining <= _TOLERANCE * every_seconds
+    # The first steps, which compile and allocate, tell little of the pace: as many again are looked ahead at most.
     target = every_seconds if save else remaining
     estimate = int(target / seconds_per_step) if seconds_per_step > 0 else steps_seen
     return Decision(save=save, steps_to_next=max(1, min(estimate, steps_seen)))
@@ -85,9 +88,7 @@ class CheckpointSchedule:
     The cost of a checkpoint is the time that training waits for the copy, and the slowdown of the steps while it is
     written, compared to their pace while nothing is written.
 
-    Args:
-        control: control group, used at decision steps only.
-        clock: monotonic clock in seconds; only that of rank 0 is used.
+    The control group is used at decision steps only, and of the clocks only that of rank 0.
 
     Attributes:
         cost_seconds: seconds of training that a checkpoint costs, as an exponential mean; a guess before the first.
@@ -112,12 +113,9 @@ class CheckpointSchedule:
         self._began = self._saved_time = clock()
 
     def begin(self, step: int, unsaved_seconds: float = 0.0, history: tuple[int, float] = (0, 0.0)) -> None:
-        """Start the schedule after this step.
+        """Start the schedule after this step, with the age of the last checkpoint.
 
-        Args:
-            step: last completed step.
-            unsaved_seconds: age of the last checkpoint.
-            history: number of losses and the seconds of training of the run before this round.
+        The history is the number of losses and the seconds of training of the run before this round.
         """
         self._first_step, self._next_decision = step, step + 1
         self._began = self._clock()
@@ -151,8 +149,9 @@ class CheckpointSchedule:
         if self._stopped is not None:
             saved_at, stopped = self._stopped
             self.write_seconds = now - self._saved_time
+            # Without a pace to compare with, no step counts as slowed down.
             expected = (step - saved_at) * (self._pace if self._pace is not None else self.write_seconds)
-            cost = self._saved_time - stopped + min(max(0.0, self.write_seconds - expected), self.write_seconds)
+            cost = self._saved_time - stopped + max(0.0, self.write_seconds - expected)
             self.cost_seconds = (self.cost_seconds + cost) / 2 if self._measured else cost
             self._measured = True
         self._quiet, self._stopped = (step, now), None
@@ -200,13 +199,7 @@ class CheckpointSchedule:
 
 
 class SnapshotSchedule(CheckpointSchedule):
-    """Schedule of snapshots, the same on every rank; see :class:`CheckpointSchedule`.
-
-    Args:
-        policy: checkpoint policy, of which the intervals of snapshots count.
-        control: control group, used at decision steps only.
-        clock: monotonic clock in seconds; only that of rank 0 is used.
-    """
+    """Schedule of snapshots by the policy's intervals for them; see :class:`CheckpointSchedule`."""
 
     first_cost_seconds = 0.1
     """So that the first snapshot comes soon and is measured: each round has new processes."""

@@ -96,6 +96,7 @@ class LocalSnapshots:
 
     def write(self, shards: list[Shard]) -> None:
         """Write a complete snapshot in the background. One that still waits for its turn is replaced by the next."""
+        # Descriptors of its own: the agent closes those that it was given as soon as the next snapshot is complete.
         copies: list[Shard] = []
         try:
             for descriptor, shard in shards:
@@ -134,6 +135,7 @@ class LocalSnapshots:
         folder = self._own / shards[0][1].folder
         try:
             folder.mkdir(exist_ok=True)
+            # A description only after its shard is on the disk, so that none of a torn shard is ever read.
             for descriptor, shard in shards:
                 _copy(descriptor, folder / shard.file, shard)
                 with (folder / f"{shard.file}.json").open("x") as stream:
@@ -170,6 +172,7 @@ def _copy(descriptor: int, target: Path, shard: ShardDescription) -> None:
                 raise OSError(f"the memory of {target.name} ends after {done} of {size} bytes")
             done += count
         os.fsync(stream.fileno())
+        # What was written is checked, not the memory: its worker may take the next snapshot into it at any moment.
         with (
             mmap.mmap(stream.fileno(), size, prot=mmap.PROT_READ) as memory,
             memoryview(memory) as view,
@@ -204,11 +207,7 @@ class AgentMemory:
         self._written = ""
 
     def answer(self, message: MemoryMessage, number: int, rank: int) -> Reply | None:
-        """Process a message of a worker.
-
-        Args:
-            number: number of the worker's round.
-            rank: rank of the worker in it.
+        """Process a message of a worker, which had this rank in the round of this number.
 
         Returns:
             The reply, ``None`` where the message is no request.
@@ -279,11 +278,7 @@ class AgentMemory:
             _release(self._states, [part for part, (_, state) in self._states.items() if state.round < number])
 
     def close(self, *, forget: bool = True) -> None:
-        """Release all memory.
-
-        Args:
-            forget: whether to remove the snapshots on the disk too, at the successful end of the run.
-        """
+        """Release all memory; at the successful end of the run (``forget``) remove the snapshots on the disk, too."""
         with self._lock:
             _release(self._states, [*self._states])
             _release(self._shards, [*self._shards])
@@ -295,7 +290,7 @@ class AgentMemory:
     def _retain(self, folder: str) -> None:
         """Release all snapshots but this one, which is complete, and write it to the disk."""
         _release(self._shards, [key for key in self._shards if key[0] != folder])
-        if folder != self._written:
+        if folder != self._written:  # each worker of the node asks for it
             self._written = folder
             if self._local is not None:
                 self._local.write(list(self._shards.values()))

@@ -42,11 +42,8 @@ _POLL_SECONDS = 0.2
 def write_handed_over(descriptor: int, state: HandedOverState, seconds_left: Callable[[], float]) -> str:
     """Write a state to the run's storage, unless one of this step or a later one is there; return where it is.
 
-    Args:
-        descriptor: descriptor of the memory.
-        state: description of the state.
-        seconds_left: function that returns the seconds that are left; half of them may be spent on waiting for an agent
-            that already writes such a state.
+    The descriptor is that of the memory. Half of the seconds that are left may be spent on waiting for an agent that
+    already writes such a state.
 
     Raises:
         CheckpointError: the memory holds no state for a checkpoint.
@@ -63,7 +60,7 @@ def write_handed_over(descriptor: int, state: HandedOverState, seconds_left: Cal
     folder = str(FolderName(state.step, state.round, secrets.token_hex(4)))
     try:
         storage.make(folder)
-        storage.write(folder, HANDED_OVER, [])
+        storage.write(folder, HANDED_OVER, [])  # first, so that the agents of other nodes see it, and wait
         sums = storage.write(folder, _FILE, _blocks(descriptor))
         manifest = Manifest(
             directory=folder,

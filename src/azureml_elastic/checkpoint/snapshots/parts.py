@@ -61,13 +61,7 @@ class OfferedPart:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A part of a state in the memory of this node's agent.
-
-    Args:
-        handed_over: its description by the agent.
-        header: everything but tensors.
-        chunks: parts of tensors, as views of the memory.
-    """
+    """A part of a state in the memory of this node's agent, whose tensors are views of that."""
 
     handed_over: HandedOverState
     header: Snapshot
@@ -105,10 +99,6 @@ def choose_parts(offers: Sequence[OfferedPart], at_least: int) -> list[tuple[Off
     """Return the states that parts are offered of, the furthest first: the main part of each, and all its parts.
 
     The main part is that of the newest round's lowest rank. What may differ between ranks is taken from it.
-
-    Args:
-        offers: all parts.
-        at_least: lowest step.
     """
     states: defaultdict[tuple[int, int, str], list[OfferedPart]] = defaultdict(list)
     for each in offers:
@@ -122,13 +112,9 @@ def choose_parts(offers: Sequence[OfferedPart], at_least: int) -> list[tuple[Off
 
 @dataclass(frozen=True, eq=False)
 class CompleteParts:
-    """All parts of the state of a step.
+    """All parts of the state of a step: everything but tensors, these, and the parts of this node.
 
-    Args:
-        header: everything but tensors.
-        held: the tensors.
-        save_pending: whether a checkpoint of the state was begun and not committed.
-        own: parts of this node.
+    ``save_pending`` is whether a checkpoint of the state was begun and not committed.
     """
 
     header: Snapshot
@@ -138,18 +124,15 @@ class CompleteParts:
 
 
 def find_complete(parts: Sequence[Part], at_least: int, control: ControlGroup) -> CompleteParts | None:
-    """Return the parts of the furthest step, from one on, of which all are there. A collective.
+    """Return all parts of the furthest step of which all are there, ``None`` where that is none. A collective.
 
     Args:
         parts: parts of this node.
         at_least: lowest step.
-        control: group of all ranks.
-
-    Returns:
-        The parts, ``None`` where no such step is complete.
     """
     offers = [offer for each in control.gather([part.offer(control.rank) for part in parts]) for offer in each]
     for main, same in choose_parts(offers, at_least):
+        # Replicas hold the same chunks, so that one rank lists them for all that offer the same form.
         first = {form: min(each.holder for each in same if each.form == form) for form in {each.form for each in same}}
         own = [part for part in parts if part.is_of_state(main)]
         by_form = {part.offer(control.rank).form: [*part.chunks] for part in own}

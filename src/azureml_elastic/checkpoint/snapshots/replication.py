@@ -67,13 +67,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The size of a rank's shard and the memory of its node.
-
-    Args:
-        node: number of the node.
-        shard_bytes: size of this rank's shard.
-        available_bytes: memory that the node's processes may still take, with that of snapshots that will be replaced.
-    """
+    """The size of a rank's shard and the memory of its node, including that of snapshots that will be replaced."""
 
     node: int
     shard_bytes: int
@@ -85,7 +79,7 @@ def node_short_of_memory(ranks: Iterable[RankMemory]) -> RankMemory | None:
     nodes: dict[int, RankMemory] = {}
     for rank in ranks:
         known = nodes.get(rank.node, RankMemory(rank.node, 0, rank.available_bytes))
-        available = min(known.available_bytes, rank.available_bytes)
+        available = min(known.available_bytes, rank.available_bytes)  # all of a node look at the same memory
         nodes[rank.node] = RankMemory(rank.node, known.shard_bytes + rank.shard_bytes, available)
     short = (node for node in nodes.values() if _SHARDS * node.shard_bytes > _SHARE * node.available_bytes)
     return next(short, None)
@@ -107,11 +101,7 @@ def partners(nodes: Sequence[int]) -> list[int | None]:
 
 @dataclass(eq=False)
 class ReplicationTask(BackgroundTask):
-    """The replication of one snapshot; its manifest is stored behind the shard of rank 0.
-
-    Args:
-        identity: rank of this process.
-    """
+    """The replication of one snapshot; its manifest is stored behind the shard of rank 0."""
 
     identity: WorkerIdentity
 
@@ -126,6 +116,7 @@ class ReplicationTask(BackgroundTask):
             self._hold(partners([node for node, _ in copied])[self.identity.rank])
         except ElasticError as error:
             self.error = str(error)
+        # Before all shards have both copies, the previous snapshot is the only one that survives a loss.
         if not self.collective(lambda: self.control.all_true(self.error is None)):
             self.agent.report(DiscardSnapshot(self.manifest.directory))
             return TaskOutcome("failed", self.error or "another rank's shard is not held by two nodes")
@@ -149,18 +140,14 @@ class ReplicationTask(BackgroundTask):
             tail=self.copy.tail,
             xxh3=xxhash.xxh3_128_hexdigest(self.copy.buffer.view(0, self.copy.nbytes)),
         )
-        self.agent.hold_shard(self.copy.buffer.descriptor, shard)
+        self.agent.hold_shard(self.copy.buffer.descriptor, shard)  # from which it is sent to the partner
         if partner is not None:
             self.agent.replicate_shard(shard, partner)
 
 
 @dataclass(frozen=True)
 class ReplicaShard(HeldShard):
-    """A shard of a snapshot that a node holds.
-
-    Args:
-        holder: rank that can read it.
-    """
+    """A shard of a snapshot that a node holds, and a rank that can read it."""
 
     holder: int
 
@@ -179,6 +166,7 @@ def choose_replicas(held: Sequence[ReplicaShard], newer_than: int) -> list[Repli
     complete = [shards for shards in snapshots.values() if len(shards) == next(iter(shards.values()))[0].world_size]
     if not complete:
         return None
+    # Of one step, the name of the folder tells the newer round.
     newest = max(complete, key=lambda shards: (shards[0][0].step, shards[0][0].folder))
     load: Counter[int] = Counter()
     chosen = []
@@ -239,7 +227,7 @@ def recover_from_replicas(
         if control.rank == 0:
             _LOG.warning("%d shards of the snapshot of step %d are damaged.", len(bad), step)
             discard(storage, str(name), "damaged")
-        held = [each for each in held if each not in bad]
+        held = [each for each in held if each not in bad]  # another replica's turn, or an older snapshot's
     files = {each.file: FileSum(each.size, each.xxh3) for each in chosen}
     manifest = replace(manifests[0], directory=str(name), round=identity.round, parent=committed, files=files)
     outcome: TaskOutcome | None = None

@@ -96,8 +96,6 @@ class RecoverableState:
     """Description of a state that a rank can send to the others. Equal ones describe the same state.
 
     Args:
-        step: optimizer steps completed.
-        round: number of the round that completed them.
         rank: rank in that round of this process, or of its predecessor on this node.
         position: position in the data, see :func:`position_key`.
         save_pending: whether a checkpoint of it was begun and not committed.
@@ -210,6 +208,7 @@ class Snapshot:
             OSError: the memory was released.
         """
         with Path(path).open("rb", buffering=0) as stream:
+            # Private, as other processes read the same memory; writable, as torch warns of tensors that are not.
             memory = mmap.mmap(stream.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
         def fill(begin: int, target: memoryview) -> None:
@@ -222,7 +221,7 @@ class Snapshot:
             count = entry.chunk.nbytes // entry.chunk.itemsize
             chunks[entry.chunk] = (
                 torch.frombuffer(memory, dtype=dtype, count=count, offset=entry.begin).reshape(sizes)
-                if count
+                if count  # torch takes no memory without elements
                 else torch.empty(sizes, dtype=dtype)
             )
         random = next((chunk for chunk in chunks if chunk.name == _RANDOM), None)

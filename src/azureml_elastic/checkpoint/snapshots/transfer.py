@@ -102,13 +102,7 @@ class Piece:
 def cut(
     wanted: Mapping[Region, Sequence[int]], chunks: Sequence[Chunk], holders: Sequence[Sequence[int]]
 ) -> list[Piece]:
-    """Return the pieces that are sent.
-
-    Args:
-        wanted: ranks that want each region, and do not hold it.
-        chunks: all chunks.
-        holders: ranks that hold each chunk.
-    """
+    """Return the pieces that are sent: ``wanted`` has the ranks that want each region, and do not hold it."""
     small: defaultdict[tuple[tuple[int, ...], tuple[int, ...]], list[Region]] = defaultdict(list)
     pieces: defaultdict[tuple[int, ...], list[Piece]] = defaultdict(list)
     for region, receivers in wanted.items():
@@ -143,12 +137,7 @@ def _packed(regions: Iterable[Region], chunks: Sequence[Chunk]) -> Iterator[tupl
 
 
 def route(number: int, piece: Piece, attempt: int = 0) -> list[int]:
-    """Return the ranks that a piece passes through, the one that holds it first.
-
-    Args:
-        number: number of the piece.
-        attempt: number of times that it was sent before.
-    """
+    """Return the ranks that a piece passes through, the one that holds it first; another one at each attempt."""
     holders, receivers = piece.holders, piece.receivers
     turn = number // len(holders) % len(receivers)
     return [holders[(number + attempt) % len(holders)], *receivers[turn:], *receivers[:turn]]
@@ -180,6 +169,7 @@ class HeldChunks:
         mine = {Region(read.source, read.offsets, read.sizes): read.target for read in reads(targets, self.chunks)}
         mine = {region: target for region, target in mine.items() if target.numel()}
         with torch.no_grad():
+            # A rank that holds some of what it wants copies that, and receives the rest alone.
             for region in [each for each in mine if ranks.rank in self.holders[each.source]]:
                 mine.pop(region).copy_(self.view(region))
             pieces = cut(self._gather(mine, ranks), self.chunks, self.holders)
@@ -194,6 +184,7 @@ class HeldChunks:
                         counted(len(left), "piece"), self.step, "is" if len(left) == 1 else "are",
                     )  # fmt: skip
                 routes = {number: route(number, pieces[number], attempt) for number in left}
+                # Which end is wrong, is not to be told from two checksums: all on the way get the piece again.
                 found = ranks.gather(_exchange(ranks, content, pieces, routes))
                 left = [number for number, way in routes.items() if len({found[rank][number] for rank in way}) > 1]
         if left:
@@ -221,12 +212,7 @@ class HeldChunks:
 
 
 class _Content:
-    """The bytes of pieces on this rank.
-
-    Args:
-        held: what it may send.
-        wanted: tensors that it receives, by their regions.
-    """
+    """The bytes of pieces on this rank: of what it may send, and of tensors that it receives, by their regions."""
 
     def __init__(self, held: HeldChunks, wanted: Mapping[Region, torch.Tensor]) -> None:
         self._held = held
@@ -282,6 +268,7 @@ def _exchange(
 
     def has(number: int, data: torch.Tensor) -> None:
         way = routes[number]
+        # Passed on before its checksum is computed, and before it is copied to where it belongs: the next rank waits.
         if (after := way.index(ranks.rank) + 1) < len(way):
             sending.append((ranks.send(data, way[after], number), number))
         sums[number] = xxhash.xxh3_64_intdigest(memory_of(data))

@@ -28,12 +28,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class TensorKind:
-    """Shape and type of a tensor.
-
-    Args:
-        shape: shape of the whole tensor, also where it is sharded.
-        dtype: name of the type, for example ``float32``.
-    """
+    """Shape of a tensor, of the whole also where it is sharded, and name of its type, such as ``float32``."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -55,12 +50,7 @@ def kinds_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorKind]:
 
 
 def tensor_differences(stored: Kinds, present: Kinds) -> list[str]:
-    """Return sentences about tensors that only one side has, and about those with another shape or type.
-
-    Args:
-        stored: tensors of the checkpoint.
-        present: tensors of the script.
-    """
+    """Return sentences about tensors that only one side has, and about those with another shape or type."""
     found = []
     if missing := sorted(present.keys() - stored.keys()):
         found.append(f"the checkpoint does not hold {_names(missing)}")
@@ -80,10 +70,6 @@ def optimizer_differences(stored: Kinds, present: Kinds) -> list[str]:
     """Return sentences about the state of an optimizer of the same class.
 
     A parameter has no state before its first gradient, and some optimizers add to it later.
-
-    Args:
-        stored: tensors of the checkpoint.
-        present: tensors of the script's optimizer.
     """
     prefix = "state/"
     common = {name for name in stored.keys() & present.keys() if name.startswith(prefix)}
@@ -93,12 +79,7 @@ def optimizer_differences(stored: Kinds, present: Kinds) -> list[str]:
 
 
 def shape_differences(stored: Mapping[str, Sequence[int]], present: Mapping[str, Sequence[int]]) -> list[str]:
-    """Return sentences about parameters that had another shape.
-
-    Args:
-        stored: shapes by name of those whose state the checkpoint holds.
-        present: shapes of those that the script's optimizer has.
-    """
+    """Return sentences about parameters that had another shape, by the shapes of those with a state and of all now."""
     changes: defaultdict[str, list[str]] = defaultdict(list)
     for name in sorted(stored.keys() & present.keys()):
         if stored[name] != present[name]:
@@ -107,23 +88,13 @@ def shape_differences(stored: Mapping[str, Sequence[int]], present: Mapping[str,
 
 
 def parameter_differences(stored: Collection[str], present: Collection[str]) -> list[str]:
-    """Return a sentence about parameters that an optimizer has no more.
-
-    Args:
-        stored: names of those whose state the checkpoint holds.
-        present: names of those that the script's optimizer has.
-    """
+    """Return a sentence about parameters whose state the checkpoint holds, and that the optimizer has no more."""
     gone = sorted(set(stored) - set(present))
     return [f"it does not optimize {_names(gone)} any more"] if gone else []
 
 
 def group_differences(stored: Sequence[Collection[str]], present: Sequence[Collection[str]]) -> list[str]:
-    """Return sentences about the parameter groups of an optimizer.
-
-    Args:
-        stored: names of the parameters of each group of the checkpoint.
-        present: those of the script.
-    """
+    """Return sentences about the parameter groups of an optimizer, by the names of the parameters of each."""
     if len(stored) != len(present):
         return [f"it had {len(stored)} parameter groups, and has {len(present)} now"]
     pairs = zip(stored, present, strict=True)
@@ -137,12 +108,7 @@ def class_differences(stored: str | None, present: str | None) -> list[str]:
 
 
 def refuse(where: str, differences: Mapping[str, Collection[str]]) -> UsageError:
-    """Return the error of a checkpoint that does not fit.
-
-    Args:
-        where: path of the checkpoint.
-        differences: sentences by the name of the tracked object.
-    """
+    """Return the error of a checkpoint that does not fit, with sentences by the name of the tracked object."""
     lines = [f"  {name}: {sentence}" for name, sentences in sorted(differences.items()) for sentence in sentences]
     names = ", ".join(repr(name) for name in sorted(differences))
     return UsageError(

@@ -169,6 +169,7 @@ class EngineState(Tracked):
             raise ValueError(f"it differs in {len(differing)} parameters, such as {min(differing)!r}")
         for name, slot in self._slots().items():
             state, wanted = self.optimizer.state[slot.key], plain["optimizer"]["state"][name]["tensors"]
+            # State that the checkpoint does not have is gone after the restore, too.
             for key in [key for key, value in state.items() if _is_like(slot, key, value) and key not in wanted]:
                 del state[key]
             for key, kind in wanted.items():  # the state of a new optimizer is missing
@@ -266,6 +267,7 @@ class EngineState(Tracked):
 
 def _is_like(slot: Slot, key: str, value: Any) -> bool:
     """Return whether a value of the optimizer's state is laid out like the tensor that it steps on."""
+    # The step has no dimensions, as a parameter has none without ZeRO if it is a scalar.
     return isinstance(value, torch.Tensor) and value.shape == slot.key.shape and key != "step"
 
 
@@ -290,6 +292,7 @@ def _scalers(engine: Any) -> tuple[Any, Any]:
 
 
 def _scaler(scaler: Any) -> dict[str, Any]:
+    # DeepSpeed's loss scalers have no state_dict: all of their state are plain numbers.
     values = {key: value for key, value in vars(scaler).items() if isinstance(value, bool | int | float)}
     return {"kind": type(scaler).__name__, "values": values}
 

@@ -33,6 +33,7 @@ __all__ = ["Piece", "Read", "held", "incomplete", "memory_of", "pieces", "reads"
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor, for writing; the tensor must outlive it."""
+    # Not through NumPy, which has no bfloat16.
     size = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
 

@@ -73,8 +73,7 @@ class Stateful(Protocol):
 class Tracked(ABC):
     """The state of a tracked object.
 
-    Args:
-        name: name of the object, the first part of the names of its tensors.
+    Its name is the first part of the names of its tensors.
 
     Attributes:
         replicated: whether every rank holds the full state.
@@ -118,10 +117,7 @@ class Tracked(ABC):
     def differences(self, plain: Any, stored: Kinds, present: Kinds) -> list[str]:  # noqa: ARG002 - for subclasses
         """Return sentences that say why a checkpoint of an object of the same class does not fit this one.
 
-        Args:
-            plain: its state as JSON.
-            stored: its tensors in the checkpoint, by names without that of the object.
-            present: its tensors in this process, likewise.
+        The names of the tensors are without that of the object.
         """
         return []
 
@@ -130,11 +126,7 @@ class Tracked(ABC):
         return True
 
     def fitting(self, plain: Any, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """Return those of a checkpoint's tensors that fit one of this object's, where others do not.
-
-        Args:
-            plain: its state as JSON.
-        """
+        """Return those of a checkpoint's tensors that fit one of this object's, where others do not."""
         present = self.targets(plain)
         return {
             name: tensor for name, tensor in tensors.items() if name in present and present[name].shape == tensor.shape
@@ -151,11 +143,7 @@ class Tracked(ABC):
         """
 
     def restore_partly(self, plain: Any, tensors: Tensors) -> list[str]:  # noqa: ARG002 - for subclasses
-        """Restore what fits of a state that does not fit as a whole.
-
-        Args:
-            plain: the state as JSON.
-            tensors: its tensors that have the name and the shape of one of this object's.
+        """Restore what fits of a state that does not fit as a whole: :meth:`fitting` has returned the tensors.
 
         Returns:
             The names of what begins anew: tensors, or the states of parameters.
@@ -200,6 +188,7 @@ class ModuleState(Tracked):
 
     @override
     def common(self, tensors: Tensors) -> set[str]:
+        # By memory: a buffer's name in the state may be another one than in the module.
         buffers = {buffer.untyped_storage().data_ptr() for buffer in self.module.buffers()}
         return {
             key
@@ -269,8 +258,10 @@ class OptimizerState(Tracked):
         own = self.optimizer.state_dict()["param_groups"]
         if len(own) != len(saved["param_groups"]):
             raise ValueError(f"it has {len(saved['param_groups'])} parameter groups, not {len(own)}")
+        # Settings that this release of the optimizer has added keep its own values.
         groups = [{**new, **old, "params": new["params"]} for new, old in zip(own, saved["param_groups"], strict=True)]
         indices = {name: index for index, name in self._names().items()}
+        # Some optimizers keep values that belong to no parameter, under keys of their own, which stay as they are.
         state = {indices.get(key, key): value for key, value in saved["state"].items()}
         self._load({"state": state, "param_groups": groups}, plain)
 
@@ -296,11 +287,7 @@ class OptimizerState(Tracked):
     def _keep_types(self, saved: Mapping[str, Any], plain: Any) -> None:
         """Return to the types of the saved states: torch has cast them to the parameters', quantized numbers too.
 
-        Floats follow a parameter that has another type than it had.
-
-        Args:
-            saved: states by names of parameters
-            plain: all parts of the state as JSON
+        Floats follow a parameter that has another type than it had. ``saved`` has the states by names of parameters.
         """
         before, now, own = plain["parameters"], self._parameters(), self.optimizer.state
         for parameter, path in self._paths():
@@ -472,6 +459,7 @@ def canonical_names(owner: nn.Module) -> Mapping[Any, str]:
     """Return the names of a module's parameters without the wrappers of data parallelism and compilation."""
     wrappers = sorted((name for name, each in owner.named_modules() if isinstance(each, DistributedDataParallel)),
                       key=len, reverse=True)  # fmt: skip
+    # Inner wrappers come first: their names begin with those of outer ones, and match no more once these are removed.
     found = {}
     for name, parameter in owner.named_parameters():
         for wrapper in wrappers:
@@ -510,9 +498,6 @@ def _number(value: Any) -> Any:
 
 def owner_of(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> nn.Module | None:
     """Return the module with all parameters of an optimizer, one of several modules if no single one has them.
-
-    Args:
-        modules: modules by name
 
     Returns:
         ``None`` if there are parameters that no module has.

@@ -124,7 +124,6 @@ class TrackedState:
     """The state of the tracked objects.
 
     Args:
-        objects: objects by name.
         on_step: callback after each step of a tracked optimizer.
         partial: names of objects of which a checkpoint may fit a part alone.
 
@@ -286,14 +285,7 @@ class TrackedState:
     def check(
         self, where: str, plain: Mapping[str, Any], classes: Mapping[str, str], stored: Kinds
     ) -> UsageError | None:
-        """Return why a checkpoint does not fit, ``None`` if it does, or must be restored in part only.
-
-        Args:
-            where: path of the checkpoint.
-            plain: its state as JSON.
-            classes: classes of its objects by name, see :attr:`classes`.
-            stored: its tensors by name.
-        """
+        """Return why a checkpoint at a path does not fit, ``None`` if it does, or must be restored in part only."""
         self._differing = {}
         self._other_class.clear()
         for each in self._tracked:

@@ -44,7 +44,7 @@ def _split(path: str, value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return {"$tensor": path}
     if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, int):
+    if isinstance(value, int):  # after the bools, which are ints too; those of subclasses become plain
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
@@ -54,6 +54,7 @@ def _split(path: str, value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
         if plain and not isinstance(value, Counter):
             return {key: _split(f"{path}/{key}", item, tensors) for key, item in value.items()}
+        # Keys such as numbers or tuples are not keys of JSON, and one that begins with $ would be taken for a mark.
         pairs = [[_split(path, key, {}), _split(f"{path}/{key}", item, tensors)] for key, item in value.items()]
         return {"$counter" if isinstance(value, Counter) else "$map": pairs}
     if isinstance(value, list | tuple | set | frozenset):

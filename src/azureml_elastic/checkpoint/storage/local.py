@@ -68,9 +68,7 @@ def fill(descriptor: int, begin: int, memory: memoryview, name: str) -> None:
 def unusable(folder: Path, error: OSError | ValueError) -> UsageError | CheckpointError:
     """Return the error for a folder that could not be created, or in which no file could be created.
 
-    Args:
-        folder: folder of the checkpoints.
-        error: error of the operating system; a ``ValueError`` for a path that no operating system takes.
+    A ``ValueError`` stands for a path that no operating system takes.
     """
     begin = f"The checkpoint folder {_shown(folder)} cannot be used: "
     number = error.errno if isinstance(error, OSError) else errno.EINVAL
@@ -146,7 +144,6 @@ class LocalStorage(Storage):
     def writing(self, folder: str, name: str) -> Iterator[Callable[[memoryview], None]]:
         path = self.root / folder / name
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-
         written = 0
 
         def write(block: memoryview) -> None:
@@ -163,8 +160,8 @@ class LocalStorage(Storage):
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            _fsync_directory(path.parent)
-        except BaseException:
+            _fsync_directory(path.parent)  # the name is as durable as the content
+        except BaseException:  # the part takes space, of which a full disk has none for the next attempt
             with contextlib.suppress(OSError):
                 path.unlink()
             raise

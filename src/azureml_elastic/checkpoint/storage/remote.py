@@ -99,7 +99,7 @@ class RemoteStorage(Storage):
 
     @override
     def size(self, folder: str, name: str) -> int | None:
-        self._files.invalidate_cache()
+        self._files.invalidate_cache()  # or fsspec would not look at what other nodes have written since
         try:
             with self._at(folder, name) as path:
                 return int(self._files.info(path)["size"])
@@ -128,7 +128,7 @@ class RemoteStorage(Storage):
         try:
             with self._at(folder, "") as path:
                 found = self._files.ls(path, detail=True)
-        except FileNotFoundError:
+        except FileNotFoundError:  # stores have no folders, so that one without files does not exist
             return {}
         return {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in found}
 

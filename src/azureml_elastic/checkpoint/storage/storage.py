@@ -106,6 +106,7 @@ class Storage(ABC):
         block = memoryview(bytearray(min(BLOCK_BYTES, expected.size)))
         try:
             with self.reading(folder, name) as fill:
+                # A longer file would have the right checksum as far as it is read.
                 if (size := self.size(folder, name)) != expected.size:
                     return f"{path} has {size or 0} bytes instead of {expected.size}"
                 for begin in range(0, expected.size, BLOCK_BYTES):
