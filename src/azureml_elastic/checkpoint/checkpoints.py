@@ -445,7 +445,3 @@ class Checkpoints:
             self._committed = manifest.reference
         self._began_at = manifest.step
         return manifest
-
-    def holds(self, manifest: Manifest) -> bool:
-        """Return whether a checkpoint is this run's last committed one. Not a collective."""
-        return self._committed == manifest.reference

@@ -25,8 +25,7 @@ from typing import Any
 
 from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.errors import UsageError
-from azureml_elastic.nebula.checkpoint import Checkpoint, current, serve
-from azureml_elastic.nebula.service import Service, complete, folder_in
+from azureml_elastic.nebula.checkpoint import Checkpoint, Service, complete, current, folder_in, serve
 
 __all__ = [
     "Checkpoint",

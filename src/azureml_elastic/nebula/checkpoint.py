@@ -1,4 +1,4 @@
-"""The ``Checkpoint`` class of Nebula's interface."""
+"""The ``Checkpoint`` class of Nebula's interface, and the service that writes checkpoints."""
 
 from __future__ import annotations
 
@@ -8,28 +8,109 @@ import io
 import json
 import logging
 import re
-from collections.abc import Mapping
+import secrets
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import xxhash
 from typing_extensions import Self
 
+from azureml_elastic.checkpoint.format.catalogue import survey
 from azureml_elastic.checkpoint.format.manifest import COMMITTED, MANIFEST, FolderName, Manifest
-from azureml_elastic.checkpoint.storage.locations import join_path
+from azureml_elastic.checkpoint.storage.locations import join_path, open_storage
 from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
+from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import CheckpointDamaged, CheckpointError, UsageError
-from azureml_elastic.nebula.service import STATE, Service, retire
 
-__all__ = ["Checkpoint", "current", "serve"]
-
-UNTIL_COMMIT = -2
-"""Value of Nebula's ``num_of_files`` for checkpoints that :meth:`Checkpoint.commit` completes."""
+__all__ = ["Checkpoint", "Service", "complete", "current", "folder_in", "serve"]
 
 _LOG = logging.getLogger(__name__)
 
+_UNTIL_COMMIT = -2
+"""Value of Nebula's ``num_of_files`` for checkpoints that :meth:`Checkpoint.commit` completes."""
+
 _SUM = ".sum"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+_FOLDER = "nebula"
+"""Subfolder of the given path: checkpoints of other kinds have other retention rules."""
+
+_STATE = "nebula"
+"""Key in the state of a manifest that marks these checkpoints."""
+
+
+class Service:
+    """Writer of checkpoints below a path or URL, created by ``init()``. With several ranks a collective.
+
+    Attributes:
+        keep: number of complete checkpoints to keep.
+        storage: storage of the checkpoints.
+        control: control group of the writing thread, ``None`` for a single rank.
+        token: random text, the same on all ranks.
+        number: number of the newest checkpoint.
+    """
+
+    def __init__(self, where: str, keep: int) -> None:
+        self.where = where
+        self.keep = keep
+        self.storage = folder_in(where)
+        self.storage.prepare()
+        self.control = ControlGroup() if dist.is_available() and dist.is_initialized() else None
+        self.is_main = self.control is None or self.control.rank == 0
+        # From here on all ranks count the checkpoints alike, and need no agreement on each one's folder.
+        mine = (secrets.token_hex(16), max((found.name.step for found in survey(self.storage)), default=0))
+        self.token, self.number = mine if self.control is None else self.control.from_main(mine)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="nebula")
+        self._tasks: list[tuple[int, Future[None]]] = []
+
+    def submit(self, number: int, task: Callable[..., None], *arguments: Any) -> None:
+        """Run a task after all earlier ones, once the earlier checkpoints are written."""
+        # This bounds the copies in memory, and raises what has failed since.
+        self.wait(before=number)
+        self._tasks.append((number, self._pool.submit(task, *arguments)))
+
+    def wait(self, before: int | None = None) -> None:
+        """Wait for the tasks of all checkpoints, or of those before a number.
+
+        Raises:
+            CheckpointError: a task failed.
+        """
+        old = [(number, task) for number, task in self._tasks if before is None or number < before]
+        self._tasks = [each for each in self._tasks if each not in old]
+        errors = [error for _, task in old if (error := task.exception()) is not None]
+        if errors:
+            raise CheckpointError(f"A checkpoint could not be written to {self.where}: {errors[0]}") from errors[0]
+
+    def at_exit(self) -> None:
+        """Wait for all tasks at the end of the process, and log a failure."""
+        try:
+            self.wait()
+        except CheckpointError as error:
+            _LOG.error("%s", error)
+
+
+def folder_in(where: str) -> Storage:
+    """Return the storage of these checkpoints below a path or a URL."""
+    return open_storage(join_path(where, _FOLDER))
+
+
+def complete(storage: Storage) -> list[Manifest]:
+    """Return the manifests of the complete checkpoints, the oldest first."""
+    found = [each.manifest for each in survey(storage) if each.committed and each.problem is None]
+    return [manifest for manifest in found if manifest is not None and _STATE in manifest.state]
+
+
+def _retire(storage: Storage, keep: int) -> None:
+    """Remove all but the newest complete checkpoints, and earlier incomplete ones."""
+    kept = {manifest.directory for manifest in complete(storage)[-keep:]}
+    for folder in storage.folders():
+        # Those after the newest complete one are being written; folders sort by the checkpoints' numbers.
+        if FolderName.parse(folder) is not None and folder not in kept and folder < max(kept, default=""):
+            storage.remove(folder, MANIFEST)
+
 
 _service: Service | None = None
 
@@ -77,7 +158,7 @@ class Checkpoint:
     @classmethod
     def of(cls, storage: Storage, manifest: Manifest) -> Self:
         """Return a complete checkpoint."""
-        found, tag, files = cls.__new__(cls), manifest.state[STATE]["tag"], manifest.files
+        found, tag, files = cls.__new__(cls), manifest.state[_STATE]["tag"], manifest.files
         found._set(storage, tag, manifest.step, manifest.directory, len(files), files)  # noqa: SLF001
         return found
 
@@ -156,7 +237,7 @@ class Checkpoint:
         except BaseException:
             self._failed = True  # the checkpoint is never completed
             raise
-        if self._expected != UNTIL_COMMIT and self._is_last():
+        if self._expected != _UNTIL_COMMIT and self._is_last():
             self._publish()
 
     def _is_last(self) -> bool:
@@ -190,7 +271,7 @@ class Checkpoint:
             world_size=1,
             parent=None,
             files=dict(sorted(self._written.items())),
-            state={STATE: {"tag": self.tag}},
+            state={_STATE: {"tag": self.tag}},
             data=None,
             torch=str(torch.__version__),
         )
@@ -198,6 +279,6 @@ class Checkpoint:
             self._storage.publish(self._folder, MANIFEST, manifest.to_bytes())
             self._storage.write(self._folder, COMMITTED, [])
         try:
-            retire(self._storage, current().keep)
+            _retire(self._storage, current().keep)
         except OSError as error:  # the checkpoint is complete all the same
             _LOG.warning("Old checkpoints in %s could not be removed: %s", self._storage, error)

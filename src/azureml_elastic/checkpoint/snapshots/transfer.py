@@ -184,7 +184,7 @@ class HeldChunks:
                         counted(len(left), "piece"), self.step, "is" if len(left) == 1 else "are",
                     )  # fmt: skip
                 routes = {number: route(number, pieces[number], attempt) for number in left}
-                # Which end is wrong, is not to be told from two checksums: all on the way get the piece again.
+                # Two checksums do not tell which of them is wrong, so that all ranks on the way get the piece again.
                 found = ranks.gather(_exchange(ranks, content, pieces, routes))
                 left = [number for number, way in routes.items() if len({found[rank][number] for rank in way}) > 1]
         if left:

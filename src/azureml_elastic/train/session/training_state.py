@@ -454,7 +454,7 @@ class TrainingState:
         self._origin = 0
         self._restore_position(None if restored is None else restored.data, live=live)
         # False for the checkpoint of the run that this one continues: the state is still to be saved in its own folder.
-        own = restored is not None and self._checkpoints.holds(restored)
+        own = restored is not None and self._checkpoints.newest == restored.reference
         self._last_saved = self._here if own else None
         self._begin(0.0)
         self._restored()
