@@ -167,7 +167,7 @@ class Checkpoints:
             storage=self._storage,
             keep=self._policy.keep,
             stall_seconds=time.monotonic() - began,
-            pauses=RETRY_SECONDS if must_commit else (),
+            pauses=RETRY_SECONDS if must_commit else (),  # the next checkpoint makes up for one that is not committed
         )
         self._task.start()
 
@@ -175,6 +175,7 @@ class Checkpoints:
         """Start to take a snapshot, and return when the state may change again; see :meth:`begin`."""
         plain, tensors = self._ready(state)
         manifest, identity = self._manifest(step, state, plain, data), self._groups.identity
+        # The manifest travels behind rank 0's shard, as there is no file of it to recover from.
         arguments = self._task_arguments(manifest, tensors, manifest.to_bytes if identity.rank == 0 else bytes)
         self._task = ReplicationTask(*arguments, identity=identity)
         self._task.start()

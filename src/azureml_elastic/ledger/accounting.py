@@ -345,7 +345,7 @@ def _account_end(line: _Line, run: _Run, number: int, following: RoundEntered | 
     cause = run.causes[number]
     if following is not None and following.round == number + 1:
         line.draw(following.time, "recovering", number, cause)
-    elif following is not None:
+    elif following is not None:  # rounds between the two had no place for it
         _leave_round(line, run, number, cause)
         _wait(line, following.time, run)
     elif run.ended_in == number:

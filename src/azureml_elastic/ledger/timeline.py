@@ -318,6 +318,7 @@ def _pause(
     by_round: Mapping[int, Sequence[Event]], before: RoundSpan, after: RoundSpan, lost_at: Sequence[float]
 ) -> tuple[float, Literal["loss", "notice", "last step"]] | None:
     """Return the time from the loss to the first step afterwards, as exactly as the events allow."""
+    # Losses are given only where all nodes have one clock; the other times are differences of one node's.
     resumed = _resumes(by_round[after.number])
     back = min(resumed.values())
     within = [time for time in lost_at if before.started <= time <= back]

@@ -144,6 +144,7 @@ class BackgroundTask(ABC):
             if self.abandoned:
                 raise RoundBroken("the round has ended")
             self._in_collective = True
+        # Without the lock, which abandon() needs while a collective waits for a rank that is gone.
         try:
             return action()
         finally:

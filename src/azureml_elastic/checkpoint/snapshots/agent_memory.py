@@ -85,6 +85,7 @@ class LocalSnapshots:
         self._abandoned = [
             path for path in sorted(folder.iterdir()) if path != self._own and is_abandoned(path / _OWNER)
         ]
+        # Described once, as nobody writes to folders without a lock.
         self._inherited = [shard for path in self._abandoned for shard in _read(path)]
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="local-snapshots")
         self._changed = threading.Lock()

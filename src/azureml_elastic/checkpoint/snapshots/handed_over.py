@@ -86,6 +86,7 @@ def _written_by_another(storage: Storage, step: int, seconds_left: Callable[[], 
     """Return the folder of a checkpoint of this step or a later one, waiting for one that an agent writes now."""
     enough = seconds_left() / 2
     while True:
+        # An agent that was killed while it wrote leaves its marker for ever: hence the limit.
         begun = False
         for folder in reversed(storage.folders()):
             name = FolderName.parse(folder)

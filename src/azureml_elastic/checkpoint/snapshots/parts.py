@@ -38,12 +38,10 @@ class OfferedPart:
     """Description of a part that a rank can read. All ranks of a node offer the same parts.
 
     Args:
-        step: optimizer steps completed.
-        origin: number of the round that completed the last of them. Parts of the same step of two rounds do not go
+        origin: number of the round that completed the last step. Parts of the same step of two rounds do not go
             together: one of them has gone back to an earlier step, and trained it again.
         round: number of the round of the process that handed it over.
         rank: rank in that round of that process.
-        position: position in the data.
         save_pending: whether a checkpoint of that state was begun and not committed.
         form: text that is equal for parts of the same chunks.
         holder: rank that can read it.
@@ -144,6 +142,7 @@ def find_complete(parts: Sequence[Part], at_least: int, control: ControlGroup) -
         holders: defaultdict[Chunk, set[int]] = defaultdict(set)
         for form, chunks in itertools.chain.from_iterable(each.items() for each, _ in gathered):
             for chunk in chunks:
+                # What may differ between ranks is read from the main part's process alone.
                 apart = chunk.name in header.apart
                 holders[chunk].update(
                     each.holder

@@ -90,6 +90,7 @@ def partners(nodes: Sequence[int]) -> list[int | None]:
 
     ``nodes`` has the number of the node of each rank.
     """
+    # The next node in a ring, so that each one holds the replicas of one other, whatever the number of nodes.
     members = {node: [rank for rank, other in enumerate(nodes) if other == node] for node in dict.fromkeys(nodes)}
     order = list(members)
     found: list[int | None] = []
@@ -179,7 +180,7 @@ def choose_replicas(held: Sequence[ReplicaShard], newer_than: int) -> list[Repli
 
 def gather_replicas(control: ControlGroup, agent: Agent, identity: WorkerIdentity) -> list[ReplicaShard]:
     """Return the shards of snapshots that all nodes hold. A collective."""
-    own = agent.held_shards() if identity.local_rank == 0 else []
+    own = agent.held_shards() if identity.local_rank == 0 else []  # a node's workers have the same agent
     mine = [ReplicaShard(**asdict(each), holder=control.rank) for each in own]
     return [each for part in control.gather(mine) for each in part]
 
@@ -216,6 +217,7 @@ def recover_from_replicas(
         try:
             parts = control.together("Writing a snapshot to storage", write)
         except CheckpointError as error:
+            # The committed checkpoint can still be read where nothing can be written.
             if control.rank == 0:
                 _LOG.warning("The snapshot of step %d in memory cannot be saved: %s", step, error)
                 discard(storage, str(name), str(error))

@@ -145,14 +145,7 @@ def route(number: int, piece: Piece, attempt: int = 0) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class HeldChunks:
-    """The chunks of a state in the memory of some ranks.
-
-    Args:
-        step: step of the state.
-        chunks: chunks of all tensors, without repetition.
-        holders: ranks that hold each chunk.
-        own: tensors of the chunks that this rank holds.
-    """
+    """The chunks of a state in the memory of some ranks, without repetition, and the tensors of this rank's own."""
 
     step: int
     chunks: Sequence[Chunk]

@@ -180,6 +180,7 @@ def partitions_of(engine: Any) -> Partitions:
 
 
 def _kind(optimizer: Any) -> type[Partitions] | None:
+    # By the attributes that are used here: the classes have several names, and DeepSpeed need not be installed.
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         return Scattered
     if hasattr(optimizer, "single_partition_of_fp32_groups") or hasattr(optimizer, "fp32_groups_flat_partition"):

@@ -110,7 +110,7 @@ def reads(targets: Mapping[str, torch.Tensor], stored: Sequence[Chunk]) -> Itera
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(targets), Metadata(described), is_coordinator=True)
     for item in planner.create_local_plan().items:
-        index = item.storage_index
+        index = item.storage_index  # with the number of the chunk among those of its tensor
         assert index.index is not None
         part = tuple(item.storage_offsets), tuple(item.lengths)
         yield Read(numbers[index.fqn][index.index], *part, planner.resolve_tensor(item).detach())
@@ -137,6 +137,7 @@ def _chunk(item: WriteItem) -> Chunk:
 def _covers(box: Chunk, chunk: Chunk) -> bool:
     if not chunk.sizes:
         return True
+    # Chunks are rows of boxes: they are cut along the first dimension alone.
     first, last = chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
     return (
         box.offsets[1:] == chunk.offsets[1:]

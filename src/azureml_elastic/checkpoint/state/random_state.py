@@ -54,7 +54,7 @@ def capture(device: torch.device) -> torch.Tensor:
     text = json.dumps(document, separators=(",", ":")).encode()
     if len(text) > _BYTES:
         raise ValueError(f"the state of the random number generators has {len(text)} bytes, more than {_BYTES}")
-    return torch.frombuffer(bytearray(text.ljust(_BYTES)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(text.ljust(_BYTES)), dtype=torch.uint8)  # JSON may end with spaces
 
 
 def restore(state: torch.Tensor, device: torch.device) -> None:
@@ -87,7 +87,7 @@ def begin(*key: object) -> None:
     random.seed(seed)
     numpy = _numpy_random()
     if numpy is not None:
-        numpy.seed(seed & 0xFFFFFFFF)
+        numpy.seed(seed & 0xFFFFFFFF)  # it takes 32 bits
 
 
 @contextlib.contextmanager

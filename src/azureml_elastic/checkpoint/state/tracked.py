@@ -164,7 +164,7 @@ class ModuleState(Tracked):
     def __post_init__(self) -> None:
         kinds = {type(module).__name__ for module in self.module.modules()}
         sharded = any(isinstance(tensor, DTensor) for tensor in self.module.parameters())
-        self._gathers = "FullyShardedDataParallel" in kinds
+        self._gathers = "FullyShardedDataParallel" in kinds  # the first FSDP, whose state takes collectives
         self.replicated = not self._gathers and not sharded
         self._own_names: dict[str, str] = {}
 

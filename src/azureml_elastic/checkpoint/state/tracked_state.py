@@ -107,7 +107,7 @@ class ZeroRedundancyState(Tracked):
                     for kind, tensor in found.items()
                 }
 
-    @functools.cached_property
+    @functools.cached_property  # asked for with each tensor of a checkpoint
     def _paths(self) -> set[str]:
         return {path for _, path in self._owned()}
 
@@ -163,6 +163,7 @@ class TrackedState:
     def schedulers(self) -> list[LRScheduler]:
         """The tracked torch schedulers of steps or epochs."""
         values = (unwrap_scheduler(each.value) for each in self._tracked if isinstance(each, OtherState))
+        # That one follows a metric, though it is an LRScheduler too.
         values = (value for value in values if not isinstance(value, ReduceLROnPlateau))
         return [value for value in values if isinstance(value, LRScheduler)]
 
