@@ -114,7 +114,7 @@ class LocalSnapshots:
     def forget(self) -> None:
         """Remove all snapshots, at the successful end of the run."""
         self._pool.shutdown(wait=True)
-        for path in (self._own, *self._abandoned):
+        for path in (self._own, *self._still_abandoned()):
             shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):
             self._run.rmdir()  # fails while other agents have folders in it
@@ -152,9 +152,13 @@ class LocalSnapshots:
         """Keep two snapshots: other nodes may not have written the newest one yet."""
         others = [path for path in self._own.iterdir() if path.is_dir() and path != newest]
         others.sort(key=lambda path: path.stat().st_mtime_ns)
-        for path in [*others[:-1], *self._abandoned]:
+        for path in [*others[:-1], *self._still_abandoned()]:
             shutil.rmtree(path, ignore_errors=True)
         self._abandoned, self._inherited = [], []
+
+    def _still_abandoned(self) -> list[Path]:
+        # An agent that was started again under the name of an earlier one has its folder by now.
+        return [path for path in self._abandoned if is_abandoned(path / _OWNER)]
 
 
 def _close(shards: list[Shard]) -> None:

@@ -99,6 +99,19 @@ def test_the_snapshots_of_a_running_agent_are_not_offered_to_others(disk):
     assert contents(first) == [("one", b"1")]
 
 
+def test_the_folder_of_an_agent_that_was_started_again_is_its_own(disk):
+    first = disk.agent("a")
+    disk.write(first, "one", b"1")
+    first.close()
+    beside = disk.agent("b")
+    again = disk.agent("a")
+    disk.write(beside, "two", b"2")
+    disk.write(again, "two", b"22")
+    assert contents(again) == [("one", b"1"), ("two", b"22")]
+    beside.forget()
+    assert contents(again) == [("one", b"1"), ("two", b"22")]
+
+
 def test_a_snapshot_that_changes_while_it_is_written_is_dropped(disk, caplog):
     agent = disk.agent("a")
     disk.write(agent, "one", b"1" * 100)
