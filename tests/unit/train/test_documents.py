@@ -51,6 +51,16 @@ def test_tensors_are_taken_out_and_put_back():
     assert math.isnan(again["nan"])
 
 
+@pytest.mark.parametrize(
+    "value", [{1: torch.zeros(2), "1": torch.ones(2)}, {"a/b": torch.zeros(2), "a": {"b": torch.ones(2)}}]
+)
+def test_tensors_under_alike_keys_have_names_of_their_own(value):
+    plain, tensors = tree.split("s", value)
+    again = tree.join(json.loads(json.dumps(plain, allow_nan=False)), tensors)
+    assert len(tensors) == 2
+    assert str(again) == str(value)
+
+
 def test_what_needs_pickle_is_refused_by_name():
     with pytest.raises(UsageError, match=r"'s/a/1' holds a .*object"):
         tree.split("s", {"a": [1, object()]})

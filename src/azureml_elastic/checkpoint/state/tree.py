@@ -40,6 +40,8 @@ def split(name: str, value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 def _split(path: str, value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
+        while path in tensors:  # the keys 1 and "1" have the same path, as have "a/b" and "b" below "a"
+            path += "'"
         tensors[path] = value
         return {"$tensor": path}
     if value is None or isinstance(value, bool | str):
