@@ -189,7 +189,7 @@ def export(storage: Storage, manifest: Manifest, prefix: str, target: Path) -> i
         whole[chunk.name] = Chunk.of_whole(name, shape, chunk.dtype, chunk.itemsize)
     layout = Layout.of(whole.values())
     begins = {entry.chunk.name: entry.begin for entry in layout.entries}
-    # Parts are copied into the mapped file one by one, so that there is memory needed for one part alone.
+    # Parts are copied into the mapped file one by one, so that memory is needed for one of them alone.
     with target.open("xb") as stream:
         stream.write(layout.header)
         stream.truncate(layout.nbytes)
