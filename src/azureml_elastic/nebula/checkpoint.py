@@ -231,7 +231,7 @@ class Checkpoint:
     def _write(self, name: str, copy: io.BytesIO) -> None:
         try:
             self._storage.make(self._folder)
-            # The sums last, so that whoever counts them counts complete files alone.
+            # The sums last, so that a rank that counts them counts complete files alone.
             self._written[name] = sums = self._storage.write(self._folder, name, [copy.getbuffer()])
             self._storage.publish(self._folder, name + _SUM, json.dumps([sums.size, sums.xxh3]).encode())
         except BaseException:
