@@ -4,6 +4,7 @@
 ``_to_job()``. ``BaseNode`` is an abstract base class, so an unrelated class can be *registered* with it. The
 ``_to_job()`` of azure-ai-ml's own ``Command`` reads an existing job. The rest of this library uses public names only;
 should a release of azure-ai-ml change these two, ``ml_client.jobs.create_or_update(job.compile())`` still works.
+``_to_dict()`` is what the public ``dump()`` writes as text, which takes seconds for many nodes and is only read again.
 
 ``jobs.validate`` checks only classes that inherit from a private one, and reports success for all others. The method is
 therefore wrapped: an elastic job is compiled, and the result is validated.
@@ -58,6 +59,7 @@ __all__ = [
     "Submittable",
     "binding_type",
     "component_of",
+    "dumped",
     "fields_of_command",
     "is_binding",
     "outside_pipelines",
@@ -383,6 +385,11 @@ def plain_sweep_job(job: Any) -> SweepJob:
             return job._to_job()  # type: ignore[no-any-return]  # noqa: SLF001 - no public conversion exists
     finally:
         job.trial.command = command  # the conversion writes the search space into it
+
+
+def dumped(job: CommandJob | PipelineJob) -> Mapping[str, Any]:
+    """Return azure-ai-ml's own document of a job, with some losses; see ``entity_document``."""
+    return job._to_dict()  # noqa: SLF001 - see above
 
 
 def component_of(job: Any) -> CommandComponent | None:

@@ -1,7 +1,6 @@
 """An elastic job as standard YAML, for ``az ml job create -f`` and azure-ai-ml's ``load_job``.
 
-The YAML that azure-ai-ml itself dumps cannot be submitted: booleans become numbers, and local paths become names of
-assets. This module therefore writes the compiled job, and loads the result again to detect any loss.
+The result is loaded again, to detect whatever the YAML or azure-ai-ml's dump has lost.
 
 azure-ai-ml's errors about invalid job files are converted to sentences. Its messages contain JSON, whose strings
 contain further messages, with one entry per alternative for a field that accepts several types.
@@ -15,7 +14,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -142,13 +141,12 @@ def standard_yaml(
     """
     kept = frozenset(real_path(path, named=named) for path in absolute for named in (True, False))
     paths = PathFormat(None if folder is None else Path(folder), kept)
-    absent = frozenset(name for name, output in job.outputs.items() if output is None)
     entity = job.compile()
-    document = document_of(entity, paths, absent)
+    document = document_of(entity, paths)
     if runtime is not None and node_launch.RUNTIME in document.get("inputs", {}):
         document["inputs"][node_launch.RUNTIME]["path"] = paths.format(str(runtime))
     text = _dump(document)
-    _check(text, entity, paths, absent)
+    _check(text, entity, paths)
     return text
 
 
@@ -170,14 +168,14 @@ def _dump(document: Mapping[str, Any]) -> str:
     return text
 
 
-def _check(text: str, entity: Any, paths: PathFormat, absent: Collection[str]) -> None:
+def _check(text: str, entity: Any, paths: PathFormat) -> None:
     """Check that azure-ai-ml loads the text as a job that is equal to the entity."""
     from azure.ai.ml import load_job
     from azure.ai.ml.exceptions import ValidationException
     from marshmallow.exceptions import ValidationError as SchemaError
 
     folder = Path(os.path.realpath(paths.folder or Path()))
-    meant = document_of(entity, replace(paths, resolved=True), absent)
+    meant = document_of(entity, replace(paths, resolved=True))
     try:
         loaded = load_job(io.StringIO(text), relative_origin=str(folder / "job.yml"))
     except (ValidationException, SchemaError) as error:
@@ -186,7 +184,7 @@ def _check(text: str, entity: Any, paths: PathFormat, absent: Collection[str]) -
         raise SubmitError(
             f"The YAML of a job cannot express all of this job. azure-ai-ml's load_job reports: {message}"
         ) from None
-    read = document_of(loaded, replace(paths, resolved=True, base=folder), absent)
+    read = document_of(loaded, replace(paths, resolved=True, base=folder))
     for one in (meant, read):
         one.get("inputs", {}).get(node_launch.RUNTIME, {}).pop("path", None)  # differs for a copy
     path = _difference(meant, read, "")
