@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
-from azureml_elastic.environment import names
+from azureml_elastic.environment.node import WORKSPACE
 from azureml_elastic.environment.user import UserEnvironment
 from azureml_elastic.errors import UsageError
 
@@ -56,11 +56,7 @@ class WorkspaceName:
     @property
     def variables(self) -> Mapping[str, str]:
         """The environment variables that identify the workspace in its jobs."""
-        return {
-            names.AZUREML_ARM_SUBSCRIPTION: self.subscription,
-            names.AZUREML_ARM_RESOURCEGROUP: self.group,
-            names.AZUREML_ARM_WORKSPACE_NAME: self.name,
-        }
+        return dict(zip(WORKSPACE, (self.subscription, self.group, self.name), strict=True))
 
 
 _OPTIONS_IN_USE: ContextVar[WorkspaceOptions | None] = ContextVar("workspace options", default=None)

@@ -84,10 +84,10 @@ def check_rendezvous(url: str, environment: WorkerEnvironment, *, seconds: float
         parts = urlsplit(url)
         given = parse_qs(parts.query)
         from_environment = parts.scheme == "env"
-        to = (environ[variables.MASTER_ADDR] if from_environment else parts.hostname or "") or host
-        at = int(environ[variables.MASTER_PORT]) if from_environment else parts.port or port
-        asked_rank = int(given["rank"][0] if "rank" in given else environ[variables.RANK])
-        asked_size = int(given["world_size"][0] if "world_size" in given else environ[variables.WORLD_SIZE])
+        to = (environ["MASTER_ADDR"] if from_environment else parts.hostname or "") or host
+        at = int(environ["MASTER_PORT"]) if from_environment else parts.port or port
+        asked_rank = int(given["rank"][0] if "rank" in given else environ["RANK"])
+        asked_size = int(given["world_size"][0] if "world_size" in given else environ["WORLD_SIZE"])
     except (KeyError, ValueError):
         return  # torch says what is missing
     if (to, at) != (host, port):

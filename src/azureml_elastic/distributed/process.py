@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from azureml_elastic.config import CheckpointPolicy, Plan
 from azureml_elastic.distributed.device import device_of
-from azureml_elastic.environment import names
 from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
@@ -152,7 +151,7 @@ def open_group(identity: WorkerIdentity, device: torch.device) -> bool:
         if transport is None or _UNSUPPORTED not in str(error):
             raise
         raise UsageError(
-            f"{names.GLOO_DEVICE_TRANSPORT}={transport} is not supported by the gloo of this torch "
+            f"GLOO_DEVICE_TRANSPORT={transport} is not supported by the gloo of this torch "
             f"({torch.__version__}), which was built without it. Use another build of torch, or remove the variable: "
             "gloo then sends in clear; see docs/explanation/security.md."
         ) from error

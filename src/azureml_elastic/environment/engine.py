@@ -9,19 +9,19 @@ from pathlib import PurePath
 from typing_extensions import override
 
 from azureml_elastic.environment import names
-from azureml_elastic.environment.process import Environment, take
+from azureml_elastic.environment.process import Environment, Variable, take
 
 __all__ = ["EngineEnvironment", "take_engine_key"]
 
 _WORKERS = frozenset(
     {
         names.CHANNEL,
-        names.GROUP_RANK,
-        names.LOCAL_RANK,
-        names.MASTER_ADDR,
-        names.MASTER_PORT,
-        names.RANK,
-        names.WORLD_SIZE,
+        "GROUP_RANK",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "RANK",
+        "WORLD_SIZE",
     }
 )
 """Variables of this process, which is a worker of the agent; its children are not."""
@@ -59,12 +59,10 @@ class EngineEnvironment(Environment):
     @property
     def store(self) -> tuple[str, int]:
         """Host and port of the round's store."""
-        return self.variables[names.MASTER_ADDR], int(self.variables[names.MASTER_PORT])
+        return self.variables["MASTER_ADDR"], int(self.variables["MASTER_PORT"])
 
-    @property
-    def gloo_interface(self) -> str | None:
-        """Network interface of gloo, ``None`` for its default."""
-        return self.get(names.GLOO_SOCKET_IFNAME)
+    gloo_interface = Variable("GLOO_SOCKET_IFNAME")
+    """Network interface of gloo, ``None`` for its default."""
 
     @override
     def for_child(self, variables: Mapping[str, str] | None = None) -> dict[str, str]:

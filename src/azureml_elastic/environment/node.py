@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from string import Template
 
 from azureml_elastic.environment import names
-from azureml_elastic.environment.process import Environment
+from azureml_elastic.environment.process import Environment, Variable
 from azureml_elastic.errors import PlanError, UsageError
 
 __all__ = ["WORKSPACE", "NodeEnvironment", "visible_devices"]
 
-WORKSPACE = (names.AZUREML_ARM_SUBSCRIPTION, names.AZUREML_ARM_RESOURCEGROUP, names.AZUREML_ARM_WORKSPACE_NAME)
+WORKSPACE = ("AZUREML_ARM_SUBSCRIPTION", "AZUREML_ARM_RESOURCEGROUP", "AZUREML_ARM_WORKSPACE_NAME")
 """Names of the variables that identify the workspace of a job."""
 
 
@@ -20,10 +19,8 @@ WORKSPACE = (names.AZUREML_ARM_SUBSCRIPTION, names.AZUREML_ARM_RESOURCEGROUP, na
 class NodeEnvironment(Environment):
     """The environment of a node, or of a tool that acts for one."""
 
-    @property
-    def plan(self) -> str | None:
-        """The plan as JSON, ``None`` without one."""
-        return self.get(names.PLAN) or None
+    plan = Variable(names.PLAN)
+    """The plan as JSON, ``None`` without one."""
 
     def require_plan(self) -> str:
         """Return the plan as JSON.
@@ -38,20 +35,16 @@ class NodeEnvironment(Environment):
             )
         return self.plan
 
-    @property
-    def node(self) -> str | None:
-        """Identifier of the node where the environment gives one."""
-        return self.get(names.NODE_ID) or None
+    node = Variable(names.NODE_ID)
+    """Identifier of the node where the environment gives one."""
 
     @property
     def run_dir(self) -> Path:
         """Folder for events, logs and audit files."""
         return Path(self.get(names.RUN_DIR) or "outputs/azureml-elastic").absolute()
 
-    @property
-    def address(self) -> str | None:
-        """Address, interface or range at which other nodes reach this one, ``None`` where it is to be found out."""
-        return self.get(names.LOCAL_ADDRESS) or None
+    address = Variable(names.LOCAL_ADDRESS)
+    """Address, interface or range at which other nodes reach this one, ``None`` where it is to be found out."""
 
     @property
     def scheduled_events(self) -> str | None:
@@ -59,20 +52,14 @@ class NodeEnvironment(Environment):
         address = self.get(names.SCHEDULED_EVENTS)
         return None if address is None else address.strip()
 
-    @property
-    def job(self) -> str | None:
-        """Name of the job that this process belongs to, ``None`` outside Azure ML."""
-        return self.get(names.AZUREML_RUN_ID)
+    job = Variable("AZUREML_RUN_ID")
+    """Name of the job that this process belongs to, ``None`` outside Azure ML."""
 
-    @property
-    def root_job(self) -> str | None:
-        """Name of the job that the user has submitted, ``None`` outside Azure ML."""
-        return self.get(names.AZUREML_ROOT_RUN_ID)
+    root_job = Variable("AZUREML_ROOT_RUN_ID")
+    """Name of the job that the user has submitted, ``None`` outside Azure ML."""
 
-    @property
-    def first_job(self) -> str | None:
-        """Name of the run's first job, on nodes that replace others."""
-        return self.get(names.FIRST_JOB) or None
+    first_job = Variable(names.FIRST_JOB)
+    """Name of the run's first job, on nodes that replace others."""
 
     @property
     def is_first_node(self) -> bool:
@@ -86,11 +73,11 @@ class NodeEnvironment(Environment):
         Raises:
             UsageError: the value is not a number.
         """
-        text = self.get(names.DATASET_MOUNT_ATTRIBUTE_CACHE_TTL) or "0"
+        text = self.get("DATASET_MOUNT_ATTRIBUTE_CACHE_TTL") or "0"
         try:
             return float(text)
         except ValueError as error:
-            name = names.DATASET_MOUNT_ATTRIBUTE_CACHE_TTL
+            name = "DATASET_MOUNT_ATTRIBUTE_CACHE_TTL"
             raise UsageError(f"{name}={text!r} is not a number of seconds. Correct or unset the variable.") from error
 
     @property
@@ -104,91 +91,69 @@ class NodeEnvironment(Environment):
         """Names of the variables that identify the workspace and are not set."""
         return [name for name in WORKSPACE if not self.get(name)]
 
-    @property
-    def cloud(self) -> str | None:
-        """Name of the cloud where it is given."""
-        return self.get(names.AZUREML_CURRENT_CLOUD) or None
+    cloud = Variable("AZUREML_CURRENT_CLOUD")
+    """Name of the cloud where it is given."""
 
     @property
     def service_endpoint(self) -> str:
         """URL of Azure ML's services, from which the cloud follows; empty outside Azure ML."""
-        return self.get(names.AZUREML_SERVICE_ENDPOINT) or ""
+        return self.get("AZUREML_SERVICE_ENDPOINT") or ""
 
-    @property
-    def msi_endpoint(self) -> str | None:
-        """Address that issues tokens of the node's managed identity."""
-        return self.get(names.MSI_ENDPOINT) or None
+    msi_endpoint = Variable("MSI_ENDPOINT")
+    """Address that issues tokens of the node's managed identity."""
 
-    @property
-    def msi_secret(self) -> str | None:
-        """Secret for that address where it wants one."""
-        return self.get(names.MSI_SECRET) or None
+    msi_secret = Variable("MSI_SECRET")
+    """Secret for that address where it wants one."""
 
-    @property
-    def default_client_id(self) -> str | None:
-        """Client id of the managed identity to use by default."""
-        return self.get(names.DEFAULT_IDENTITY_CLIENT_ID) or None
+    default_client_id = Variable("DEFAULT_IDENTITY_CLIENT_ID")
+    """Client id of the managed identity to use by default."""
 
-    @property
-    def obo_endpoint(self) -> str | None:
-        """Address that issues tokens of the user who has submitted the job."""
-        return self.get(names.OBO_ENDPOINT) or None
+    obo_endpoint = Variable("OBO_ENDPOINT")
+    """Address that issues tokens of the user who has submitted the job."""
 
-    @property
-    def mlflow_uri(self) -> str | None:
-        """Address of the MLflow server."""
-        return self.get(names.MLFLOW_TRACKING_URI) or None
+    mlflow_uri = Variable("MLFLOW_TRACKING_URI")
+    """Address of the MLflow server."""
 
-    @property
-    def mlflow_run(self) -> str | None:
-        """The MLflow run to log to."""
-        return self.get(names.MLFLOW_RUN_ID) or None
+    mlflow_run = Variable("MLFLOW_RUN_ID")
+    """The MLflow run to log to."""
 
-    @property
-    def mlflow_experiment_id(self) -> str | None:
-        """Id of the MLflow experiment."""
-        return self.get(names.MLFLOW_EXPERIMENT_ID) or None
+    mlflow_experiment_id = Variable("MLFLOW_EXPERIMENT_ID")
+    """Id of the MLflow experiment."""
 
-    @property
-    def mlflow_experiment(self) -> str | None:
-        """Name of the MLflow experiment."""
-        return self.get(names.MLFLOW_EXPERIMENT_NAME) or None
+    mlflow_experiment = Variable("MLFLOW_EXPERIMENT_NAME")
+    """Name of the MLflow experiment."""
 
     @property
     def exports_opentelemetry(self) -> bool:
         """Whether the address of an OTLP receiver is set, which switches the export on."""
-        return bool(self.get(names.OTEL_EXPORTER_OTLP_ENDPOINT))
+        return bool(self.get("OTEL_EXPORTER_OTLP_ENDPOINT"))
 
     @property
     def names_opentelemetry_service(self) -> bool:
         """Whether the user gives the exported data a service's name."""
-        return bool(self.get(names.OTEL_SERVICE_NAME))
+        return bool(self.get("OTEL_SERVICE_NAME"))
 
     @property
     def certificates(self) -> Path | None:
         """File or folder of trusted certificates, as Azure's clients take it."""
-        path = self.get(names.REQUESTS_CA_BUNDLE) or self.get(names.CURL_CA_BUNDLE)
+        path = self.get("REQUESTS_CA_BUNDLE") or self.get("CURL_CA_BUNDLE")
         return Path(path) if path else None
 
     @property
     def torch_extensions(self) -> Path | None:
         """Folder in which torch compiles extensions, ``None`` for the one in the user's cache."""
-        path = self.get(names.TORCH_EXTENSIONS_DIR)
+        path = self.get("TORCH_EXTENSIONS_DIR")
         return Path(path) if path else None
 
     @property
     def cache(self) -> Path:
         """The user's cache folder."""
-        return Path(self.get(names.XDG_CACHE_HOME) or Path("~/.cache").expanduser())
-
-    def expand(self, text: str) -> str:
-        """Return a text with its ``$`` variables replaced; unknown ones stay."""
-        return Template(text).safe_substitute(self.variables)
+        return Path(self.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
 
 
 def visible_devices(environment: Environment) -> int | None:
     """Return the number of GPUs that are made visible to the process, ``None`` where all are."""
-    visible = environment.get(names.CUDA_VISIBLE_DEVICES)
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return None
     return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])

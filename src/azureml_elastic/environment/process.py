@@ -6,13 +6,16 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from string import Template
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # not at run time: processes of users' scripts import this module
 
-__all__ = ["Environment", "change", "changed", "set_defaults", "take"]
+__all__ = ["Environment", "Variable", "change", "changed", "set_defaults", "take"]
+
+_STORAGE_CREDENTIALS = ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN")
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,15 @@ class Environment:
         """Return the value of a variable whose name is configured, ``None`` where it is not set."""
         return self.variables.get(name)
 
+    @property
+    def has_storage_credential(self) -> bool:
+        """Whether there is a credential of a storage account, which adlfs reads by itself: no identity is needed."""
+        return any(map(self.get, _STORAGE_CREDENTIALS))
+
+    def expand(self, text: str) -> str:
+        """Return a text with its ``$`` variables replaced; unknown ones stay."""
+        return Template(text).safe_substitute(self.variables)
+
     def with_variables(self, variables: Mapping[str, str]) -> Self:
         """Return these variables with others set or replaced."""
         return type(self).read({**self.variables, **variables})
@@ -41,6 +53,16 @@ class Environment:
     def for_child(self, variables: Mapping[str, str] | None = None) -> dict[str, str]:
         """Return the environment of a child process: these variables, with others set or replaced."""
         return {**self.variables, **(variables or {})}
+
+
+class Variable:
+    """One variable as a property of an :class:`Environment`; ``None`` where it is not set or empty."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, environment: Environment, _: object = None) -> str | None:
+        return environment.get(self._name) or None
 
 
 def change(variables: Mapping[str, str | None]) -> None:

@@ -7,10 +7,9 @@ What depends on the round is therefore read when it is needed, not once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from string import Template
 
 from azureml_elastic.environment import names
-from azureml_elastic.environment.process import Environment
+from azureml_elastic.environment.process import Environment, Variable
 from azureml_elastic.errors import PlanError, UsageError
 
 __all__ = ["Assigned", "WorkerEnvironment"]
@@ -33,22 +32,22 @@ class WorkerEnvironment(Environment):
     @property
     def rank(self) -> int:
         """Rank of this process, 0 without one."""
-        return self._number(names.RANK, 0)
+        return self._number("RANK", 0)
 
     @property
     def local_rank(self) -> int:
         """Rank among the processes of this node, 0 without one."""
-        return self._number(names.LOCAL_RANK, 0)
+        return self._number("LOCAL_RANK", 0)
 
     @property
     def world_size(self) -> int:
         """Number of ranks, 1 without one."""
-        return self._number(names.WORLD_SIZE, 1)
+        return self._number("WORLD_SIZE", 1)
 
     @property
     def local_world_size(self) -> int:
         """Number of ranks of this node, 1 without one."""
-        return self._number(names.LOCAL_WORLD_SIZE, 1)
+        return self._number("LOCAL_WORLD_SIZE", 1)
 
     @property
     def round(self) -> int:
@@ -58,12 +57,12 @@ class WorkerEnvironment(Environment):
     @property
     def has_rank(self) -> bool:
         """Whether this process has a rank."""
-        return names.RANK in self.variables
+        return "RANK" in self.variables
 
     @property
     def has_world_size(self) -> bool:
         """Whether this process has a world size."""
-        return names.WORLD_SIZE in self.variables
+        return "WORLD_SIZE" in self.variables
 
     @property
     def finds_others(self) -> bool:
@@ -73,14 +72,14 @@ class WorkerEnvironment(Environment):
     @property
     def master(self) -> tuple[str, int] | None:
         """Host and port of the round's store, ``None`` without one."""
-        host, port = self.get(names.MASTER_ADDR), self.get(names.MASTER_PORT)
+        host, port = self.get("MASTER_ADDR"), self.get("MASTER_PORT")
         return (host, int(port)) if host and port else None
 
     @property
     def assigned(self) -> Assigned | None:
         """The rank and the store that the agent has assigned, ``None`` where the script serves a store itself."""
         words = self.variables.get(names.WORKER, "").split()
-        if self.get(names.TORCHELASTIC_USE_AGENT_STORE) != "True" or not words:
+        if self.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not words:
             return None
         return Assigned(int(words[0]), int(words[1]), words[2], int(words[3]))
 
@@ -89,20 +88,14 @@ class WorkerEnvironment(Environment):
         """Path of the agent's socket, ``None`` without an agent."""
         return self.get(names.CHANNEL)
 
-    @property
-    def plan(self) -> str | None:
-        """The plan as JSON, ``None`` without one."""
-        return self.get(names.PLAN)
+    plan = Variable(names.PLAN)
+    """The plan as JSON, ``None`` without one."""
 
-    @property
-    def run_dir(self) -> str | None:
-        """Folder for events, logs and audit files, ``None`` outside a run."""
-        return self.get(names.RUN_DIR)
+    run_dir = Variable(names.RUN_DIR)
+    """Folder for events, logs and audit files, ``None`` outside a run."""
 
-    @property
-    def node(self) -> str | None:
-        """Identifier of the node where the environment gives one."""
-        return self.get(names.NODE_ID) or None
+    node = Variable(names.NODE_ID)
+    """Identifier of the node where the environment gives one."""
 
     @property
     def history(self) -> tuple[int, float]:
@@ -115,25 +108,23 @@ class WorkerEnvironment(Environment):
         """Whether processes with a GPU may take part in the next round."""
         return self.get(names.IN_PROCESS_ON_GPU) == "1"
 
-    @property
-    def gloo_transport(self) -> str | None:
-        """The transport that gloo is to use, ``None`` for its default."""
-        return self.get(names.GLOO_DEVICE_TRANSPORT)
+    gloo_transport = Variable("GLOO_DEVICE_TRANSPORT")
+    """The transport that gloo is to use, ``None`` for its default."""
 
     @property
     def accelerate_uses_deepspeed(self) -> bool:
         """Whether accelerate makes a DeepSpeed plugin without an argument."""
-        return self.variables.get(names.ACCELERATE_USE_DEEPSPEED, "false").lower() == "true"
+        return self.variables.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
 
     @property
     def horovod_local_rank(self) -> str:
         """Horovod's rank of this process among those of its node."""
-        return self.variables[names.HOROVOD_LOCAL_RANK]
+        return self.variables["HOROVOD_LOCAL_RANK"]
 
     @property
     def horovod_server(self) -> tuple[str, int] | None:
         """Host and port of the engine's server, ``None`` where no engine has started this process."""
-        host, port = self.get(names.HOROVOD_GLOO_RENDEZVOUS_ADDR), self.get(names.HOROVOD_GLOO_RENDEZVOUS_PORT)
+        host, port = self.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"), self.get("HOROVOD_GLOO_RENDEZVOUS_PORT")
         return (host, int(port)) if host and port and self.plan is not None else None
 
     def check(self) -> None:
@@ -151,13 +142,9 @@ class WorkerEnvironment(Environment):
         if self.channel is not None and names.ROUND not in self.variables:
             raise PlanError(f"{names.CHANNEL} is set without {names.ROUND}; the node's agent sets both.")
 
-    def expand(self, text: str) -> str:
-        """Return a text with its ``$`` variables replaced; unknown ones stay."""
-        return Template(text).safe_substitute(self.variables)
-
     @property
     def _missing(self) -> list[str]:
-        return [name for name in (names.RANK, names.MASTER_ADDR, names.MASTER_PORT) if name not in self.variables]
+        return [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in self.variables]
 
     def _number(self, name: str, default: int) -> int:
         text = self.variables.get(name, default)

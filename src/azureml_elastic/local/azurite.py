@@ -24,7 +24,6 @@ from typing import IO, Literal
 from typing_extensions import Self
 
 from azureml_elastic.config import Credential
-from azureml_elastic.environment import names
 from azureml_elastic.environment.names import AZURE_STORAGE_CONNECTION_STRING as CONNECTION_STRING
 from azureml_elastic.environment.user import UserEnvironment
 from azureml_elastic.errors import TableUnavailable, UsageError
@@ -214,7 +213,7 @@ def _npm_install(folder: Path, package: str) -> None:
         result = subprocess.run(
             command,
             cwd=folder,
-            env=environment.for_child({names.PATH: path}),
+            env=environment.for_child({"PATH": path}),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

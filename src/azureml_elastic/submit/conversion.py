@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from azureml_elastic.config.distribution import ElasticDistribution
 from azureml_elastic.config.resources import ElasticResources
 from azureml_elastic.errors import SubmitError, needs_extra
-from azureml_elastic.submit.fields import translated
+from azureml_elastic.submit.fields import given_fields, translated
 from azureml_elastic.submit.launchers import Launched, read_launcher, refuse_launcher
 from azureml_elastic.submit.sdk_hooks import component_of, fields_of_command, plain_command_job, plain_sweep_job
 
@@ -142,7 +142,7 @@ def _without_launcher(
 def _completed(given: ElasticDistribution | Mapping[str, Any], launcher: Launched) -> ElasticDistribution:
     """Return the given distribution, completed from the options of a launcher."""
     distribution = ElasticDistribution.model_validate(translated(given))
-    fields = {name: getattr(distribution, name) for name in distribution.model_fields_set}
+    fields = given_fields(distribution)
     count, launched = (each.get("process_count_per_instance") for each in (fields, launcher.fields))
     if count is not None and launched is not None and count != launched:
         raise SubmitError(

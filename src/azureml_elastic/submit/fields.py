@@ -43,7 +43,7 @@ from azureml_elastic.config.resources import SERVERLESS, ElasticResources, NodeP
 from azureml_elastic.errors import SubmitError
 from azureml_elastic.submit.bindings import bound
 
-__all__ = ["JobFields", "field_of", "given_fields", "merged_fields", "translated"]
+__all__ = ["JobFields", "field_of", "given_fields", "merged_fields", "resources_of_pools", "translated"]
 
 _OF_RAY = (
     "address",

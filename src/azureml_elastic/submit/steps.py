@@ -29,14 +29,10 @@ __all__ = ["compile_step", "compile_sweep", "with_inputs"]
 
 with needs_extra("azure-ai-ml", "submit"):
     from azure.ai.ml import Output
-    from azure.ai.ml.entities import Command, Pipeline, PipelineComponent
-
+    from azure.ai.ml.entities import Command, Pipeline, PipelineComponent, Sweep
 
 _COMPONENT = "elastic_nodes"
 _Job = TypeVar("_Job", bound=JobFields)
-
-with needs_extra("azure-ai-ml", "submit"):
-    from azure.ai.ml.entities import Sweep
 
 
 def with_inputs(job: _Job, inputs: Mapping[str, Any]) -> _Job:

@@ -83,6 +83,14 @@ def check(job: JobFields) -> FoundProgram:
     return found
 
 
+def _code_folder(job: JobFields) -> Path | None:
+    """Return the local folder that the program runs in, ``None`` where the code is not on this machine."""
+    if job.code is None or _REMOTE.match(str(job.code)):
+        return None
+    code = Path(job.code)
+    return code if code.is_dir() else code.parent
+
+
 def _check_sizes(job: JobFields) -> None:
     """Check what Azure ML would refuse after everything is uploaded, or accept and never start."""
     most = job.resources.max_instance_count
@@ -215,10 +223,9 @@ def _check_checkpoint_path(job: JobFields) -> None:
 
 def _check_launching(job: JobFields, found: FoundProgram) -> None:
     """Refuse a program that is given another program, as a launcher is, or starts a launcher or a cluster itself."""
-    if job.code is None or _REMOTE.match(str(job.code)):
+    folder = _code_folder(job)
+    if folder is None:
         return
-    code = Path(job.code)
-    folder = code if code.is_dir() else code.parent
     program = parse_program([found.program])
     launching = find_launching(program, folder, runs_engine=job.distribution.runs_engine)
     if launching is None:
@@ -248,18 +255,18 @@ def _warn_of_secrets(job: JobFields) -> None:
 
 def _warn_of_fixed_ranks(job: JobFields, found: FoundProgram) -> None:
     """Warn where the program's text has ranks or an address of its own."""
-    if job.distribution.runs_engine or job.code is None or _REMOTE.match(str(job.code)):
+    folder = _code_folder(job)
+    if job.distribution.runs_engine or folder is None:
         return
-    code = Path(job.code)
-    folder = code if code.is_dir() else code.parent
     fixed = find_fixed_ranks(program_files(parse_program([found.program]), folder))
     if fixed:
         _LOG.warning("%s", describe_fixed_ranks(fixed, folder))
 
 
 def _warn_of_large_uploads(job: JobFields) -> None:
-    if job.code is not None and not _REMOTE.match(str(job.code)) and Path(job.code).is_dir():
-        found = describe_upload(Path(job.code), Ignored(Path(job.code)).has)
+    folder = _code_folder(job)
+    if folder is not None and Path(str(job.code)).is_dir():
+        found = describe_upload(folder, Ignored(folder).has)
         if found is not None:
             _LOG.warning("%s", found)
 
@@ -377,16 +384,16 @@ def _check_fan_out(job: JobFields) -> None:
 
 
 def _check_script(job: JobFields, found: FoundProgram) -> None:
-    program = parse_program([found.program])
-    if job.code is None or _REMOTE.match(str(job.code)):
+    folder = _code_folder(job)
+    if folder is None:
         return
-    code = Path(job.code)
+    code = Path(str(job.code))
     if not code.exists():
         raise SubmitError(
             f"code={str(job.code)!r} does not exist (looked for {code.absolute()}). Give the folder that holds the "
             "script, or code=None where the script is in the environment."
         )
-    folder = code if code.is_dir() else code.parent
+    program = parse_program([found.program])
     target = program.target
     if program.kind == "module" or "$" in target or target.startswith(("/", "~")):
         return

@@ -9,7 +9,6 @@ import pytest
 from azureml_elastic.environment import names
 from azureml_elastic.environment.engine import EngineEnvironment
 from azureml_elastic.environment.process import Environment, change, changed, set_defaults, take
-from azureml_elastic.environment.storage import StorageEnvironment
 from azureml_elastic.environment.worker import Assigned, WorkerEnvironment
 from azureml_elastic.errors import PlanError, UsageError
 
@@ -67,12 +66,12 @@ def test_a_worker_without_an_agent_is_alone() -> None:
 
 def test_a_worker_has_what_the_agent_sets() -> None:
     variables = {
-        names.RANK: "3",
-        names.WORLD_SIZE: "4",
-        names.MASTER_ADDR: "10.0.0.1",
-        names.MASTER_PORT: "29400",
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29400",
         names.WORKER: "3 4 10.0.0.1 29400",
-        names.TORCHELASTIC_USE_AGENT_STORE: "True",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         names.ROUND: "2",
         names.HISTORY: "5 61",
         names.CHANNEL: "/tmp/x/agent",
@@ -83,25 +82,25 @@ def test_a_worker_has_what_the_agent_sets() -> None:
     assert worker.master == ("10.0.0.1", 29400)
     assert worker.history == (5, 61.0)
     assert worker.finds_others
-    assert WorkerEnvironment.read({**variables, names.TORCHELASTIC_USE_AGENT_STORE: "False"}).assigned is None
+    assert WorkerEnvironment.read({**variables, "TORCHELASTIC_USE_AGENT_STORE": "False"}).assigned is None
 
 
 def test_variables_of_a_worker_that_do_not_belong_together_are_refused() -> None:
     with pytest.raises(UsageError, match="WORLD_SIZE='x' is not a whole number"):
-        WorkerEnvironment.read({names.WORLD_SIZE: "x"}).check()
+        WorkerEnvironment.read({"WORLD_SIZE": "x"}).check()
     with pytest.raises(UsageError, match="WORLD_SIZE=2, but RANK, MASTER_ADDR, MASTER_PORT is not set"):
-        WorkerEnvironment.read({names.WORLD_SIZE: "2"}).check()
+        WorkerEnvironment.read({"WORLD_SIZE": "2"}).check()
     with pytest.raises(PlanError, match="is set without AZUREML_ELASTIC_ROUND"):
         WorkerEnvironment.read({names.CHANNEL: "/s"}).check()
 
 
 def test_children_of_an_engine_are_no_workers() -> None:
-    engine = EngineEnvironment.read({names.RANK: "1", names.CHANNEL: "/x/agent", "TORCHELASTIC_RUN_ID": "r", "X": "1"})
+    engine = EngineEnvironment.read({"RANK": "1", names.CHANNEL: "/x/agent", "TORCHELASTIC_RUN_ID": "r", "X": "1"})
     assert engine.for_child({"Y": "2"}) == {"X": "1", "Y": "2"}
     assert engine.folder == "/x"
 
 
 @pytest.mark.parametrize("name", ["CONNECTION_STRING", "ACCOUNT_KEY", "SAS_TOKEN"])
 def test_a_credential_of_a_storage_account_is_found(name: str) -> None:
-    assert StorageEnvironment.read({f"AZURE_STORAGE_{name}": "x"}).has_credential
-    assert not StorageEnvironment.read({f"AZURE_STORAGE_{name}": ""}).has_credential
+    assert Environment.read({f"AZURE_STORAGE_{name}": "x"}).has_storage_credential
+    assert not Environment.read({f"AZURE_STORAGE_{name}": ""}).has_storage_credential

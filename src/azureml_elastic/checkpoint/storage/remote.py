@@ -14,7 +14,7 @@ from typing import Any
 from typing_extensions import override
 
 from azureml_elastic.checkpoint.storage.storage import BLOCK_BYTES, Storage
-from azureml_elastic.environment.storage import StorageEnvironment
+from azureml_elastic.environment.process import Environment
 from azureml_elastic.errors import MissingExtra, UsageError
 
 __all__ = ["RemoteStorage", "is_azure"]
@@ -146,6 +146,6 @@ class RemoteStorage(Storage):
 
 def _options(url: str) -> dict[str, Any]:
     """Return the options that select the node's identity, where neither a key nor a connection string is set."""
-    if not is_azure(url) or StorageEnvironment.read().has_credential:
+    if not is_azure(url) or Environment.read().has_storage_credential:
         return {}
     return {"anon": False}  # selects DefaultAzureCredential in adlfs

@@ -15,7 +15,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -101,7 +101,11 @@ def find_fixed_ranks(files: Iterable[tuple[Path, bytes]]) -> tuple[FixedRank, ..
     for path, text in texts:
         tree = parse_quietly(text)
         if tree is not None:
-            units += _units(path, tree, is_main=not units, calls_alone=not _WORDS.search(text))
+            # Of a module without these words only the calls matter, which need neither constants nor imports.
+            fixes = _WORDS.search(text) is not None
+            imports = imported_names(tree) if fixes else {}
+            constants = _constants(tree, imports) if fixes else {}
+            units += _Unit(path, not units, constants, imports).walk(tree.body)
     return tuple(sorted(set(_found(_reached(units)))))
 
 
@@ -111,19 +115,25 @@ class _Unit:
 
     Args:
         path: file.
+        is_main: whether the file is the program's own.
         constants: values of the module's names that are assigned once, to a fixed value.
         imports: what the names stand for that the module imports.
         name: name of the function, empty for a module.
         owner: class of the function, empty without one.
         nodes: expressions and statements that are executed in any case, without nested blocks and functions.
+        functions: functions that are defined in it, with the names of their classes.
+        class_: class whose body is being walked through.
     """
 
     path: Path
+    is_main: bool
     constants: Mapping[str, ast.expr]
     imports: Mapping[str, str]
     name: str = ""
     owner: str = ""
     nodes: list[ast.AST] = field(default_factory=list)
+    functions: list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]] = field(default_factory=list)
+    class_: str = ""
 
     @property
     def references(self) -> set[str]:
@@ -139,46 +149,15 @@ class _Unit:
         """Return whether a value is the same whatever the launcher, the arguments and the environment are."""
         return _is_fixed(value, self.constants, self.imports)
 
+    def walk(self, body: Iterable[ast.stmt]) -> Iterator[_Unit]:
+        """Collect what the unit executes; yield it and the units of the functions that are defined in it."""
+        self._block(body)
+        yield self
+        for owner, function in self.functions:
+            below = replace(self, name=function.name, owner=owner, nodes=[], functions=[])
+            yield from below.walk(function.body)
 
-def _units(path: Path, tree: ast.Module, *, is_main: bool, calls_alone: bool) -> Iterator[_Unit]:
-    """Yield the units of a module; those of which only the calls matter need no constants and imports."""
-    imports = {} if calls_alone else imported_names(tree)
-    constants = {} if calls_alone else _constants(tree, imports)
-    module = _Unit(path, constants, imports)
-    yield module
-    pending: list[tuple[_Unit, list[ast.stmt]]] = [(module, tree.body)]
-    while pending:
-        unit, body = pending.pop()
-        functions: list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]] = []
-        _Walk(unit.nodes, functions, is_main=is_main).block(body)
-        for owner, function in functions:
-            below = _Unit(path, constants, imports, function.name, owner)
-            yield below
-            pending.append((below, function.body))
-
-
-class _Walk:
-    """Collects what a block executes in any case, and the functions that it defines.
-
-    Args:
-        nodes: list for the nodes.
-        functions: list for the functions, with the names of their classes.
-        is_main: whether the block is of the program's own file.
-    """
-
-    def __init__(
-        self,
-        nodes: list[ast.AST],
-        functions: list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]],
-        *,
-        is_main: bool,
-    ) -> None:
-        self._nodes = nodes
-        self._functions = functions
-        self._is_main = is_main
-        self._owner = ""
-
-    def block(self, body: Iterable[ast.stmt], *, certain: bool = True) -> bool:
+    def _block(self, body: Iterable[ast.stmt], *, certain: bool = True) -> bool:
         """Walk through statements; return whether what follows them is executed in any case."""
         for statement in body:
             certain = self._statement(statement, certain=certain)
@@ -186,14 +165,14 @@ class _Walk:
 
     def _statement(self, statement: ast.stmt, *, certain: bool) -> bool:
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            self._functions.append((self._owner, statement))
+            self.functions.append((self.class_, statement))
             for decorator in statement.decorator_list if certain else ():
                 self._expression(decorator)
             return certain
         if isinstance(statement, ast.ClassDef):
-            owner, self._owner = self._owner, statement.name
-            self.block(statement.body, certain=certain)
-            self._owner = owner
+            owner, self.class_ = self.class_, statement.name
+            self._block(statement.body, certain=certain)
+            self.class_ = owner
             return certain
         blocks = [value for value in ast.iter_child_nodes(statement) if isinstance(value, ast.stmt)]
         if certain:
@@ -201,34 +180,34 @@ class _Walk:
                 if not isinstance(value, (ast.stmt, ast.excepthandler)) and type(value).__name__ != "match_case":
                     self._expression(value)
             if not blocks:
-                self._nodes.append(statement)
+                self.nodes.append(statement)
         if isinstance(statement, ast.If):
             return self._if(statement, certain=certain)
         if isinstance(statement, _TRY):
-            after = self.block(statement.body, certain=certain)
+            after = self._block(statement.body, certain=certain)
             for handler in statement.handlers:
-                self.block(handler.body, certain=False)
-            return self.block([*statement.orelse, *statement.finalbody], certain=after)
+                self._block(handler.body, certain=False)
+            return self._block([*statement.orelse, *statement.finalbody], certain=after)
         if isinstance(statement, (ast.With, ast.AsyncWith)):
-            return self.block(statement.body, certain=certain)
+            return self._block(statement.body, certain=certain)
         if isinstance(statement, (ast.For, ast.AsyncFor, ast.While)):
-            self.block(statement.body, certain=certain)
-            self.block(statement.orelse, certain=False)
+            self._block(statement.body, certain=certain)
+            self._block(statement.orelse, certain=False)
             return certain
         for case in getattr(statement, "cases", ()):
-            self.block(case.body, certain=False)
+            self._block(case.body, certain=False)
         return certain
 
     def _if(self, statement: ast.If, *, certain: bool) -> bool:
         test = statement.test
         if isinstance(test, ast.Compare) and dotted_name(test.left) == "__name__":
-            return self.block(statement.body, certain=certain and self._is_main)
-        self.block(statement.body, certain=False)
-        self.block(statement.orelse, certain=False)
+            return self._block(statement.body, certain=certain and self.is_main)
+        self._block(statement.body, certain=False)
+        self._block(statement.orelse, certain=False)
         return certain and not any(_leaves(block) for block in (statement.body, statement.orelse))
 
     def _expression(self, node: ast.AST) -> None:
-        self._nodes.append(node)
+        self.nodes.append(node)
         if isinstance(node, ast.Lambda):
             return
         below: list[ast.AST] = list(ast.iter_child_nodes(node))

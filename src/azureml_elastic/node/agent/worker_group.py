@@ -48,7 +48,7 @@ def tracked_run_variables(plan: Plan, environment: NodeEnvironment) -> dict[str,
         return {}
     root = environment.root_job if plan.resources.effective_placement == "fan_out" else None
     run = environment.first_job or root or job
-    return {} if run == job else {variables.MLFLOW_RUN_ID: run, variables.AZUREML_RUN_ID: run}
+    return {} if run == job else {"MLFLOW_RUN_ID": run, "AZUREML_RUN_ID": run}
 
 
 def inherited_variables(identity: NodeIdentity, channel: str, environment: NodeEnvironment) -> dict[str, str]:
@@ -66,7 +66,7 @@ def inherited_variables(identity: NodeIdentity, channel: str, environment: NodeE
     }
     interface = identity.interface or interface_of(identity.host, machine_interfaces())
     if interface is not None:  # the workers' data goes the same way, unless the job configures another
-        for name in (variables.GLOO_SOCKET_IFNAME, variables.NCCL_SOCKET_IFNAME):
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             found[name] = environment.variables.get(name, interface)
     return found
 

@@ -18,7 +18,6 @@ from typing import Any
 from urllib.parse import urlencode
 
 from azureml_elastic.config.rendezvous import TableRendezvous
-from azureml_elastic.environment import names
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import MissingExtra, TableForbidden, TableUnavailable, UsageError
 from azureml_elastic.node.azure.http import HttpRequest, fetch
@@ -75,7 +74,7 @@ class NodeTokenCredential:
     @classmethod
     def managed(cls, environment: NodeEnvironment, client_id: str | None) -> NodeTokenCredential:
         """Return the credential of the node's managed identity, by default of ``DEFAULT_IDENTITY_CLIENT_ID``."""
-        address, secret = environment.variables[names.MSI_ENDPOINT], environment.msi_secret
+        address, secret = environment.variables["MSI_ENDPOINT"], environment.msi_secret
         client_id = client_id or environment.default_client_id
 
         def requests(resource: str) -> list[HttpRequest]:
@@ -96,7 +95,7 @@ class NodeTokenCredential:
     @classmethod
     def on_behalf_of(cls, environment: NodeEnvironment) -> NodeTokenCredential:
         """Return the credential of the user who submitted the job, from ``OBO_ENDPOINT``."""
-        address = environment.variables[names.OBO_ENDPOINT]
+        address = environment.variables["OBO_ENDPOINT"]
         return cls(
             "the identity of the user who submitted the job",
             lambda resource: [HttpRequest("GET", _with_query(address, {"resource": resource}))],
@@ -164,8 +163,8 @@ def choose_credential(rendezvous: TableRendezvous, environment: NodeEnvironment)
     if rendezvous.credential != "auto":
         return factories[rendezvous.credential]()
     required = {
-        "managed_identity": names.MSI_ENDPOINT,
-        "on_behalf_of": names.OBO_ENDPOINT,
+        "managed_identity": "MSI_ENDPOINT",
+        "on_behalf_of": "OBO_ENDPOINT",
         "connection_string": variable,
     }
     refusals: list[str] = []

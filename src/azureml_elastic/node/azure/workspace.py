@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from azureml_elastic.environment import names
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import TableForbidden, TableNotFound, TableUnavailable, UsageError
 from azureml_elastic.node.azure.http import CALL_TIMEOUT, HttpRequest, Reply, fetch
@@ -221,7 +220,7 @@ def cloud_of(environment: NodeEnvironment) -> Cloud:
             if cloud.name.lower() == name.lower():
                 return cloud
         raise UsageError(
-            f"{names.AZUREML_CURRENT_CLOUD}={name!r} is not a supported cloud. Set it to one of "
+            f"AZUREML_CURRENT_CLOUD={name!r} is not a supported cloud. Set it to one of "
             f"{', '.join(cloud.name for cloud in CLOUDS)}; for another cloud give the rendezvous the table URL of "
             "a storage account as its endpoint."
         )

@@ -21,7 +21,7 @@ import azureml_elastic
 from azureml_elastic.environment.user import UserEnvironment
 from azureml_elastic.errors import SubmitError
 
-__all__ = ["RUNTIME_FILE", "copy_runtime", "stage_runtime"]
+__all__ = ["RUNTIME_FILE", "copy_runtime", "replace_file", "stage_runtime"]
 
 RUNTIME_FILE = "azureml_elastic_runtime.pyz"
 """Name of the archive."""
@@ -63,7 +63,7 @@ def stage_runtime(cache: Path | None = None) -> Path:
     content = _content()
     path = (cache or UserEnvironment.read().cache) / "runtime" / _digest(content) / RUNTIME_FILE
     try:
-        _replace(path, _archive(content))
+        replace_file(path, _archive(content))
     except OSError as error:
         raise SubmitError(
             f"The runtime for the nodes cannot be written to {path} ({error}). Make that folder writable, or set "
@@ -78,7 +78,7 @@ def copy_runtime(folder: Path) -> tuple[Path, bool]:
     if copy.exists() and not _is_runtime(copy):
         raise SubmitError(f"{copy} exists and is no copy of the runtime. Move it, or write the job elsewhere.")
     try:
-        return copy, _replace(copy, _archive(_content()))
+        return copy, replace_file(copy, _archive(_content()))
     except OSError as error:
         raise SubmitError(
             f"The runtime for the nodes cannot be written to {copy} ({error}). Make that folder writable."
@@ -93,8 +93,8 @@ def _is_runtime(path: Path) -> bool:
         return False
 
 
-def _replace(path: Path, data: bytes) -> bool:
-    """Replace a file atomically; return ``False`` if it has this content already."""
+def replace_file(path: Path, data: bytes) -> bool:
+    """Replace a file atomically, and create its folder; return ``False`` if it has this content already."""
     with contextlib.suppress(OSError):
         if path.read_bytes() == data:
             return False

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from azureml_elastic.errors import CommandError, SubmitError
-from azureml_elastic.submit.runtime.staging import RUNTIME_FILE, copy_runtime
+from azureml_elastic.submit.runtime.staging import RUNTIME_FILE, copy_runtime, replace_file
 from azureml_elastic.submit.yaml.job_file import load_elastic_job, read_document
 from azureml_elastic.submit.yaml.standard_yaml import standard_yaml
 
@@ -100,13 +99,8 @@ def _absolute_paths(value: Any) -> Iterator[str]:
 
 
 def _write(target: Path, text: str) -> None:
-    """Replace the file atomically."""
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
-            written = Path(scratch, target.name)
-            written.write_text(text, encoding="utf-8", newline="\n")
-            written.replace(target)
+        replace_file(target, text.encode())
     except OSError as error:
         raise SubmitError(
             f"{target} cannot be written ({error.strerror}). Give a file in a writable folder."

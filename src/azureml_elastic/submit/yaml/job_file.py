@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from azureml_elastic.config.distribution import ElasticDistribution
 from azureml_elastic.errors import CommandError, SubmitError, needs_extra
 from azureml_elastic.submit.conversion import trial_of
+from azureml_elastic.submit.fields import given_fields, resources_of_pools
 from azureml_elastic.submit.yaml.elastic_block import BLOCK, COUNTS, block_model, read_block, wanted
 from azureml_elastic.submit.yaml.standard_yaml import readable
 
@@ -44,11 +45,6 @@ with needs_extra("PyYAML", "submit"):
 
 
 _KEY = re.compile(r'"(?P<quoted>[^"]*)"|(?P<plain>[^."=]+)')
-
-with needs_extra("PyYAML", "submit"):
-    import yaml
-
-
 _SWEEP = "sweep"
 _SHORTEST = f"\n{BLOCK}:\n  max_instance_count: 4"
 _ELSEWHERE = {
@@ -291,7 +287,7 @@ def _elastic(rest: Mapping[str, Any], block: Any, load: Callable[[], Any]) -> El
     _check_variables(rest.get("environment_variables"))
     _check_literals(rest.get("inputs"))
     _check_misplaced(rest)
-    given = {name: getattr(read, name) for name in read.model_fields_set}
+    given = given_fields(read)
     pools = given.pop("pools", None)
     if pools is not None and rest.get("compute") is not None:
         raise SubmitError(f"compute and {BLOCK}.pools both name the compute. Leave one of them out.")
@@ -326,14 +322,8 @@ def _resources(standard: Any, given: dict[str, Any], pools: Any) -> dict[str, An
     counts = {name: value for name in COUNTS if (value := given.pop(name, None)) is not None}
     if "max_instance_count" in counts:
         return counts
-    if pools is not None:
-        from azureml_elastic.submit.job import ElasticCommandJob
-
-        try:
-            of_pools = ElasticCommandJob(command="python -m x", environment="x", compute=pools).resources
-        except ValidationError as error:
-            raise SubmitError(_wrong(error)) from None
-        return {**of_pools.model_dump(exclude_unset=True), **counts}
+    if pools:
+        return {**given_fields(resources_of_pools(pools)), **counts}
     fields = standard if isinstance(standard, dict) else {}
     most = fields.get("max_instance_count") or fields.get("instance_count") or 1
     if not isinstance(most, int) or most <= 1:
@@ -358,8 +348,7 @@ def _distribution(
             f"so, leave it out, or give {BLOCK}.distribution.framework, as in 'framework: {framework}'."
         )
     outside = ElasticCommandJob.from_command(loaded, resources=resources).distribution
-    both = [{name: getattr(one, name) for name in one.model_fields_set} for one in (outside, block)]
-    return ElasticDistribution.model_validate(both[0] | both[1])
+    return ElasticDistribution.model_validate(given_fields(outside) | given_fields(block))
 
 
 def _check_variables(variables: Any) -> None:

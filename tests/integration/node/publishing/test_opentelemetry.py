@@ -9,7 +9,6 @@ from importlib.util import find_spec
 
 import pytest
 
-from azureml_elastic.environment.names import OTEL_EXPORTER_OTLP_ENDPOINT
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.node.publishing.opentelemetry import OpenTelemetryPublisher, open_otlp
 from azureml_elastic.node.publishing.translation import Span, Update, Value
@@ -106,8 +105,8 @@ def test_an_otlp_receiver_gets_everything_at_the_end(monkeypatch):
 
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
     with receiver() as (address, bodies):
-        monkeypatch.setenv(OTEL_EXPORTER_OTLP_ENDPOINT, address)
-        publisher = open_otlp("run-1", "node-0", NodeEnvironment.read({OTEL_EXPORTER_OTLP_ENDPOINT: address}))
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
+        publisher = open_otlp("run-1", "node-0", NodeEnvironment.read({"OTEL_EXPORTER_OTLP_ENDPOINT": address}))
         publisher.publish(UPDATES)
         publisher.close()
     metrics = ExportMetricsServiceRequest.FromString(bodies["/v1/metrics"][-1]).resource_metrics[0]
