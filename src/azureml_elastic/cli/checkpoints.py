@@ -91,9 +91,7 @@ def _has_checkpoints(folder: Path) -> bool:
 
 @checkpoints.command("list")
 @explained()
-def list_(
-    run: CheckpointsArgument,
-) -> None:
+def list_(run: CheckpointsArgument) -> None:
     """List the checkpoints of a run; only sizes are checked."""
     from rich.console import Console
     from rich.filesize import decimal
@@ -114,9 +112,7 @@ def list_(
 
 @checkpoints.command()
 @explained()
-def verify(
-    run: CheckpointsArgument,
-) -> None:
+def verify(run: CheckpointsArgument) -> None:
     """Read every byte of every checkpoint of a run; exit with 1 if a committed one is damaged."""
     from azureml_elastic.checkpoint.format import catalogue
 

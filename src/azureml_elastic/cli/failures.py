@@ -25,9 +25,6 @@ def explained(interrupted: str = "Interrupted; all nodes have been ended.") -> I
     """Convert errors to a message and an exit code: 2 for invalid input, 130 for Ctrl-C, otherwise 1.
 
     Serves as a decorator of commands and as a context manager.
-
-    Args:
-        interrupted: message after Ctrl-C.
     """
     try:
         yield

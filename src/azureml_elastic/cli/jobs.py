@@ -46,16 +46,7 @@ def run_locally(
     run_dir: Path | None,
     live: bool | None,
 ) -> None:
-    """Run a job file in a local workspace that exists for this run, and exit with 0 if the run succeeded.
-
-    Args:
-        job_file: YAML file.
-        overrides: values to set in the file first.
-        evict: evictions, such as ``1@step:30``.
-        pools: computes, such as ``spot=2``; by default those that the job names have as many machines as it needs.
-        run_dir: new folder for the run's files; ``None`` for one below ``./runs``.
-        live: whether to show a live table; ``None`` for what the terminal supports.
-    """
+    """Run a job file in a local workspace that exists for this run, and exit with 0 if the run succeeded."""
     require(("azure.ai.ml", "azure-ai-ml", "submit"), ("torch", "torch", "node"), ("psutil", "psutil", "node"))
 
     from rich.console import Console

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -42,7 +42,7 @@ def logs(
     if every and node is not None:
         raise UsageError("--all and --node cannot be combined. Give one of them.")
     folder = run_folder(run)
-    source: _Logs = _FolderLogs(folder) if folder is not None else _JobLogs(run)
+    source = _FolderLogs(folder) if folder is not None else _JobLogs(run)
     if every:
         for each, name in source.nodes().items():
             for line in _last_lines(source.text(each), tail):
@@ -55,32 +55,6 @@ def logs(
         return
     for line in _last_lines(source.text(chosen), tail):
         print(line)
-
-
-class _Logs(Protocol):
-    """The logs of a run's nodes, by the node or by its job, as several jobs may have nodes of the same name."""
-
-    def nodes(self) -> Mapping[str, str]:
-        """Return the names of the nodes."""
-
-    def choose(self, node: str | None) -> str:
-        """Return the node that is meant; by default the one of rank 0.
-
-        Raises:
-            UsageError: there is no such node.
-        """
-
-    def describe(self, node: str) -> str:
-        """Return the name and the state of a node."""
-
-    def runs(self, node: str) -> bool:
-        """Return whether more may be added to a node's log."""
-
-    def text(self, node: str) -> str:
-        """Return a node's log."""
-
-    def follow(self, node: str) -> None:
-        """Print a node's log, and what is added to it, until the node ends."""
 
 
 class _FolderLogs:
@@ -101,6 +75,7 @@ class _FolderLogs:
         return {node: node for node in self._logs}
 
     def choose(self, node: str | None) -> str:
+        """Return the node that is meant; by default the one of rank 0."""
         from azureml_elastic.ledger.reading import read_events
         from azureml_elastic.local.view import Board
 
@@ -137,7 +112,7 @@ class _FolderLogs:
 
 
 class _JobLogs:
-    """The logs of a submitted run, as Azure ML keeps them."""
+    """The logs of a submitted run, as Azure ML keeps them, by job: several jobs may have nodes of the same name."""
 
     def __init__(self, run: str) -> None:
         self._jobs, self._run, self._variables = open_run(run)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from azureml_elastic.cli.failures import explained
-from azureml_elastic.cli.run_reports import LocalRunReports, RunReports, SubmittedRunReports, open_reports
+from azureml_elastic.cli.run_reports import LocalRunReports, SubmittedRunReports, open_reports
 from azureml_elastic.cli.submitted_run import RunArgument
 from azureml_elastic.errors import ElasticError, UsageError
 
@@ -32,14 +32,8 @@ _SHARE = 4.0
 """Time between the end of one read and the next, as a multiple of the time of the first one."""
 
 
-def _serve_page(reports: RunReports, *, host: str, port: int) -> None:
-    """Serve the page of a run until Ctrl-C.
-
-    Args:
-        reports: source of the run's reports.
-        host: address to listen on.
-        port: port; 0 for a free one.
-    """
+def _serve_page(reports: LocalRunReports | SubmittedRunReports, *, host: str, port: int) -> None:
+    """Serve the page of a run until Ctrl-C."""
     from azureml_elastic.local.http_server import PageServer
 
     local = isinstance(reports, LocalRunReports)
@@ -55,13 +49,15 @@ class LivePage:
     """The page of a run at the moment, made anew when it is requested and not too often.
 
     Args:
-        reports: source of the run's reports.
-        least_seconds: least time between two reads of the source.
-        clock: monotonic clock.
+        least_seconds: least time between two reads of the reports' source.
     """
 
     def __init__(
-        self, reports: RunReports, least_seconds: float, *, clock: Callable[[], float] = time.monotonic
+        self,
+        reports: LocalRunReports | SubmittedRunReports,
+        least_seconds: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._reports = reports
         self._least_seconds = least_seconds

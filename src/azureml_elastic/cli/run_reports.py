@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from azureml_elastic.cli.submitted_run import open_run, open_run_table, run_folder
 from azureml_elastic.errors import UsageError
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from azureml_elastic.ledger.summary import NodeSummary, Report
     from azureml_elastic.submit.run import ElasticRun, NodeOfRun
 
-__all__ = ["LocalRunReports", "RunReport", "RunReports", "SubmittedRunReports", "open_reports"]
+__all__ = ["LocalRunReports", "RunReport", "SubmittedRunReports", "open_reports"]
 
 _QUIET_SECONDS = 30.0
 """Time without an event after which a run that has ended without a report gets none."""
@@ -27,37 +27,14 @@ _QUIET_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class RunReport:
-    """Report of a run at a moment.
-
-    Args:
-        events: events of all nodes.
-        running: whether the run goes on.
-    """
+    """Report of a run at a moment, the events of all its nodes, and whether it goes on."""
 
     report: Report
     events: Sequence[Event]
     running: bool
 
 
-class RunReports(Protocol):
-    """Source of the reports of one run."""
-
-    name: str
-    """Name of the run."""
-
-    def read(self) -> RunReport:
-        """Return the report at the moment.
-
-        Raises:
-            ElasticError: there are no events yet, or they cannot be read.
-        """
-
-
-def open_reports(
-    run: str,
-    folder: Path | None,
-    prices: Path | None,
-) -> LocalRunReports | SubmittedRunReports:
+def open_reports(run: str, folder: Path | None, prices: Path | None) -> LocalRunReports | SubmittedRunReports:
     """Return the source of the reports of a run.
 
     Args:
@@ -126,7 +103,6 @@ class SubmittedRunReports:
     """Reports of a submitted run, from its table and the run history.
 
     Args:
-        jobs: jobs of the workspace.
         variables: environment variables that identify the workspace.
         folder: folder for the files of the run.
         prices: prices of the nodes; ``None`` for those of the job's pools.

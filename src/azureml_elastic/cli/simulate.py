@@ -69,7 +69,14 @@ def simulate(
 
     The elastic run follows the decisions of this library's own agents and of its replacement policy.
     """
-    from azureml_elastic.simulate.traces import parse_hazard, parse_nodes, parse_seconds, write_trace
+    from azureml_elastic.simulate.traces import (
+        parse_hazard,
+        parse_nodes,
+        parse_seconds,
+        read_trace,
+        synthetic_trace,
+        write_trace,
+    )
 
     minimum, maximum = parse_nodes(nodes)
     count = maximum if machines is None else machines
@@ -77,8 +84,6 @@ def simulate(
         raise UsageError("Give either --trace FILE or --hazard loss_every=6h,..., not both or none.")
     drawn = None if hazard is None else parse_hazard(hazard)
     if synthesize is not None:
-        from azureml_elastic.simulate.traces import synthetic_trace
-
         if drawn is None:
             raise UsageError("--synthesize writes a trace of a hazard; give --hazard instead of --trace.")
         write_trace(synthetic_trace(drawn, count, parse_seconds(length, "--for"), seed), synthesize)
@@ -86,8 +91,13 @@ def simulate(
         return
     limit = parse_seconds(within, "--within")
     durations = _parameters(parameters, calibrate or (), step_seconds, change or ())
+    if drawn is None:
+        assert trace is not None
+        found = read_trace(trace).repeated(limit)
+    else:
+        found = synthetic_trace(drawn, count, limit, seed)
     scenario = _scenario(
-        trace=_trace(trace, drawn, count, limit, seed),
+        trace=found,
         nodes=(minimum, maximum),
         work=work,
         dedicated=dedicated,
@@ -169,15 +179,6 @@ def _parameters(
         else:
             values[name] = parse_seconds(value, name)
     return Parameters.model_validate(values)
-
-
-def _trace(path: Path | None, hazard: Any, machines: int, seconds: float, seed: int) -> Trace:
-    """Return the trace of a file, repeated for as long as is simulated, or one of the hazard."""
-    from azureml_elastic.simulate.traces import read_trace, synthetic_trace
-
-    if path is not None:
-        return read_trace(path).repeated(seconds)
-    return synthetic_trace(hazard, machines, seconds, seed)
 
 
 def _scenario(

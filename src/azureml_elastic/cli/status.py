@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from azureml_elastic.cli.run_reports import RunReport
     from azureml_elastic.ledger.events import Event
+    from azureml_elastic.ledger.reading import LineReader
     from azureml_elastic.local.view import View
     from azureml_elastic.node import table as tables
     from azureml_elastic.node.observation import RunState
@@ -32,12 +33,7 @@ _JOBS_SECONDS = 10.0
 
 
 def watch_run(run: str, *, live: bool | None) -> bool:
-    """Show the nodes, rounds, steps and checkpoints of a run until it ends; return whether it succeeded.
-
-    Args:
-        run: folder of a local run, or name of a submitted one.
-        live: whether to show a live table; ``None`` for what the terminal supports.
-    """
+    """Show the nodes, rounds, steps and checkpoints of a run until it ends; return whether it succeeded."""
     from rich.console import Console
 
     from azureml_elastic.local.view import choose_view
@@ -47,23 +43,11 @@ def watch_run(run: str, *, live: bool | None) -> bool:
     if folder is not None:
         return _watch_shown(_LocalRun(folder), view, _FOLDER_SECONDS)
     _, submitted, variables = open_run(run)
-    return _watch_submitted(submitted, variables, view)
+    with open_run_table(submitted, variables) as table:
+        return _watch_shown(_SubmittedRun(submitted, table, view.note), view, _TABLE_SECONDS)
 
 
-class _Watched(Protocol):
-    """A run that is watched."""
-
-    def read(self) -> list[Event]:
-        """Return the new events."""
-
-    def output(self) -> Mapping[str, Sequence[str]]:
-        """Return the new lines of output by node."""
-
-    def end(self) -> str | None:
-        """Return why no further event comes although the run has not recorded its end, ``None`` if some may come."""
-
-
-def _watch_shown(run: _Watched, view: View, interval: float) -> bool:
+def _watch_shown(run: _LocalRun | _SubmittedRun, view: View, interval: float) -> bool:
     """Show a run until its end; return whether it succeeded."""
     from azureml_elastic.local.view import Board
 
@@ -88,7 +72,7 @@ class _LocalRun:
     """The folder of a run on this machine, running or ended."""
 
     def __init__(self, folder: Path) -> None:
-        from azureml_elastic.ledger.reading import EventReader, LineReader
+        from azureml_elastic.ledger.reading import EventReader
         from azureml_elastic.ledger.summary import Paths
 
         self._paths = Paths.of(folder)
@@ -99,36 +83,28 @@ class _LocalRun:
             )
         self._reader = EventReader(self._paths.events)
         self._logs: dict[Path, LineReader] = {}
-        self._new_log = LineReader
 
     def read(self) -> list[Event]:
         return sorted(self._reader.read(), key=lambda event: event.time)  # one machine, one clock
 
     def output(self) -> Mapping[str, Sequence[str]]:
+        from azureml_elastic.ledger.reading import LineReader
+
         found = {}
         over = self._paths.report.is_file()  # the report is written last
         for path in sorted(self._paths.logs.glob("*.log")):
-            lines = self._logs.setdefault(path, self._new_log(path)).read(last=over)
+            lines = self._logs.setdefault(path, LineReader(path)).read(last=over)
             if lines:
                 found[path.stem] = [line.decode("utf-8", "replace") for line in lines]
         return found
 
     def end(self) -> str | None:
+        """Return why no further event comes although the run has not recorded its end, ``None`` if some may come."""
         return f"the run has ended, see {self._paths.report}" if self._paths.report.is_file() else None
 
 
-def _watch_submitted(submitted: ElasticRun, variables: Mapping[str, str], view: View) -> bool:
-    """Show a submitted run from its table until its end; return whether it succeeded."""
-    with open_run_table(submitted, variables) as table:
-        return _watch_shown(_SubmittedRun(submitted, table, view.note), view, _TABLE_SECONDS)
-
-
 class _SubmittedRun:
-    """The table of a submitted run, with the names of its nodes by its jobs.
-
-    Args:
-        note: function that shows a line.
-    """
+    """The table of a submitted run, with the names of its nodes by its jobs."""
 
     def __init__(self, submitted: ElasticRun, table: tables.Table, note: Callable[[str], object]) -> None:
         from azureml_elastic.ledger.reading import NodeNames

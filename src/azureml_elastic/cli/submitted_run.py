@@ -101,9 +101,7 @@ def run_folder(run: str) -> Path | None:
     return None
 
 
-def open_run(
-    run: str,
-) -> tuple[Jobs, ElasticRun, Mapping[str, str]]:
+def open_run(run: str) -> tuple[Jobs, ElasticRun, Mapping[str, str]]:
     """Return the jobs of the workspace, the run, and the environment variables that identify the workspace."""
     name = current_workspace()
     require(("azure.core", "azure-data-tables", "node"), ("azure.identity", "azure-identity", "node"))
@@ -117,9 +115,7 @@ def open_run(
     return jobs, ElasticRun(jobs, run), name.variables
 
 
-def open_client_run(
-    run: str,
-) -> tuple[MLClient, SubmittedRun]:
+def open_client_run(run: str) -> tuple[MLClient, SubmittedRun]:
     """Return azure-ai-ml's client of the workspace, and the run in it."""
     name = current_workspace()
 

@@ -9,9 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -136,24 +136,14 @@ def _run(command: list[str], local: LocalWorkspace) -> int:
         raise UsageError(f"{shlex.join(command)} cannot be started: {error}.") from error
 
 
-class Workspace(Protocol):
-    """What is asked of a workspace whose command has returned."""
-
-    @property
-    def active(self) -> Sequence[str]:
-        """Names of the jobs that have not ended."""
-
-    def wait(self, name: str) -> str:
-        """Wait for the end of a job and return its state."""
-
-
-def finish(code: int, local: Workspace, *, kept: bool) -> int:
+def finish(code: int, local: LocalWorkspace, *, kept: bool) -> int:
     """Wait for the jobs that a command has submitted, and return the exit code of both.
 
     Jobs of a command that has failed are not waited for: nobody knows what it has left behind.
 
     Args:
         code: exit code of the command.
+        local: open workspace.
         kept: whether the workspace's files are kept.
     """
     active = local.active

@@ -22,7 +22,6 @@ class Machine:
     """Machine of a node.
 
     Args:
-        pool: compute.
         size: VM size, ``None`` if it is unknown, as on serverless compute without an instance type.
         tier: tier; ``None`` if it is unknown.
         price_per_hour: price that the job gives for its pool, in USD.
@@ -39,9 +38,6 @@ class Jobs:
 
     All methods raise ``WorkspaceForbidden`` if the login lacks a role, and ``WorkspaceUnavailable`` if a service does
     not respond.
-
-    Args:
-        service: client of the workspace.
     """
 
     def __init__(self, service: WorkspaceJobs) -> None:

@@ -344,9 +344,8 @@ def recorded_after(profile: Profile, completed: int, entered: int) -> tuple[int,
     """Return the first and the last step of the next complete recording, ``None`` if there is none.
 
     Args:
-        profile: steps to record
-        completed: completed steps of the run
-        entered: completed steps at the beginning of the round
+        completed: completed steps of the run.
+        entered: completed steps at the beginning of the round.
     """
     origin = entered if profile.each_round else 0
     behind = max(0, completed - origin - (profile.first_step - 1))  # completed steps since the first recording began

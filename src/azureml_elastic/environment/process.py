@@ -20,11 +20,7 @@ _STORAGE_CREDENTIALS = ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUN
 
 @dataclass(frozen=True)
 class Environment:
-    """Environment variables at one moment; the classes of each kind of process have typed properties of them.
-
-    Args:
-        variables: values by name.
-    """
+    """Environment variables at one moment; the classes of each kind of process have typed properties of them."""
 
     variables: Mapping[str, str]
 

@@ -149,7 +149,6 @@ def single(job: JobFields, text: str, *, unset: Collection[str] = ()) -> Command
 
     Args:
         job: job without optional inputs that have no value.
-        text: command of the nodes.
         unset: names of the inputs that may have no value, which a call gives them.
     """
     least, most = job.resources.min_instance_count, job.resources.max_instance_count

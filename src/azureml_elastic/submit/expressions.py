@@ -26,9 +26,6 @@ def check_expressions(command: str, inputs: Collection[str], outputs: Collection
     """Check that a command names only inputs and outputs that the job declares.
 
     Args:
-        command: shell command of the job.
-        inputs: names of the job's inputs.
-        outputs: names of the job's outputs.
         reserved: beginning of the names that are added to the job.
 
     Raises:
@@ -61,7 +58,6 @@ def without_options(command: str, inputs: Collection[str]) -> str:
     """Return a command in which the optional parts ``$[[...]]`` whose inputs all have values are plain, and no others.
 
     Args:
-        command: shell command of the job.
         inputs: names of the inputs that have values.
     """
 

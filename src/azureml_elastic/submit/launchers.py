@@ -214,7 +214,6 @@ def read_launcher(command: str, inputs: Mapping[str, Any] | None = None) -> Laun
     Other Python programs in the command are left to the shell.
 
     Args:
-        command: shell command of a job.
         inputs: inputs of the job, whose literals may be values of the launcher's options.
     """
     found: list[tuple[Launched, int, int]] = []
@@ -243,8 +242,6 @@ def refuse_launcher(
     """Check that a shell command starts no launcher.
 
     Args:
-        command: shell command of a job.
-        inputs: inputs of the job.
         distribution: the job's distribution, which the message does not repeat.
 
     Raises:
@@ -336,7 +333,6 @@ def _options(launcher: Launcher, words: Sequence[Word], *, strict: bool) -> tupl
     """Return the options by their names, and the words from the program onwards.
 
     Args:
-        words: words after the launcher.
         strict: whether a script after an unknown option is its value, rather than the program.
     """
     options: dict[str, str] = {}

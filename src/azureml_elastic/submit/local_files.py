@@ -57,10 +57,6 @@ def checked_code(code: str | os.PathLike[str] | None) -> str | None:
 def checked_data(name: str, path: str | os.PathLike[str]) -> None:
     """Check that the local path of an input exists.
 
-    Args:
-        name: name of the input.
-        path: path or address.
-
     Raises:
         SubmitError: the path is local, and there is nothing.
     """
@@ -143,7 +139,6 @@ def describe_upload(folder: Path, ignored: Callable[[str], bool]) -> str | None:
     """Return what a folder uploads, by its largest parts, if that is large; otherwise ``None``.
 
     Args:
-        folder: folder of the code.
         ignored: whether a file, by its path in the folder, is not uploaded.
     """
     sizes: dict[str, int] = {}

@@ -71,7 +71,6 @@ class GrowingLog:
         """Return what was added since the last call, in whole lines; of several files under their names.
 
         Args:
-            texts: texts of the files by now.
             last: whether nothing will be added any more, so that a line without a line feed is returned, too.
         """
         parts = []
@@ -141,8 +140,6 @@ class NodeOfRun:
 
     Args:
         node: name of the node, such as ``spot_0``.
-        job: name of the job.
-        status: status in Azure ML's spelling.
         pool: compute of the node's pool; ``None`` for a run without pools.
     """
 
@@ -161,7 +158,6 @@ class ElasticRun:
     """A run that was submitted as an elastic job.
 
     Args:
-        jobs: reader of the workspace's jobs.
         name: name of the submitted job, or of the job of a replacement node.
 
     Raises:

@@ -72,7 +72,6 @@ def compile_step(job: JobFields, position: str) -> Command | Pipeline:
     job, and the id that it completes is new for each submission.
 
     Args:
-        job: job with the step's inputs.
         position: text that no other step of the pipeline has.
     """
     job = resolved(job)

@@ -27,7 +27,6 @@ class SubmittedRun(ElasticRun):
     """A run that was submitted as an elastic job.
 
     Args:
-        client: client of the workspace.
         name: name of the submitted job, or of the job of a replacement node.
 
     Raises:
@@ -125,10 +124,6 @@ def check_earlier_run(client: MLClient, job: ElasticCommandJob) -> ElasticComman
     """Return a job that continues an earlier run by its run id, whichever of the run's jobs was named.
 
     A job that continues no run is returned as it is.
-
-    Args:
-        client: client of the workspace.
-        job: job to be submitted.
 
     Raises:
         SubmitError: the earlier run does not exist, is no elastic job, still runs, or has another checkpoint path.

@@ -45,9 +45,6 @@ class FixedRank:
     """A place where a program fixes ranks or an address.
 
     Args:
-        path: file.
-        line: line in it.
-        kind: kind of statement.
         what: predicate of the sentence about it.
     """
 
@@ -114,11 +111,9 @@ class _Unit:
     """The statements of a module or a function that are executed whenever it is.
 
     Args:
-        path: file.
         is_main: whether the file is the program's own.
         constants: values of the module's names that are assigned once, to a fixed value.
         imports: what the names stand for that the module imports.
-        name: name of the function, empty for a module.
         owner: class of the function, empty without one.
         nodes: expressions and statements that are executed in any case, without nested blocks and functions.
         functions: functions that are defined in it, with the names of their classes.

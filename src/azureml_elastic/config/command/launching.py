@@ -94,7 +94,6 @@ def find_launching(program: Program, folder: Path, *, runs_engine: bool = False)
     """Return what makes a program a launcher, ``None`` if nothing is known that does.
 
     Args:
-        program: program of a command.
         folder: working folder of the program, which has no installed programs here.
         runs_engine: whether the program is a driver, which may start programs on a cluster that it does not start.
     """

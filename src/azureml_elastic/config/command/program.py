@@ -69,7 +69,6 @@ def program_files(program: Program, folder: Path | None = None) -> Iterator[tupl
     its own package.
 
     Args:
-        program: the training program.
         folder: working directory of the program, which has no installed programs here; ``None`` for that of this
             process, on whose path installed programs are.
     """

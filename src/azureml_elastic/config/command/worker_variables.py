@@ -105,7 +105,6 @@ def with_placeholders(found: FoundProgram, texts: Iterable[str] = (), own: Colle
     Variables that the shell does not expand (``'$RANK'``, ``\$RANK``) stay as they are.
 
     Args:
-        found: command.
         texts: texts that may become part of the arguments, from which the placeholders must differ.
         own: names of variables that the job sets itself, whatever launcher has them, too.
 

@@ -74,7 +74,6 @@ def unpack(archive: Path, places: Sequence[Path]) -> Path:
     """Unpack the archive into a folder of this node, unless an earlier start has, and return the folder.
 
     Args:
-        archive: file from which this script runs.
         places: folders to unpack it in, in the order of preference; the first that can be written is used.
     """
     problems: list[str] = []

@@ -45,7 +45,6 @@ def compile_file(
     is written beside the target, so that both can be committed together.
 
     Args:
-        source: path of the job file.
         target: path of the file to write. ``None`` writes no file and makes all paths absolute.
         overrides: values to set in the job first, each as ``a.b=c``.
 

@@ -141,7 +141,6 @@ def load_elastic_job(path: str | os.PathLike[str], overrides: Iterable[str] = ()
     As in azure-ai-ml, local paths in the file are relative to its folder.
 
     Args:
-        path: path of the file.
         overrides: values to set first, each as ``a.b=c``, such as ``elastic.max_instance_count=12``.
 
     Raises:
@@ -161,7 +160,6 @@ def load_elastic_sweep(path: str | os.PathLike[str], overrides: Iterable[str] = 
     Each trial is a run of its own. Otherwise as :func:`load_elastic_job`.
 
     Args:
-        path: path of the file.
         overrides: values to set first, each as ``a.b=c``, such as ``trial.elastic.max_instance_count=12``.
 
     Raises:
@@ -277,8 +275,6 @@ def _elastic(rest: Mapping[str, Any], block: Any, load: Callable[[], Any]) -> El
     """Return the job of a document and of its block.
 
     Args:
-        rest: document without the block.
-        block: content of the block.
         load: function that returns the job of the document, which is called once its fields have been checked.
     """
     from azureml_elastic.submit import ElasticCommandJob

@@ -134,7 +134,6 @@ def standard_yaml(
     """Return the compiled job as YAML: a pipeline job for ``fan_out``, else a command job.
 
     Args:
-        job: job to compile.
         folder: folder of the file, which local paths become relative to. ``None`` makes them absolute.
         absolute: paths that stay absolute regardless.
         runtime: copy of the library for the nodes, replacing the one in the cache; see ``delivery="ship"``.
