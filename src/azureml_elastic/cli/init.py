@@ -61,6 +61,7 @@ def _write(folder: Path, files: dict[str, str]) -> None:
                 missing.mkdir()
                 made.append(missing)
         for name, text in files.items():
+            # "x" fails where a file has appeared since the check, in place of overwriting it.
             with (folder / name).open("x", encoding="utf-8", newline="\n") as stream:
                 made.append(folder / name)
                 stream.write(text)

@@ -12,6 +12,7 @@ from azureml_elastic.cli.failures import explained
 from azureml_elastic.errors import UsageError
 
 if TYPE_CHECKING:
+    from azureml_elastic.ledger.bill import Prices
     from azureml_elastic.simulate.comparison import Candidate
     from azureml_elastic.simulate.scenario import Outcome, Parameters, Scenario, SimulatedPool
     from azureml_elastic.simulate.traces import Trace
@@ -69,10 +70,15 @@ def simulate(
 
     The elastic run follows the decisions of this library's own agents and of its replacement policy.
     """
+    from azureml_elastic.config import ReplacementPolicy
+    from azureml_elastic.ledger.bill import load_prices
+    from azureml_elastic.simulate.scenario import Scenario
     from azureml_elastic.simulate.traces import (
+        parse_checkpoint,
         parse_hazard,
         parse_nodes,
         parse_seconds,
+        parse_work,
         read_trace,
         synthetic_trace,
         write_trace,
@@ -96,17 +102,19 @@ def simulate(
         found = read_trace(trace).repeated(limit)
     else:
         found = synthetic_trace(drawn, count, limit, seed)
-    scenario = _scenario(
-        trace=found,
-        nodes=(minimum, maximum),
-        work=work,
-        dedicated=dedicated,
-        size=size,
-        prices=prices,
-        durations=durations,
-        checkpoint_every=checkpoint_every,
-        max_replacements=max_replacements,
-        limit=limit,
+    if work is None:
+        raise UsageError("--work is missing; give steps, as in --work 20000, or node-hours, as in --work 500nh.")
+    given = None if prices is None else load_prices(prices)
+    scenario = Scenario(
+        pools=_pools(found, maximum, dedicated, size, given),
+        minimum=minimum,
+        maximum=maximum,
+        work=parse_work(work, durations.step_time(1)),
+        parameters=durations,
+        checkpoint=parse_checkpoint(checkpoint_every),
+        replacement=ReplacementPolicy(max_replacements=max_replacements),
+        prices=given,
+        limit_seconds=limit,
     )
     by = None if deadline is None else parse_seconds(deadline, "--deadline")
     _show(scenario, sweep=sweep, deadline=by, json=json, write_parameters=write_parameters)
@@ -181,50 +189,25 @@ def _parameters(
     return Parameters.model_validate(values)
 
 
-def _scenario(
-    *,
-    trace: Trace,
-    nodes: tuple[int, int],
-    work: str | None,
-    dedicated: int,
-    size: str | None,
-    prices: Path | None,
-    durations: Parameters,
-    checkpoint_every: str,
-    max_replacements: int | None,
-    limit: float,
-) -> Scenario:
-    from azureml_elastic.config import NodePool, ReplacementPolicy
-    from azureml_elastic.ledger.bill import load_prices
-    from azureml_elastic.simulate.scenario import Scenario, SimulatedPool
-    from azureml_elastic.simulate.traces import parse_checkpoint, parse_work
+def _pools(
+    trace: Trace, maximum: int, dedicated: int, size: str | None, prices: Prices | None
+) -> tuple[SimulatedPool, ...]:
+    """Return the machines of the trace, and the dedicated ones, which all have a price if there are prices."""
+    from azureml_elastic.config import NodePool
+    from azureml_elastic.simulate.scenario import SimulatedPool
 
-    if work is None:
-        raise UsageError("--work is missing; give steps, as in --work 20000, or node-hours, as in --work 500nh.")
     if dedicated < 0:
         raise UsageError(f"--dedicated={dedicated} is below 0; give the number of dedicated machines.")
-    given = None if prices is None else load_prices(prices)
-    if given is not None and size is None:
-        raise UsageError(f"--prices needs --size; the file has {', '.join(given.per_hour)}.")
-    pools: list[SimulatedPool] = [
-        SimulatedPool(NodePool("spot", max_instance_count=min(nodes[1], trace.machines)), trace, size, "low_priority")
-    ]
+    if prices is not None and size is None:
+        raise UsageError(f"--prices needs --size; the file has {', '.join(prices.per_hour)}.")
+    spot = NodePool("spot", max_instance_count=min(maximum, trace.machines))
+    pools = [SimulatedPool(spot, trace, size, "low_priority")]
     if dedicated:
         pools.append(SimulatedPool(NodePool("dedicated", max_instance_count=dedicated), None, size, "dedicated"))
-    for pool in pools if given is not None else ():
-        if given is not None and given.of(size, pool.tier) is None:
+    for pool in pools:
+        if prices is not None and prices.of(size, pool.tier) is None:
             raise UsageError(f"The prices have no {pool.tier} price of {size}; add it, or give another --size.")
-    return Scenario(
-        pools=tuple(pools),
-        minimum=nodes[0],
-        maximum=nodes[1],
-        work=parse_work(work, durations.step_time(1)),
-        parameters=durations,
-        checkpoint=parse_checkpoint(checkpoint_every),
-        replacement=ReplacementPolicy(max_replacements=max_replacements),
-        prices=given,
-        limit_seconds=limit,
-    )
+    return tuple(pools)
 
 
 def _document(results: Sequence[Outcome], found: Sequence[Candidate], best: Candidate | None) -> str:

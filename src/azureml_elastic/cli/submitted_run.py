@@ -57,6 +57,7 @@ def complete_submitted_run(context: typer.Context, incomplete: str) -> Iterator[
     given = context.find_root().params  # the root command does not run for a completion
     options = WorkspaceOptions(given.get("subscription"), given.get("resource_group"), given.get("workspace_name"))
     found: list[tuple[str, str]] = []
+    # A request that takes too long is left behind: the shell waits for the end of this process.
     asking = threading.Thread(target=_ask, args=(options, found), daemon=True)
     asking.start()
     asking.join(_LONGEST_WAIT_SECONDS)

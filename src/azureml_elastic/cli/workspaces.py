@@ -124,6 +124,7 @@ def _defaults_of_az(environment: UserEnvironment) -> dict[str, str | None]:
     with contextlib.suppress(OSError, ValueError, configparser.Error):
         settings.read(folder / "config", encoding="utf-8")
     with contextlib.suppress(OSError, ValueError, AttributeError):
+        # az begins this file with a byte-order mark.
         profile = json.loads((folder / "azureProfile.json").read_text(encoding="utf-8-sig"))
         subscriptions = [each["id"] for each in profile.get("subscriptions") or () if each.get("isDefault")]
     return {

@@ -40,6 +40,7 @@ class ConfigModel(BaseModel):
     @classmethod
     def _explain_errors(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Validate; refuse truth values as numbers, and add the nearest field to the errors of unknown ones."""
+        # A model that was validated before comes here as an object, and is passed on.
         wrong = [*_truth_values(value, cls)] if type(value) is dict else []
         try:
             if not wrong:

@@ -88,15 +88,6 @@ class ElasticDistribution(ConfigModel):
         """
         return self.runs_engine or (opens_session and self.recovery == "in_process")
 
-    @model_validator(mode="after")
-    def _count_is_positive(self) -> Self:
-        count = self.process_count_per_instance
-        if isinstance(count, int) and count < 1:
-            raise ValueError(
-                f'process_count_per_instance={count} is below the limit of 1; give a positive count or "auto"'
-            )
-        return self
-
     def node_limits(self, minimum: int, maximum: int) -> tuple[int, int]:
         """Return the smallest and the largest number of nodes of a round, which are multiples of a replica's.
 
@@ -119,10 +110,13 @@ class ElasticDistribution(ConfigModel):
         return least, most
 
     @model_validator(mode="after")
-    def _replicas_are_possible(self) -> Self:
+    def _counts_are_possible(self) -> Self:
+        # Bounds of a field would be those of one member of its union, and pydantic would report the other member, too.
+        for name, word in (("process_count_per_instance", "auto"), ("nodes_per_replica", "all")):
+            count = getattr(self, name)
+            if count != word and count < 1:
+                raise ValueError(f'{name}={count} is below the limit of 1; give a positive number or "{word}"')
         size = self.nodes_per_replica
-        if isinstance(size, int) and size < 1:
-            raise ValueError(f'nodes_per_replica={size} is below the limit of 1; give a positive number or "all"')
         if size != 1 and self.framework != "pytorch":
             raise ValueError(
                 f"nodes_per_replica={size!r} has no effect with framework={self.framework!r}, whose models are not "

@@ -165,7 +165,7 @@ def step_names(pools: Sequence[NodePool]) -> tuple[str, ...]:
         words = [pool.compute, *(text for text in (pool.instance_type, pool.job_tier) if text)]
         stem = re.sub(r"\W+", "_", "_".join(words), flags=re.ASCII).strip("_").lower()[:_LONGEST_STEM].strip("_")
         stem = stem if re.match(r"[a-z]", stem) else f"pool_{stem}".strip("_")
-        while stem in stems:
+        while stem in stems:  # names that differ only in what an identifier cannot have, or behind the 40th character
             stem += "_x"
         stems.append(stem)
     return tuple(stems)

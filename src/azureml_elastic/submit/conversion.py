@@ -20,6 +20,7 @@ from azureml_elastic.config.resources import ElasticResources
 from azureml_elastic.errors import SubmitError, needs_extra
 from azureml_elastic.submit.fields import given_fields, translated
 from azureml_elastic.submit.launchers import Launched, read_launcher, refuse_launcher
+from azureml_elastic.submit.local_files import SCHEME
 from azureml_elastic.submit.sdk_hooks import component_of, fields_of_command, plain_command_job, plain_sweep_job
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ FIELDS_OF_COMMAND = frozenset(
 FIELDS_OF_RESOURCES = ("instance_type", "shm_size", "docker_args", "locations", "properties")
 """The fields of ``ElasticResources`` that command jobs have as well."""
 
-_SCHEME = re.compile(r"[A-Za-z][\w+.-]+:", re.ASCII)
 _ASSET = re.compile(r"[\w.-]+(?::[\w.-]+|@[\w.-]+)", re.ASCII)
 _RESOURCE = re.compile(r"/subscriptions/", re.IGNORECASE)
 
@@ -78,7 +78,7 @@ def fields_of(
     code_base = base
     if (component := component_of(command_job)) is not None:
         _complete(fields, component)
-        code_base = Path(component.base_path or base)
+        code_base = Path(component.base_path or base)  # it may have been loaded from a file in another folder
     if job.code is not None:
         fields["code"] = located(str(job.code), code_base)
     launched = Launched(str(job.command or ""))
@@ -155,6 +155,7 @@ def _completed(given: ElasticDistribution | Mapping[str, Any], launcher: Launche
 def _queue(settings: Any) -> dict[str, str]:
     """Return the queue settings in an elastic job's spelling; azure-ai-ml accepts any case."""
     fields: dict[str, str] = {}
+    # azure-ai-ml has a tier of the name 'null' for none.
     if settings is not None and settings.job_tier and settings.job_tier.lower() != "null":
         fields["job_tier"] = settings.job_tier.capitalize()
     if settings is not None and settings.priority:
@@ -222,7 +223,7 @@ def located(path: str, base: Path) -> str:
         return f"azureml:{path}"
     if _ASSET.fullmatch(path) and not path.startswith(("azureml:", "file:")) and not (base / path).exists():
         return f"azureml:{path}"
-    if _SCHEME.match(path) or Path(path).is_absolute():
+    if SCHEME.match(path) or Path(path).is_absolute():
         return path
     # Without normalization, azure-ai-ml would name an asset '..' after such a folder.
     return os.path.normpath((base / path).absolute())

@@ -415,7 +415,7 @@ def _merged(held: Any, change: Any) -> Any:
     kind = getattr(held, _KIND, None)
     if kind is not None:
         if change.get(_KIND, kind) != kind:
-            return change
+            return change  # another policy, to which the fields of this one do not belong
         fields[_KIND] = kind
     nested = {name: getattr(held, name, None) for name in change}
     return fields | {

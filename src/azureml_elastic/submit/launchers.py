@@ -309,6 +309,7 @@ def _read(command: str, words: Sequence[Word], call: LauncherCall, inputs: Mappi
         for name, value in options.items()
         if name in launcher.variables
     ]
+    # By env, as an assignment would be an argument of what may stand before, such as numactl.
     start = command[words[0].start : words[call.start].start] + (f"env {' '.join(variables)} " if variables else "")
     program, arguments = rest[0], command[rest[0].end : words[-1].end]
     default = None if launcher.count in options else "auto" if launcher.one_per_gpu else 1

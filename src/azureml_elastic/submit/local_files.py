@@ -16,9 +16,11 @@ from azureml_elastic.errors import SubmitError
 from azureml_elastic.plurals import counted
 from azureml_elastic.submit.sdk_hooks import Ignored
 
-__all__ = ["checked_code", "checked_data", "describe_upload"]
+__all__ = ["SCHEME", "checked_code", "checked_data", "describe_upload"]
 
-_SCHEME = re.compile(r"[A-Za-z][\w+.-]+:", re.ASCII)  # one letter is a drive of Windows
+SCHEME = re.compile(r"[A-Za-z][\w+.-]+:", re.ASCII)
+"""The beginning of what is no local path; a single letter is a drive of Windows."""
+
 _ADDRESS = re.compile(r"azureml:|file:|[a-z][\w+.-]+://|/subscriptions/", re.ASCII | re.IGNORECASE)
 _LOOP = "is a link that leads back to a folder that it is in"
 _CODE_ASSET = re.compile(r"(?:azureml:)?/subscriptions/", re.IGNORECASE)
@@ -41,7 +43,7 @@ def checked_code(code: str | os.PathLike[str] | None) -> str | None:
     """
     if code is None or _CODE_ASSET.match(str(code)):
         return None if code is None else str(code)
-    if _SCHEME.match(str(code)):
+    if SCHEME.match(str(code)):
         raise SubmitError(
             f"code={str(code)!r} is not supported by azure-ai-ml, which takes a local folder or file. Clone or "
             "download it first, and give the folder."
@@ -72,6 +74,7 @@ def checked_data(name: str, path: str | os.PathLike[str]) -> None:
 def _check_folder(folder: Path) -> None:
     """Check everything in a folder that is uploaded."""
     ignored = Ignored(folder)
+    # With each folder those that it is in, not all seen: two links to one folder are uploaded twice, which is no loop.
     pending = [(folder, {_identity(folder.stat())})]
     while pending:
         current, above = pending.pop()

@@ -17,7 +17,7 @@ from azureml_elastic.plurals import counted
 from azureml_elastic.submit.expressions import check_expressions, translated_command
 from azureml_elastic.submit.fields import JobFields, field_of
 from azureml_elastic.submit.launchers import refuse_launcher, without_launcher
-from azureml_elastic.submit.local_files import describe_upload
+from azureml_elastic.submit.local_files import SCHEME, describe_upload
 from azureml_elastic.submit.sdk_hooks import Ignored
 
 __all__ = ["RESERVED_PREFIX", "check"]
@@ -28,7 +28,6 @@ RESERVED_PREFIX = "azureml_elastic_"
 """Prefix of the inputs and outputs that this library adds to the job."""
 
 _RESERVED_VARIABLES = variables.OWN - {variables.INTEGRATIONS, variables.STEP}
-_REMOTE = re.compile(r"[A-Za-z][\w+.-]+:", re.ASCII)  # a scheme; one letter is a drive of Windows
 _RUN_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,254}", re.ASCII)
 _STEP_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
 _OWN_DISK = frozenset({"dev", "home", "root", "tmp", "var"})
@@ -85,7 +84,7 @@ def check(job: JobFields) -> FoundProgram:
 
 def _code_folder(job: JobFields) -> Path | None:
     """Return the local folder that the program runs in, ``None`` where the code is not on this machine."""
-    if job.code is None or _REMOTE.match(str(job.code)):
+    if job.code is None or SCHEME.match(str(job.code)):
         return None
     code = Path(job.code)
     return code if code.is_dir() else code.parent
@@ -202,7 +201,7 @@ def _check_checkpoint_path(job: JobFields) -> None:
     path = job.checkpoint.path
     if path is None:
         return
-    scheme = _REMOTE.match(path)
+    scheme = SCHEME.match(path)
     if scheme is None and "$" in path:
         return
     if scheme is not None:
@@ -397,6 +396,7 @@ def _check_script(job: JobFields, found: FoundProgram) -> None:
     target = program.target
     if program.kind == "module" or "$" in target or target.startswith(("/", "~")):
         return
+    # After 'cd' it is not known what the path is relative to.
     if _CHANGES_FOLDER.search(found.before) or (folder / target).exists():
         return
     raise CommandError(

@@ -36,7 +36,7 @@ _WORDS = re.compile(rb"MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE|init_process_grou
 """Words of which a program that fixes its ranks has at least one."""
 
 _MOST_SHOWN = 3
-_TRY = (ast.Try, getattr(ast, "TryStar", ast.Try))
+_TRY = (ast.Try, getattr(ast, "TryStar", ast.Try))  # Python 3.10 has no except*
 _LEAVING = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 
@@ -172,7 +172,7 @@ class _Unit:
         blocks = [value for value in ast.iter_child_nodes(statement) if isinstance(value, ast.stmt)]
         if certain:
             for value in ast.iter_child_nodes(statement):
-                if not isinstance(value, (ast.stmt, ast.excepthandler)) and type(value).__name__ != "match_case":
+                if not isinstance(value, (ast.stmt, ast.excepthandler, ast.match_case)):
                     self._expression(value)
             if not blocks:
                 self.nodes.append(statement)
@@ -233,6 +233,7 @@ def _reached(units: list[_Unit]) -> list[_Unit]:
     new = reached
     while new:
         names.update(*(unit.references for unit in new))
+        # Python calls methods such as __init__ and __call__ of a class that is referred to.
         new = [unit for unit in left if unit.name in names or (unit.owner in names and unit.name.startswith("__"))]
         reached = [*reached, *new]
         left = [unit for unit in left if unit not in new]
@@ -324,7 +325,7 @@ def _is_fixed(value: ast.AST, constants: Mapping[str, ast.expr], imports: Mappin
 
 def _constants(tree: ast.Module, imports: Mapping[str, str]) -> dict[str, ast.expr]:
     """Return the values of those names that a module assigns once, to a fixed value, and uses for nothing else."""
-    uses: Counter[str] = Counter(dict.fromkeys(imports, 2))
+    uses: Counter[str] = Counter(dict.fromkeys(imports, 2))  # what is imported is no constant of this module
     values: dict[str, ast.expr] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, (ast.Store, ast.Del)):

@@ -133,6 +133,7 @@ class _Module:
         self.path = path
         self._tree = tree
         self._imports: Mapping[str, str] = imported_names(tree)
+        # Docstrings show commands that the module does not start.
         documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         self._nodes = [node for node in ast.walk(tree) if id(node) not in documentation or not _is_text(node)]
 
@@ -147,6 +148,7 @@ class _Module:
     def launches(self) -> Iterator[_Place]:
         """Yield where the module imports a launcher, or starts one or a cluster."""
         for name, line in self._imported():
+            # The names of commands, such as accelerate and ray, are libraries that training scripts import.
             if name in LAUNCHER_MODULES - LAUNCHERS or name.startswith("torch.distributed.launcher"):
                 yield _Place(line, f"imports {name}", (name,))
         for call in self._starts():

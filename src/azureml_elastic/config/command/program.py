@@ -138,12 +138,14 @@ def parse_quietly(text: bytes) -> ast.Module | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes and the like are reported when the program runs
             return ast.parse(text)
+    # Null bytes are a ValueError, and expressions that are nested too deeply one of the last two.
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 
 def _installed(parts: list[str]) -> tuple[Path, Path] | None:
     """Return the file that ``python -m`` runs for a module on the path, and the folder that has its top package."""
+    # Package by package, as importlib.util.find_spec() would import the packages around a module.
     folders: Iterable[str] | None = [str(Path.cwd()), *sys.path]
     spec: ModuleSpec | None = None
     for end in range(1, len(parts) + 1):
@@ -157,7 +159,7 @@ def _installed(parts: list[str]) -> tuple[Path, Path] | None:
         spec = PathFinder.find_spec(".".join([*parts, "__main__"]), list(folders))
     if spec is None or spec.origin is None:
         return None
-    main = Path(spec.origin)
+    main = Path(spec.origin)  # of a package its __main__.py, one folder further down
     return main, main.parents[len(parts) - (folders is None)]
 
 

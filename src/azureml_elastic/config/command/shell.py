@@ -109,7 +109,7 @@ def runs_in_background(text: str, end: int) -> bool:
     It is followed by ``&``, or a group, a compound command or a list is of which it is a part.
     """
     depth, skips = 0, False  # blocks opened since; whether the list of this block has ended
-    begins = False
+    begins = False  # whether a command begins here, where alone 'for' and 'done' are no arguments
     for token in _tokens(text):
         at = token.position if isinstance(token, _Operator) else token.word.start
         if at < end:
@@ -162,8 +162,10 @@ def _tokens(text: str) -> Iterator[_Operator | _Placed]:
     redirected = False
     position = 0
     while position < len(text):
+        # A '#' begins a comment only here, where a word would begin: inside of one it is a character like others.
         if match := _SPACE.match(text, position) or _COMMENT.match(text, position):
             position = match.end()
+        # Before the operators and words, as '&>' begins with one and '2>' with what may be the other.
         elif match := _REDIRECTION.match(text, position):
             if match.group().endswith("<<"):
                 raise CommandError(

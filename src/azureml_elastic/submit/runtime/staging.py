@@ -99,6 +99,7 @@ def replace_file(path: Path, data: bytes) -> bool:
         if path.read_bytes() == data:
             return False
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In a folder of this call alone: two submissions at once would write the same temporary file.
     with tempfile.TemporaryDirectory(prefix=".new-", dir=path.parent) as scratch:
         written = Path(scratch, path.name)
         written.write_bytes(data)

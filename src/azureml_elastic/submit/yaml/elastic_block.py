@@ -104,6 +104,7 @@ def wrong_fields(error: ValidationError, given: Mapping[str, Any], model: type[B
     found: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         found.setdefault(_path(detail["loc"], given, missing=detail["type"] == "missing"), []).append(detail)
+    # pydantic reports the errors of all members of a union: the one that was meant has failed deepest.
     deepest = [
         path for path in found if not any(len(other) > len(path) and other[: len(path)] == path for other in found)
     ]

@@ -163,6 +163,7 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def _dump(document: Mapping[str, Any]) -> str:
+    # PyYAML would fold commands at their spaces, which a reader takes for several lines.
     text: str = yaml.dump(dict(document), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=4096)
     return text
 
