@@ -95,6 +95,8 @@ def local(
     from azureml_elastic.local.run_end import command_exit_code
 
     counts = parse_nodes(nodes)
+    if counts[1] > MOST_NODES:
+        raise UsageError(f"--nodes {nodes!r} is above the limit of {MOST_NODES} nodes on one machine; give fewer.")
     limit = None if timeout is None else positive_duration("--timeout", timeout)
     # Invalid options are refused before a folder is created.
     distribution = ElasticDistribution(
@@ -183,9 +185,7 @@ def parse_nodes(text: str) -> tuple[int, int]:
             f"--nodes {text!r} names no node counts. Give MIN:MAX such as 1:3, or one number for both."
         ) from None
     if minimum < 1 or maximum < 1:
-        raise UsageError(f"--nodes {text!r} is below the limit of 1; a cluster has at least one node.")
+        raise UsageError(f"--nodes {text!r} is below the limit of 1; a run has at least one node.")
     if minimum > maximum:
         raise UsageError(f"--nodes {text!r} has a minimum above its maximum; give {maximum}:{minimum}.")
-    if maximum > MOST_NODES:
-        raise UsageError(f"--nodes {text!r} is above the limit of {MOST_NODES} nodes on one machine; give fewer.")
     return minimum, maximum

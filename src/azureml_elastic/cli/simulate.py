@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from azureml_elastic.cli.failures import explained
+from azureml_elastic.cli.local import parse_nodes
 from azureml_elastic.errors import UsageError
 
 if TYPE_CHECKING:
@@ -76,7 +77,6 @@ def simulate(
     from azureml_elastic.simulate.traces import (
         parse_checkpoint,
         parse_hazard,
-        parse_nodes,
         parse_seconds,
         parse_work,
         read_trace,

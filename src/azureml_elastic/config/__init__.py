@@ -53,27 +53,15 @@ __all__ = [
     "TableRendezvous",
 ]
 
-_HOMES = {
-    **dict.fromkeys(("BatchPolicy", "FixedGlobalBatch", "FixedPerWorkerBatch", "Ramp"), "policies"),
-    **dict.fromkeys(("ElasticDistribution", "Framework", "Recovery"), "distribution"),
-    **dict.fromkeys(("PLAN_VERSION", "Plan"), "plan"),
-    **dict.fromkeys(("Credential", "RendezvousTimings", "TableRendezvous"), "rendezvous"),
-    **dict.fromkeys(("ElasticResources", "NodePool", "Placement"), "resources"),
-    "CheckpointPolicy": "policies",
-    "HealthPolicy": "policies",
-    "MetricsPolicy": "policies",
-    "PreemptionPolicy": "policies",
-    "Presets": "presets",
-    "Profile": "policies",
-    "ReplacementPolicy": "policies",
-}
-"""Module of each name."""
+_MODULES = ("policies", "distribution", "resources", "rendezvous", "plan", "presets")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'azureml_elastic.config' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"azureml_elastic.config.{_HOMES[name]}"), name)
+    for module in _MODULES if name in __all__ else ():
+        home = importlib.import_module(f"azureml_elastic.config.{module}")
+        if hasattr(home, name):
+            return getattr(home, name)
+    raise AttributeError(f"module 'azureml_elastic.config' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -28,7 +28,6 @@ __all__ = [
     "from_counts",
     "parse_checkpoint",
     "parse_hazard",
-    "parse_nodes",
     "parse_seconds",
     "parse_step_seconds",
     "parse_work",
@@ -313,18 +312,6 @@ def parse_hazard(text: str) -> Hazard:
             f"The hazard {text!r} has no losses; give loss_every, reclaim_every or both, as in loss_every=6h."
         )
     return Hazard(**values)
-
-
-def parse_nodes(text: str) -> tuple[int, int]:
-    """Return minimum and maximum of a text such as ``1:16``, or twice the number of ``16``.
-
-    Raises:
-        UsageError: the text is no range of numbers of nodes.
-    """
-    match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text.strip())
-    if match is None:
-        raise UsageError(f"--nodes={text!r} is no range; give minimum and maximum, as in 1:16.")
-    return int(match[1]), int(match[2] or match[1])
 
 
 def parse_step_seconds(text: str) -> dict[int, float]:

@@ -32,8 +32,9 @@ def test_node_counts(text, counts):
 
 @pytest.mark.parametrize("text", ["0", "0:3", "-1", "-2:3", "3:1", "x", "1:x", "", ":", "1:", "1:2:3", "1.5", "1:257"])
 def test_impossible_node_counts_are_refused(text, script):
-    with pytest.raises(UsageError, match="--nodes"):
-        parse_nodes(text)
+    if text != "1:257":  # which are too many for one machine alone
+        with pytest.raises(UsageError, match="--nodes"):
+            parse_nodes(text)
     result = RUN.invoke(app, ["local", f"--nodes={text}", script])
     assert result.exit_code == 2
     assert text in result.stderr

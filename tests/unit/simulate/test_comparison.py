@@ -16,7 +16,6 @@ from azureml_elastic.simulate.traces import (
     Trace,
     parse_checkpoint,
     parse_hazard,
-    parse_nodes,
     parse_seconds,
     parse_step_seconds,
     parse_work,
@@ -85,7 +84,6 @@ def test_a_repeated_trace_goes_on_as_it_began():
         (parse_hazard, "loss_every=0", "loss_every=0.0 of the hazard is not above 0"),
         (parse_hazard, "reclaim_every=1d,reclaim_share=2", "reclaim_share=2.0 of the hazard is not within 0 and 1"),
         (parse_hazard, "reclaim_every=1d,reclaim_share=x", "reclaim_share='x' is no number"),
-        (parse_nodes, "16:", "--nodes='16:' is no range"),
         (parse_step_seconds, "1=2s,four=1s", "NODES=SECONDS"),
         (lambda text: parse_work(text, 1.0), "-5", "--work='-5' is no amount of work"),
         (lambda text: parse_work(text, 1.0), "0", "--work='0' is no amount of work"),
@@ -102,7 +100,6 @@ def test_mistakes_are_named_with_their_value(parse, text, words):
 def test_values_are_read():
     assert [parse_seconds(text, "") for text in ("90", "1.5min", "1h30m", "6h", "7d")] == [90, 90, 5400, 21600, 604800]
     assert parse_hazard("loss_every=6h, reclaim_share=0.25") == Hazard(loss_every=21600, reclaim_share=0.25)
-    assert (parse_nodes("2:8"), parse_nodes("4")) == ((2, 8), (4, 4))
     assert parse_step_seconds("1=2s,4=0.6") == {1: 2.0, 4: 0.6}
     assert (parse_work("500", 2.0), parse_work("1.5nh", 2.0)) == (500, 2700)
     assert parse_checkpoint("100 steps") == CheckpointPolicy(every=None, every_steps=100)

@@ -29,62 +29,45 @@ _PLAIN = re.compile(rf"\$(?:({_NAMES})|\{{({_NAMES})(?::?[-=?].*)?\}})", re.ASCI
 
 _IN_WORD = re.compile(rf"\$(?:({_NAMES})(?!\w)|\{{({_NAMES})(?::?[-=?][^{{}}]*)?\}})", re.ASCII)
 _USED = re.compile(rf"\$\{{?[#!]?({_NAMES})\b", re.ASCII)
-_OF_LAUNCHERS: dict[str, tuple[str, dict[str, str]]] = {
-    "OMPI_": (
-        "MPI's launcher",
-        {
-            "OMPI_COMM_WORLD_RANK": "RANK",
-            "OMPI_COMM_WORLD_SIZE": "WORLD_SIZE",
-            "OMPI_COMM_WORLD_LOCAL_RANK": "LOCAL_RANK",
-            "OMPI_COMM_WORLD_LOCAL_SIZE": "LOCAL_WORLD_SIZE",
-            "OMPI_COMM_WORLD_NODE_RANK": "NODE_RANK",
-        },
-    ),
-    "MV2_": (
-        "MPI's launcher",
-        {
-            "MV2_COMM_WORLD_RANK": "RANK",
-            "MV2_COMM_WORLD_SIZE": "WORLD_SIZE",
-            "MV2_COMM_WORLD_LOCAL_RANK": "LOCAL_RANK",
-            "MV2_COMM_WORLD_LOCAL_SIZE": "LOCAL_WORLD_SIZE",
-        },
-    ),
-    "MPI_LOCAL": ("MPI's launcher", {"MPI_LOCALRANKID": "LOCAL_RANK", "MPI_LOCALNRANKS": "LOCAL_WORLD_SIZE"}),
-    "PMI_": (
-        "MPI's launcher",
-        {
-            "PMI_RANK": "RANK",
-            "PMI_SIZE": "WORLD_SIZE",
-            "PMI_LOCAL_RANK": "LOCAL_RANK",
-            "PMI_LOCAL_SIZE": "LOCAL_WORLD_SIZE",
-        },
-    ),
-    "PMIX_": ("MPI's launcher", {"PMIX_RANK": "RANK"}),
-    "SLURM_": (
-        "Slurm",
-        {
-            "SLURM_PROCID": "RANK",
-            "SLURM_NTASKS": "WORLD_SIZE",
-            "SLURM_NPROCS": "WORLD_SIZE",
-            "SLURM_LOCALID": "LOCAL_RANK",
-            "SLURM_NTASKS_PER_NODE": "LOCAL_WORLD_SIZE",
-            "SLURM_TASKS_PER_NODE": "LOCAL_WORLD_SIZE",
-            "SLURM_NODEID": "NODE_RANK",
-            "SLURM_LAUNCH_NODE_IPADDR": "MASTER_ADDR",
-        },
-    ),
-    "AZ_BATCH": (
-        "MPI on Azure Batch",
-        {
-            "AZ_BATCH_MASTER_NODE": "MASTER_ADDR:$MASTER_PORT",
-            "AZ_BATCHAI_MPI_MASTER_NODE": "MASTER_ADDR",
-            "AZ_BATCHAI_TASK_INDEX": "NODE_RANK",
-        },
-    ),
+_LAUNCHERS = {
+    **dict.fromkeys(("OMPI_", "MV2_", "MPI_LOCAL", "PMI_", "PMIX_"), "MPI's launcher"),
+    "SLURM_": "Slurm",
+    "AZ_BATCH": "MPI on Azure Batch",
 }
-"""What sets variables of ranks and addresses by their prefix, and the torchrun variables with the same values."""
+"""What sets variables of ranks and addresses, by their prefix."""
 
-_OF_A_LAUNCHER = re.compile(rf"\$\{{?[#!]?((?:{'|'.join(_OF_LAUNCHERS)})\w*)", re.ASCII)
+_EQUAL = {
+    "OMPI_COMM_WORLD_RANK": "RANK",
+    "OMPI_COMM_WORLD_SIZE": "WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "LOCAL_WORLD_SIZE",
+    "OMPI_COMM_WORLD_NODE_RANK": "NODE_RANK",
+    "MV2_COMM_WORLD_RANK": "RANK",
+    "MV2_COMM_WORLD_SIZE": "WORLD_SIZE",
+    "MV2_COMM_WORLD_LOCAL_RANK": "LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "LOCAL_WORLD_SIZE",
+    "MPI_LOCALRANKID": "LOCAL_RANK",
+    "MPI_LOCALNRANKS": "LOCAL_WORLD_SIZE",
+    "PMI_RANK": "RANK",
+    "PMI_SIZE": "WORLD_SIZE",
+    "PMI_LOCAL_RANK": "LOCAL_RANK",
+    "PMI_LOCAL_SIZE": "LOCAL_WORLD_SIZE",
+    "PMIX_RANK": "RANK",
+    "SLURM_PROCID": "RANK",
+    "SLURM_NTASKS": "WORLD_SIZE",
+    "SLURM_NPROCS": "WORLD_SIZE",
+    "SLURM_LOCALID": "LOCAL_RANK",
+    "SLURM_NTASKS_PER_NODE": "LOCAL_WORLD_SIZE",
+    "SLURM_TASKS_PER_NODE": "LOCAL_WORLD_SIZE",
+    "SLURM_NODEID": "NODE_RANK",
+    "SLURM_LAUNCH_NODE_IPADDR": "MASTER_ADDR",
+    "AZ_BATCH_MASTER_NODE": "MASTER_ADDR:$MASTER_PORT",
+    "AZ_BATCHAI_MPI_MASTER_NODE": "MASTER_ADDR",
+    "AZ_BATCHAI_TASK_INDEX": "NODE_RANK",
+}
+"""Variables of theirs, and the ones of torchrun with the same values."""
+
+_OF_A_LAUNCHER = re.compile(rf"\$\{{?[#!]?((?:{'|'.join(_LAUNCHERS)})\w*)", re.ASCII)
 _WITHOUT_DEFAULT = re.compile(r"\$(?:\w+|\{\w+\})", re.ASCII)
 _USED_IN_ARITHMETIC = re.compile(rf"\b({_NAMES})\b", re.ASCII)
 
@@ -120,7 +103,7 @@ def with_placeholders(found: FoundProgram, texts: Iterable[str] = (), own: Colle
             expansion = command[start:end]
             # Elsewhere, the shell itself goes on with a default, or asks whether it runs under that launcher.
             if (match := _OF_A_LAUNCHER.match(expansion)) and match[1] not in own and f"{match[1]}=" not in command:
-                if word.start in starts or (_WITHOUT_DEFAULT.fullmatch(expansion) and _equal(match[1])):
+                if word.start in starts or (_WITHOUT_DEFAULT.fullmatch(expansion) and match[1] in _EQUAL):
                     raise CommandError(_of_a_launcher(expansion, match[1]))
                 continue
             name = _variable(expansion)
@@ -217,17 +200,9 @@ def _elsewhere(name: str, word: str) -> str:
     )
 
 
-def _launcher_of(variable: str) -> tuple[str, dict[str, str]]:
-    return next(each for prefix, each in _OF_LAUNCHERS.items() if variable.startswith(prefix))
-
-
-def _equal(variable: str) -> str | None:
-    """Return the variable of a worker with the value of another launcher's, ``None`` if there is none."""
-    return _launcher_of(variable)[1].get(variable)
-
-
 def _of_a_launcher(expansion: str, variable: str) -> str:
-    launcher, equal = _launcher_of(variable)[0], _equal(variable)
+    launcher = next(each for prefix, each in _LAUNCHERS.items() if variable.startswith(prefix))
+    equal = _EQUAL.get(variable)
     instead = (
         f"Give the program ${equal} instead."
         if equal is not None
