@@ -144,6 +144,7 @@ def submit(
     silence_sdk_logs()
     _check_combination(local=local, evict=evict, pool=pool, run_dir=run_dir, dry_run=dry_run, stream=stream)
     if resume_from is not None:
+        # In quotes, as YAML would read the name of a run that has digits alone as a number.
         overrides = [*(overrides or ()), f"elastic.resume_from={json.dumps(resume_from)}"]
     if dry_run:
         from azureml_elastic.submit.yaml.compiled_file import compile_file

@@ -78,7 +78,7 @@ def _act(replacer: NodeReplacer, *, keep_trying: bool) -> ReplacementStatus | No
     """Check and act once; print a temporary failure and return ``None`` if it may be retried."""
     try:
         return replacer.act()
-    except UsageError:
+    except UsageError:  # a missing role or a wrong name does not pass by itself
         raise
     except ElasticError as error:
         if not keep_trying:

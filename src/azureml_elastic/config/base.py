@@ -101,6 +101,7 @@ def parse_duration(text: str) -> timedelta | None:
     rest, seconds, parts = text.strip().lower(), 0.0, 0
     while rest:
         match = _PART.match(rest)
+        # A number without a unit must stand alone: 1h30 may mean minutes or seconds.
         if match is None or match[2] not in _UNITS or (not match[2] and (parts or match.end() < len(rest))):
             return None
         seconds += float(match[1]) * _UNITS[match[2]]

@@ -178,10 +178,10 @@ def _command(job: JobFields, text: str, **fields: Any) -> Command:
         environment_variables=node_launch.environment_variables(job),
         outputs=outputs_of(job),
         identity=made_identity(job.identity),
-        timeout=None if job.timeout is None else math.ceil(job.timeout.total_seconds()),
+        timeout=None if job.timeout is None else math.ceil(job.timeout.total_seconds()),  # Azure ML takes whole seconds
         job_tier=job.job_tier,
         priority=job.priority,
-        is_deterministic=False,
+        is_deterministic=False,  # or the result of an equal node of an earlier run would stand for this one's
         **fields,
     )
 

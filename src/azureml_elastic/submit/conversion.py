@@ -221,6 +221,7 @@ def located(path: str, base: Path) -> str:
     """
     if _RESOURCE.match(path):
         return f"azureml:{path}"
+    # A file may be named as an asset is, such as 'data:1'.
     if _ASSET.fullmatch(path) and not path.startswith(("azureml:", "file:")) and not (base / path).exists():
         return f"azureml:{path}"
     if SCHEME.match(path) or Path(path).is_absolute():

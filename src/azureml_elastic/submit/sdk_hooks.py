@@ -112,7 +112,7 @@ def position_in_pipelines() -> str | None:
 
 def is_binding(value: Any) -> bool:
     """Return whether an input's value is known only when its pipeline runs, such as the output of another step."""
-    if isinstance(value, str):
+    if isinstance(value, str):  # as in a pipeline that was loaded from YAML
         return _BINDING.fullmatch(value) is not None
     if "azure.ai.ml" not in sys.modules:  # nobody has such an object, and the import takes seconds
         return False
@@ -196,6 +196,7 @@ def _make_schedulable(schedule: Any) -> None:
 
     held = getattr(schedule, "create_job", None)
     job = held._to_job() if isinstance(held, Submittable) else held  # noqa: SLF001 - one of our own classes
+    # A command without a plan is the user's own, and azure-ai-ml says itself what it thinks of it.
     if isinstance(job, Command) and PLAN in (job.environment_variables or {}):
         shown = {name: getattr(job, name) for name in _SHOWN}
         with outside_pipelines():
@@ -287,6 +288,7 @@ class _WithoutIgnoredLinks(types.ModuleType):
     def walk(self, top: Any, **options: Any) -> Iterator[tuple[Any, list[Any], list[Any]]]:
         ignored = Ignored(top)
         for root, folders, files in os.walk(top, **options):
+            # In place, as os.walk goes into what is left of this list.
             folders[:] = [
                 name
                 for name in folders

@@ -366,7 +366,7 @@ def _parse_interpreted(words: list[str]) -> Program:
         if word == "--check-hash-based-pycs" and rest:
             options += [word, rest.pop(0)]
             continue
-        for position, letter in enumerate(word[1:], start=1):
+        for position, letter in enumerate(word[1:], start=1):  # flags may be joined, as in -um package.module
             value = word[position + 1 :]
             if letter == "m":
                 if position > 1:

@@ -112,6 +112,7 @@ def _archive(content: Mapping[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in sorted(content.items()):
+            # The system and the mode would otherwise be those of the submitting machine.
             entry = zipfile.ZipInfo(name, _TIME)
             entry.create_system, entry.external_attr = _UNIX, _MODE << 16
             archive.writestr(entry, data, zipfile.ZIP_DEFLATED)

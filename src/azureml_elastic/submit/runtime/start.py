@@ -185,6 +185,7 @@ def _put_on_path(folder: Path) -> None:
 
 def _install(requirements: Sequence[str]) -> Path:
     """Install requirements into a folder of this node, unless an earlier start has, and return the folder."""
+    # Another Python of the same image needs packages of its own.
     name = hashlib.sha256("\n".join([sys.version, *requirements]).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"azureml-elastic-{name}"
     if _is_own(folder):
@@ -206,6 +207,7 @@ def _install(requirements: Sequence[str]) -> Path:
 @contextlib.contextmanager
 def _scratch(place: Path) -> Iterator[Path]:
     """Create a folder that only this user can read, and remove it unless it was published or is in use."""
+    # Where it will be published, since a rename does not cross file systems.
     scratch = Path(tempfile.mkdtemp(prefix="azureml-elastic-", dir=place))
     try:
         yield scratch

@@ -207,7 +207,7 @@ def read_document(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -
 
 def _reject_duplicates(node: Any, seen: set[int]) -> None:
     """Check that no block has a field twice, of which PyYAML would silently drop the first."""
-    if id(node) in seen:
+    if id(node) in seen:  # an alias is the same node again, and a block may contain itself by one
         return
     seen.add(id(node))
     names = set()
@@ -306,6 +306,7 @@ def _load(document: Mapping[str, Any], file: Path) -> Any:
         from azure.ai.ml import load_job
         from azure.ai.ml.exceptions import ValidationException
         from marshmallow.exceptions import ValidationError as SchemaError
+    # azure-ai-ml reads files and streams alone; relative_origin is what the paths in a stream are relative to.
     try:
         return load_job(io.StringIO(yaml.safe_dump(dict(document))), relative_origin=str(file.absolute()))
     except (ValidationException, SchemaError) as error:
