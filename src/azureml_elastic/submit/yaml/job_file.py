@@ -7,15 +7,14 @@ Values may be overridden, as by ``--set elastic.max_instance_count=12``.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -45,6 +44,7 @@ with needs_extra("PyYAML", "submit"):
 
 
 _KEY = re.compile(r'"(?P<quoted>[^"]*)"|(?P<plain>[^."=]+)')
+_Made = TypeVar("_Made")
 _SWEEP = "sweep"
 _SHORTEST = f"\n{BLOCK}:\n  max_instance_count: 4"
 _ELSEWHERE = {
@@ -148,29 +148,18 @@ def load_elastic_job(path: str | os.PathLike[str], overrides: Iterable[str] = ()
         CommandError: the command has a launcher whose options cannot be translated.
         MissingExtra: azure-ai-ml is not installed.
     """
-    file = Path(path)
-    document = read_document(file, overrides)
-    with _named(file):
-        return _job(document, file)
+    return _loaded(path, overrides, _job)
 
 
 def load_elastic_sweep(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Sweep:
     """Load a sweep from a YAML file: a standard sweep job whose ``trial`` has an ``elastic:`` block.
 
-    Each trial is a run of its own. Otherwise as :func:`load_elastic_job`.
+    Each trial is a run of its own. Otherwise as :func:`load_elastic_job`, also in its errors.
 
     Args:
         overrides: values to set first, each as ``a.b=c``, such as ``trial.elastic.max_instance_count=12``.
-
-    Raises:
-        SubmitError: the file cannot be read, a field is invalid, or the job cannot be a trial.
-        CommandError: the command has a launcher whose options cannot be translated.
-        MissingExtra: azure-ai-ml is not installed.
     """
-    file = Path(path)
-    document = read_document(file, overrides)
-    with _named(file):
-        return _sweep(document, file)
+    return _loaded(path, overrides, _sweep)
 
 
 def is_sweep_file(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> bool:
@@ -178,11 +167,14 @@ def is_sweep_file(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -
     return read_document(path, overrides).get("type") == _SWEEP
 
 
-@contextlib.contextmanager
-def _named(file: Path) -> Iterator[None]:
-    """Put the file's name before the errors."""
+def _loaded(
+    path: str | os.PathLike[str], overrides: Iterable[str], make: Callable[[Mapping[str, Any], Path], _Made]
+) -> _Made:
+    """Return what is made of a file, and put the file's name before errors."""
+    file = Path(path)
+    document = read_document(file, overrides)
     try:
-        yield
+        return make(document, file)
     except (SubmitError, CommandError) as error:
         raise type(error)(f"{file}: {error}") from None
 
