@@ -3,6 +3,9 @@
 Settings that an elastic job expresses differently (``instance_count``, a ``PyTorchDistribution``, ``torchrun``) are
 translated; settings without an equivalent are rejected by name. The given job is not modified. A sweep is
 converted to its trial, a command job, and to the options of its search.
+
+Jobs are read by their attributes: azure-ai-ml's own dump of a job has lost local paths and truth values, see
+:mod:`azureml_elastic.submit.yaml.entity_document`, and what an elastic job is given must be objects, not their dumps.
 """
 
 from __future__ import annotations
