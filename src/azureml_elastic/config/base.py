@@ -50,6 +50,7 @@ class ConfigModel(BaseModel):
             details = error.errors(include_url=False)
             if not any(each["type"] == "extra_forbidden" and len(each["loc"]) == 1 for each in details):
                 raise
+        # Errors that are raised anew show what was given, also where the model has it hidden.
         hidden = bool(cls.model_config.get("hide_input_in_errors"))
         lines = wrong + [_line(each, cls) for each in details]
         raise ValidationError.from_exception_data(cls.__name__, lines, hide_input=hidden) from None
@@ -116,7 +117,7 @@ def _duration(value: Any, handler: Any) -> timedelta:
     if isinstance(value, str) and (parsed := parse_duration(value)) is not None:
         return parsed
     try:
-        return handler(value)  # type: ignore[no-any-return]
+        return handler(value)  # type: ignore[no-any-return]  # a number, a timedelta, or ISO 8601 such as PT2H
     except ValueError:
         shown = f"{value!r} is" if isinstance(value, str | bool) else f"a value of the type {type(value).__name__} is"
         text = f"{shown} no duration; give a number of seconds, a timedelta, or text such as '10m' or '1h30m'"

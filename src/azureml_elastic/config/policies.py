@@ -352,5 +352,6 @@ def recorded_after(profile: Profile, completed: int, entered: int) -> tuple[int,
     if behind and profile.every_steps is None:
         return None
     each = profile.every_steps or 1
+    # Rounded up: a recording that should have begun before now would lack its first steps.
     first = origin + profile.first_step + -(-behind // each) * each
     return first, first + profile.steps - 1

@@ -158,6 +158,7 @@ def _made(kind: type, fields: Mapping[str, Any], path: str) -> Any:
         _refuse_unknown(kind, sorted(fields.keys() - known), known, path)
         text = first_line(error).rstrip(".")
         raise SubmitError(f"{path} is not valid: {text}. Correct it, or leave it out.") from error
+    # Its constructors swallow unknown keywords by **kwargs, but for those that they turn into attributes.
     _refuse_unknown(kind, [name for name in sorted(fields.keys() - known) if not hasattr(made, name)], known, path)
     return made
 

@@ -76,7 +76,7 @@ def check(job: JobFields) -> FoundProgram:
     _check_launching(job, found)
     _warn_of_fixed_ranks(job, found)
     _warn_of_large_uploads(job)
-    translated_command(job, found)
+    translated_command(job, found)  # for what it refuses
     _warn_of_secrets(job)
     _warn_of_previews(job)
     return found
@@ -202,7 +202,7 @@ def _check_checkpoint_path(job: JobFields) -> None:
     if path is None:
         return
     scheme = SCHEME.match(path)
-    if scheme is None and "$" in path:
+    if scheme is None and "$" in path:  # a variable of the nodes, such as the path of a mount
         return
     if scheme is not None:
         if _SHARED_STORAGE.match(path):

@@ -166,6 +166,7 @@ def program_start(words: Sequence[str]) -> Start:
         if is_assignment(words[position]):
             position += 1
             continue
+        # A prefix is one word, such as nice, or two, such as poetry run.
         names = (words[position].rsplit("/", 1)[-1], *words[position + 1 : position + 2])
         key = next((key for key in (names[:1], names) if key in _PREFIXES), None)
         if key is None:

@@ -112,6 +112,7 @@ def find_launching(program: Program, folder: Path, *, runs_engine: bool = False)
         found = None if runs_engine or starts_python else module.starts_python()
         if found is not None:
             starts_python = found._replace(where=_shown(module.path, found.line, folder))
+    # Processes of Python alone make no launcher: a program that prepares data has them, too.
     if starts_python is not None:
         for given in _given(program.arguments, folder):
             if given.path is None or given.is_program():

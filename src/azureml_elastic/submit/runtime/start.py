@@ -79,6 +79,7 @@ def unpack(archive: Path, places: Sequence[Path]) -> Path:
     problems: list[str] = []
     try:
         data = archive.read_bytes()
+        # By the content: jobs with other releases of the library may share this machine's folder for temporary files.
         name = f"azureml-elastic-{hashlib.sha256(data).hexdigest()[:16]}"
         with zipfile.ZipFile(io.BytesIO(data)) as files:
             folder = next(filter(None, (_unpack_in(place, name, files, problems) for place in places)), None)

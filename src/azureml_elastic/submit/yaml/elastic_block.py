@@ -279,6 +279,7 @@ class _Schema(GenerateJsonSchema):
         """Return the schema of a discriminated union, with the discriminator required."""
         made = super().tagged_union_schema(schema)
         field = made.pop("discriminator", {}).get("propertyName")
+        # pydantic demands the tag although each member has a default for it, by which its schema does not require it.
         return made | {"oneOf": [{"allOf": [one], "required": [field]} for one in made["oneOf"]]}
 
     def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
