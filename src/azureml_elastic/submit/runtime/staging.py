@@ -1,7 +1,7 @@
 """The file that is sent with a job: this library and its start script as one archive that Python runs.
 
 Azure ML uploads a local input once per content, so the archive must not have anything that changes between two
-submissions, such as compiled files or times. It is cached per user under the hash of its content.
+submissions, such as compiled files or times. It is cached per user under its hash.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import re
 import tempfile
 import zipfile
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
@@ -60,10 +59,11 @@ def stage_runtime(cache: Path | None = None) -> Path:
     Raises:
         SubmitError: the file cannot be written.
     """
-    content = _content()
-    path = (cache or UserEnvironment.read().cache) / "runtime" / _digest(content) / RUNTIME_FILE
+    data = _archive()
+    digest = hashlib.sha256(data).hexdigest()[:32]
+    path = (cache or UserEnvironment.read().cache) / "runtime" / digest / RUNTIME_FILE
     try:
-        replace_file(path, _archive(content))
+        replace_file(path, data)
     except OSError as error:
         raise SubmitError(
             f"The runtime for the nodes cannot be written to {path} ({error}). Make that folder writable, or set "
@@ -78,7 +78,7 @@ def copy_runtime(folder: Path) -> tuple[Path, bool]:
     if copy.exists() and not _is_runtime(copy):
         raise SubmitError(f"{copy} exists and is no copy of the runtime. Move it, or write the job elsewhere.")
     try:
-        return copy, replace_file(copy, _archive(_content()))
+        return copy, replace_file(copy, _archive())
     except OSError as error:
         raise SubmitError(
             f"The runtime for the nodes cannot be written to {copy} ({error}). Make that folder writable."
@@ -107,12 +107,12 @@ def replace_file(path: Path, data: bytes) -> bool:
     return True
 
 
-def _archive(content: Mapping[str, bytes]) -> bytes:
-    """Return a ZIP archive of these files that is the same in each call."""
+def _archive() -> bytes:
+    """Return a ZIP archive of the files that is the same in each call."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in sorted(content.items()):
-            # The system and the mode would otherwise be those of the submitting machine.
+        for name, data in sorted(_content().items()):
+            # The system would otherwise be that of the submitting machine, and the content another one on Windows.
             entry = zipfile.ZipInfo(name, _TIME)
             entry.create_system, entry.external_attr = _UNIX, _MODE << 16
             archive.writestr(entry, data, zipfile.ZIP_DEFLATED)
@@ -161,10 +161,3 @@ def _requirements() -> dict[str, str]:
             "the code. Install azureml-elastic again."
         )
     return needed
-
-
-def _digest(content: Mapping[str, bytes]) -> str:
-    digest = hashlib.sha256()
-    for path, data in sorted(content.items()):
-        digest.update(f"{path}\0{len(data)}\0".encode() + data)
-    return digest.hexdigest()[:32]
