@@ -90,7 +90,7 @@ def compile_services(services: Mapping[str, Any] | None, node: int | None = None
         kind = str(field_of(service, "type") or field_of(service, "job_service_type") or "")
         if node and kind in _ONCE and field_of(service, "nodes") != "all":
             continue
-        if kind and type(service) is not dict:
+        if type(service) is not dict and (kind or not hasattr(service, "type")):
             compiled[name] = copy.deepcopy(service)
         elif kind in _SERVICES:
             fields = {key: value for key, value in service.items() if key not in {"type", "job_service_type"}}

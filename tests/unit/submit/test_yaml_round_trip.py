@@ -417,6 +417,7 @@ def test_paths_hold_where_a_folder_is_a_link(arrived, folder, tmp_path, monkeypa
         ({"services": {"s": JobService()}}, ["service 's' has type=''"]),
         ({"services": {"s": JobService(type="ssh", endpoint="e")}}, ["services.s.endpoint"]),
         ({"environment": Environment(image="i", name="mine", version="3")}, ["'mine'", "azureml:mine:3"]),
+        ({"environment": Environment(image="i", os_type="Linux")}, ["environment.os_type"]),
         ({"environment": Environment(image="i", properties={"a": "1"})}, ["environment has properties"]),
         ({"environment": Environment(image="i", inference_config={"a": 1})}, ["environment has inference_config"]),
     ],

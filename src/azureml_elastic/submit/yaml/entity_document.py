@@ -21,6 +21,7 @@ __all__ = ["PathFormat", "document_of", "real_path"]
 
 _SCHEMA = "https://azuremlschemas.azureedge.net/latest/{}Job.schema.json"
 _ANONYMOUS = re.compile(r"CliV2AnonymousEnvironment|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_OF_OUTPUTS = frozenset({"mode", "name", "path", "type", "version"})
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ def _nodes(job: Any, dumps: Mapping[str, Any], paths: PathFormat) -> dict[str, A
                 "ml_client.environments.create_or_update(...), and give its name."
             )
         for key, output in component.outputs.items():
-            # Path and name are those of the node's output, or of the pipeline's.
-            _refuse_lost(f"The output {key!r}", output, dump["component"]["outputs"][key], {"name", "path", "version"})
+            # A component's output may have more than those of the node and the pipeline, which have the rest of it.
+            _refuse_lost(f"The output {key!r}", output, None, _OF_OUTPUTS)
         fields = {
             **dump,
             "display_name": node.display_name,  # which the dump has not
@@ -135,7 +136,9 @@ def _node(holder: Any, dump: Mapping[str, Any]) -> dict[str, Any]:
 def _input(name: str, value: Any, dump: Any, paths: PathFormat) -> Any:
     if isinstance(value, bool | int | float | str):
         return value  # the dump has 1 for True
-    _refuse_lost(f"The input {name!r}", value, dump)
+    if not isinstance(dump, dict):  # the text of an object with an invalid mode, which loading it refuses by name
+        dump = _without_empty({"type": value.type, "mode": value.mode})
+    _refuse_lost(f"The input {name!r}", value, dump, {"path"})
     # The dump has azureml: before any path, which makes a folder the name of an asset.
     return {**dump, **({} if value.path is None else {"path": paths.format(str(value.path))})}
 
@@ -152,7 +155,8 @@ def _environment(environment: Any, dump: Any, paths: PathFormat) -> Any:
             f"{environment.version or 1}'."
         )
     _refuse_lost("The environment", environment, dump, {"name", "path"})
-    fields = {**dump, "name": None, "version": None}  # a digest, under which YAML would register it
+    # The dump has a name and a digest as version, under which it would be registered, and the system in lower case.
+    fields = {**dump, "name": None, "version": None, "os_type": environment.os_type}
     if environment.build is not None:
         path = paths.format(str(environment.path or environment.build.path))
         fields["build"] = {**dump["build"], "path": path}
