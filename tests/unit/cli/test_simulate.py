@@ -92,7 +92,7 @@ def test_durations_come_from_a_file_then_from_a_run_then_from_options(tmp_path):
         (("--work", 5), "Give either --trace FILE or --hazard"),
         ((*HAZARD, "--trace", "x.csv", "--work", 5), "not both"),
         (HAZARD, "--work is missing"),
-        ((*HAZARD, "--work", 5, "--nodes", "4:2"), "4:2 nodes are no range"),
+        ((*HAZARD, "--work", 5, "--nodes", "4:2"), "has a minimum above its maximum"),
         ((*HAZARD, "--work", 5, "--nodes", "4:8", "--machines", 2), "have 2 nodes and the minimum is 4"),
         ((*HAZARD, "--work", 5, "--dedicated", -1), "--dedicated=-1 is below 0"),
         ((*HAZARD, "--work", 5, "--set", "speed=3"), "--set 'speed=3' is not NAME=VALUE"),
