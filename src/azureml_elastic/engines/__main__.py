@@ -14,7 +14,7 @@ from azureml_elastic.config import Plan
 from azureml_elastic.config.exit_codes import FAILED, USAGE
 from azureml_elastic.engines.engine import Engine, NodeEngine
 from azureml_elastic.environment.engine import EngineEnvironment
-from azureml_elastic.errors import ElasticError, EngineError, MissingExtra
+from azureml_elastic.errors import ElasticError, MissingExtra
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.agent_client.channel import ChannelAgent
 
@@ -54,11 +54,7 @@ def _engine(
     """Return the engine of a framework.
 
     Args:
-        framework: name of the framework.
         workers: number of worker processes of this node, ``None`` for the framework's own default.
-        program: command of the program.
-        agent: connection to the node's agent.
-        environment: environment of this process.
     """
     host, folder = environment.host, environment.folder
     cpus = len(os.sched_getaffinity(0))
@@ -74,12 +70,10 @@ def _engine(
 
         name = f"{socket.gethostname()}-{os.getpid()}"
         return HorovodEngine(name, workers or count_visible_devices(environment) or 1, program, agent)
-    if framework == "ray":
-        from azureml_elastic.engines.cluster import ClusterEngine
-        from azureml_elastic.engines.ray import Ray
+    from azureml_elastic.engines.cluster import ClusterEngine
+    from azureml_elastic.engines.ray import Ray
 
-        return ClusterEngine(Ray(host, workers or cpus, folder), program)
-    raise EngineError(f"No engine runs framework={framework!r} on {agent}.")
+    return ClusterEngine(Ray(host, workers or cpus, folder), program)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,15 @@ import logging
 import signal
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import psutil
 
 from azureml_elastic.engines.engine import RoundStore
 from azureml_elastic.environment.engine import EngineEnvironment
+from azureml_elastic.errors import EngineError
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 
 __all__ = ["Child", "Cluster", "ClusterEngine"]
@@ -39,18 +41,12 @@ class Child:
     dies.
 
     Args:
-        command: command with its arguments.
         variables: environment variables, in addition to those of this process, but for its place as a worker.
-        stop_signal: signal that lets it end by itself.
     """
 
-    def __init__(
-        self, command: Sequence[str], variables: Mapping[str, str] | None = None, stop_signal: int = signal.SIGTERM
-    ) -> None:
-        self.command = tuple(command)
-        self._stop_signal = stop_signal
+    def __init__(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
-            self.command,
+            command,
             env=EngineEnvironment.read().for_child(variables),
             preexec_fn=_end_with_parent,  # noqa: PLW1509 - two system calls, which take no lock of another thread
         )
@@ -66,11 +62,7 @@ class Child:
         return self._process.poll()
 
     def wait_for(self, condition: Callable[[], _T], timeout: float) -> _T:
-        """Call a function until its result is true, the process has ended or some seconds are over.
-
-        Returns:
-            The function's last result.
-        """
+        """Call a function until its result is true, the process has ended or some seconds are over; return the last."""
         until = time.monotonic() + timeout
         while not (result := condition()) and self.exit_code is None and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
@@ -78,9 +70,9 @@ class Child:
 
     def stop(self, timeout: float = 2.0) -> None:
         """Have it end by itself, and kill what is left after some seconds. What it has started ends, too."""
-        tree = self.tree()
+        tree = self.tree()  # before the signal: the children of a process that has ended cannot be found from it
         with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(self._stop_signal)
+            self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout)
         for process in {*tree, *self.tree()}:
@@ -98,7 +90,9 @@ class Child:
 
 
 def _end_with_parent() -> None:
+    # The kernel sends it at the end of the thread that has forked, not of its process: the main thread starts children.
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # Were it ignored in this process, it would be in the program as well, and stop() could not ask that to end.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
@@ -108,12 +102,44 @@ _ADDRESS = "address"
 """Name of the head's address in the round's store."""
 
 
-class Cluster(Protocol):
-    """The cluster of a framework, as one node takes part in it. Not thread-safe."""
+class Cluster(ABC):
+    """The cluster of a framework, as one node takes part in it. Not thread-safe.
+
+    Args:
+        host: address of this node, which the others reach.
+        folder: folder for the files of the cluster, which only this process's user can enter.
+    """
+
+    head_name: str
+    """What messages call the head."""
+    head_stop_seconds = 2.0
+
+    def __init__(self, host: str, folder: str) -> None:
+        self._host = host
+        self._folder = folder
+        self._head: Child | None = None
+        self._newest = ""  # what a key gives for the connections of the next cluster
+        self._of_cluster: dict[str, str] = {}  # the same for each cluster so far, by the address of its head
 
     def use_key(self, key: bytes) -> None:
-        """Have all connections authenticated with a key that only the run's nodes have. Called before all others."""
+        """Have all connections authenticated with a key that only the run's nodes have. Called before all others.
 
+        A cluster keeps the key that it has begun with: its processes stay when the run gets another one.
+
+        Raises:
+            EngineError: there is no key.
+        """
+        self._newest = self._credentials(key)
+
+    def credentials_of(self, address: str) -> str:
+        """Return what :meth:`_credentials` has returned when this node heard of the cluster with this head."""
+        return self._of_cluster.setdefault(address, self._newest)
+
+    @abstractmethod
+    def _credentials(self, key: bytes) -> str:
+        """Return what authenticates connections by a key: a token, or a file."""
+
+    @abstractmethod
     def start_head(self) -> str:
         """Start the head on this node, and return its address once it accepts connections.
 
@@ -121,6 +147,7 @@ class Cluster(Protocol):
             EngineError: it has not started.
         """
 
+    @abstractmethod
     def start_member(self, address: str) -> Child | None:
         """Start this node's member of the cluster with this head; the one before is gone.
 
@@ -128,9 +155,11 @@ class Cluster(Protocol):
             The member, ``None`` where this node has the head and needs no other process.
         """
 
+    @abstractmethod
     def retire_member(self, address: str) -> None:
         """Have the cluster move what this node's member holds to others. Blocks until it is done, or cannot be done."""
 
+    @abstractmethod
     def variables(self, address: str) -> Mapping[str, str]:
         """Return the environment variables by which the program finds the cluster."""
 
@@ -140,18 +169,20 @@ class Cluster(Protocol):
         Raises:
             EngineError: it has ended.
         """
+        if self._head is not None and (code := self._head.exit_code) is not None:
+            raise EngineError(
+                f"{self.head_name} on {self._host} has ended with {code}; its output is in the node's log."
+            )
 
     def stop_head(self) -> None:
         """End the head, if this node has it."""
+        head, self._head = self._head, None
+        if head is not None:
+            head.stop(self.head_stop_seconds)
 
 
 class ClusterEngine:
-    """Keeps this node in the cluster and, on the first node, the head and the program; an engine.
-
-    Args:
-        cluster: cluster of a framework.
-        program: command of the program.
-    """
+    """Keeps this node in the cluster and, on the first node, the head and the program; an engine."""
 
     def __init__(self, cluster: Cluster, program: Sequence[str]) -> None:
         self._cluster = cluster
@@ -209,6 +240,7 @@ class ClusterEngine:
             self._address = self._cluster.start_head()
             self._leads = True
         assert self._address is not None
+        # Also where nothing has changed: each round has a store of its own, in which other nodes look for the address.
         store.set(_ADDRESS, self._address.encode())
         self._follow(self._address)
         if self._program is None:
@@ -226,5 +258,5 @@ class ClusterEngine:
 
     def _stop_member(self) -> None:
         if self._member is not None:
-            self._member.stop(timeout=0)
+            self._member.stop(timeout=0)  # at once: what it holds was moved by leave(), or its cluster is gone
             self._member = None

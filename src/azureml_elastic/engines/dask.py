@@ -3,8 +3,8 @@
 A scheduler that is lost takes its state with it: the round's new first node has another one, and the program computes
 its futures again. A worker that leaves with notice is retired, so that its results are on other workers before it ends.
 
-All connections are mutual TLS with credentials that are derived from the run's key. A cluster keeps those that
-it has begun with; where the run gets another key meanwhile, the next cluster uses that one.
+All connections are mutual TLS with credentials that are derived from the run's key: Dask executes what it receives, and
+without TLS it authenticates nobody.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from azureml_elastic.engines.cluster import Child
+from typing_extensions import override
+
+from azureml_elastic.engines.cluster import Child, Cluster
 from azureml_elastic.errors import EngineError
 from azureml_elastic.ipc import tls
 
@@ -30,10 +32,6 @@ __all__ = ["Dask", "derive_credentials", "tls_context", "write_credentials"]
 
 def derive_credentials(key: bytes, purpose: str) -> bytes:
     """Return the credentials of the run's engine; see :func:`azureml_elastic.ipc.tls.derive_credentials`.
-
-    Args:
-        key: key that only the run's nodes have.
-        purpose: name of what the credentials are for; the certificate's name has it.
 
     Raises:
         EngineError: there is no key.
@@ -51,11 +49,6 @@ def write_credentials(pem: bytes, folder: str, purpose: str) -> Path:
     """Write credentials to a file that only this process's user can read, and return its path.
 
     Other credentials get another path, so that a process that was started with these keeps them.
-
-    Args:
-        pem: the private key and its certificate.
-        folder: folder that only this process's user can enter.
-        purpose: first part of the file's name.
     """
     path = Path(folder, f"{purpose}-{hashlib.sha256(pem).hexdigest()[:16]}.pem")
     descriptor, unfinished = tempfile.mkstemp(dir=folder)  # of mode 0600
@@ -65,12 +58,8 @@ def write_credentials(pem: bytes, folder: str, purpose: str) -> Path:
     return path
 
 
-def tls_context(path: Path) -> ssl.SSLContext:
-    """Return the context of a client that has these credentials and accepts no others.
-
-    Args:
-        path: file of the credentials.
-    """
+def tls_context(path: Path | str) -> ssl.SSLContext:
+    """Return the context of a client that has these credentials and accepts no others."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # the certificate is that of all nodes
@@ -88,42 +77,34 @@ _HTTP_ADDRESS = "127.0.0.1:0"
 """Where Dask's HTTP servers listen: they authenticate nobody, and cannot be switched off."""
 
 
-class Dask:
+class Dask(Cluster):
     """This node's part in a Dask cluster.
 
     Args:
-        host: address of this node, which the others reach.
-        workers: number of worker processes.
         threads: number of threads of each worker.
-        folder: folder for the workers' files and the credentials, which only this process's user can enter.
         port_range: first and last port to listen on; ``None`` for any free ports.
     """
+
+    head_name = "Dask's scheduler"
 
     def __init__(
         self, host: str, workers: int, threads: int, folder: str, port_range: tuple[int, int] | None = None
     ) -> None:
-        self._host = host
+        super().__init__(host, folder)
         self._workers = workers
         self._threads = threads
         self._name = f"{socket.gethostname()}-{os.getpid()}"
-        self._folder = folder
         self._port_range = port_range
-        self._head: Child | None = None
-        self._newest: Path | None = None
-        """File of the credentials for the next cluster."""
-        self._of_cluster: dict[str, Path] = {}
-        """File of the credentials of each cluster so far, by the address of its scheduler."""
 
-    def use_key(self, key: bytes) -> None:
-        """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
-        self._newest = write_credentials(derive_credentials(key, _PURPOSE), self._folder, _PURPOSE)
+    @override
+    def _credentials(self, key: bytes) -> str:
+        return str(write_credentials(derive_credentials(key, _PURPOSE), self._folder, _PURPOSE))
 
+    @override
     def start_head(self) -> str:
-        """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
-        assert self._newest is not None
         port = _free_port(self._host, self._port_range)
         address = f"tls://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
-        self._of_cluster[address] = self._newest
+        self._of_cluster[address] = self._newest  # a cluster of an earlier round may have had the same port
         options = ("--host", self._host, "--port", str(port), "--no-dashboard", "--dashboard-address", _HTTP_ADDRESS)
         command = (sys.executable, "-m", "distributed.cli.dask_scheduler", *options)
         self._head = Child(command, _tls_variables(self._newest))
@@ -136,8 +117,8 @@ class Dask:
             )
         return address
 
+    @override
     def start_member(self, address: str) -> Child:
-        """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
         counts = ("--nworkers", str(self._workers), "--nthreads", str(self._threads))
         http = ("--no-dashboard", "--dashboard-address", _HTTP_ADDRESS)
         ports: tuple[str, ...] = ()
@@ -146,10 +127,10 @@ class Dask:
             ports = ("--worker-port", shared, "--nanny-port", shared)
         options = ("--name", self._name, "--host", self._host, "--local-directory", self._folder, *http, *ports)
         command = (sys.executable, "-m", "distributed.cli.dask_worker", address, *counts, *options)
-        return Child(command, _tls_variables(self._credentials(address)))
+        return Child(command, _tls_variables(self.credentials_of(address)))
 
+    @override
     def retire_member(self, address: str) -> None:
-        """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
         try:
             moved = asyncio.run(asyncio.wait_for(self._retire(address), _RETIRE_SECONDS))
         except (OSError, TimeoutError, asyncio.TimeoutError) as error:
@@ -157,28 +138,15 @@ class Dask:
         else:
             _LOG.info("Retired %d Dask workers; their results are on other workers.", moved)
 
+    @override
     def variables(self, address: str) -> Mapping[str, str]:
-        """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
-        return {"DASK_SCHEDULER_ADDRESS": address, **_tls_variables(self._credentials(address))}
-
-    def check(self) -> None:
-        """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
-        if self._head is not None and (code := self._head.exit_code) is not None:
-            raise EngineError(
-                f"Dask's scheduler on {self._host} has ended with {code}; its output is in the node's log."
-            )
-
-    def stop_head(self) -> None:
-        """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
-        head, self._head = self._head, None
-        if head is not None:
-            head.stop()
+        return {"DASK_SCHEDULER_ADDRESS": address, **_tls_variables(self.credentials_of(address))}
 
     async def _retire(self, address: str) -> int:
         """Retire this node's workers, and return their number."""
         from distributed import Client, Security
 
-        file = str(self._credentials(address))
+        file = self.credentials_of(address)
         security = Security(require_encryption=True, tls_ca_file=file, tls_client_cert=file, tls_client_key=file)
         async with Client(address, security=security, asynchronous=True, set_as_default=False) as client:
             workers = (await client.scheduler.identity(n_workers=-1))["workers"]
@@ -187,24 +155,19 @@ class Dask:
                 await client.retire_workers(own, close_workers=True, remove=True)
             return len(own)
 
-    def _credentials(self, address: str) -> Path:
-        """Return the file of the credentials of the cluster with this scheduler."""
-        assert self._newest is not None
-        return self._of_cluster.setdefault(address, self._newest)
-
     def _is_own(self, name: str) -> bool:
         # Dask numbers the workers of a node that has several.
         return name == self._name or name.rpartition("-")[0] == self._name
 
 
-def _tls_variables(credentials: Path) -> dict[str, str]:
+def _tls_variables(credentials: str) -> dict[str, str]:
     """Return the environment variables that have a process of Dask, or a client, use credentials, and no others."""
     tls = "DASK_DISTRIBUTED__COMM__TLS__"
     files = {f"{tls}{role}__{kind}" for role in ("SCHEDULER", "WORKER", "CLIENT") for kind in ("CERT", "KEY")}
     return {
         "DASK_DISTRIBUTED__COMM__REQUIRE_ENCRYPTION": "True",
         f"{tls}MIN_VERSION": "1.3",
-        **dict.fromkeys({f"{tls}CA_FILE", *files}, str(credentials)),
+        **dict.fromkeys({f"{tls}CA_FILE", *files}, credentials),
     }
 
 

@@ -37,9 +37,7 @@ class RoundStore:
 
     Args:
         host: address of rank 0's agent.
-        port: port of the store.
         key: key that only the run's nodes have, for the engine's own connections.
-        is_over: function that returns whether the round is over.
 
     Raises:
         RuntimeError: the store cannot be reached, or the round is over.
@@ -58,9 +56,6 @@ class RoundStore:
         """Connect to the store of the round that this process has been assigned to.
 
         The key is removed from the environment, so that no child process inherits it.
-
-        Args:
-            is_over: function that returns whether the round is over.
 
         Raises:
             RuntimeError: it cannot be reached, or the round is over.
@@ -114,7 +109,7 @@ class Engine(Protocol):
         """Take part in another round, with what is left of the one before.
 
         Args:
-            place: the node's place: rank and number of nodes.
+            place: the node's rank, and the number of nodes.
             store: store of the round. Once it is gone its methods raise ``RuntimeError``, which may be passed on.
 
         Raises:
@@ -144,18 +139,13 @@ _POLL_SECONDS = 0.05
 
 
 class NodeEngine:
-    """Runs an engine on one node until the program has ended. For the main thread.
-
-    Args:
-        engine: engine.
-        agent: connection to the node's agent.
-    """
+    """Runs an engine on one node until the program has ended. For the main thread: see ``_end_with_parent``."""
 
     def __init__(self, engine: Engine, agent: ChannelAgent) -> None:
         self._engine = engine
         self._agent = agent
         self._must_leave = False
-        agent.when_asked_to_leave(self._on_leave)
+        agent.when_asked_to_leave(self._on_leave)  # from a thread of the agent's client: the loop below acts on it
 
     def run(self) -> int:
         """Take part in all rounds until the program has ended, and return the exit code: the program's, or 0.
@@ -185,7 +175,7 @@ class NodeEngine:
             self._agent.report(Connected())
             self._engine.enter(place, store)
             while not self._agent.wait_interrupted(_POLL_SECONDS):
-                if self._must_leave:
+                if self._must_leave:  # in the place of poll(): a node that leaves begins nothing new
                     if self._engine.leave():
                         self._engine.stop()
                         self._agent.report(Stopped(0))
@@ -194,6 +184,8 @@ class NodeEngine:
                     return code
             self._engine.round_over()
         except RuntimeError as error:
+            # Of the store, which ends with rank 0's agent. Nothing tells whether that node, the network or the round
+            # has ended: the agent will.
             self._wait_for_the_end(place, error)
         finally:
             store.close()

@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from azureml_elastic.engines.cluster import Child
+from typing_extensions import override
+
+from azureml_elastic.engines.cluster import Child, Cluster
 from azureml_elastic.errors import EngineError
 
 __all__ = ["Ray"]
@@ -29,43 +31,33 @@ _ADDRESS_FILE = "ray_current_cluster"
 """File in Ray's folder that ``ray start`` writes when all processes of the node have started."""
 
 
-class Ray:
+class Ray(Cluster):
     """This node's part in a Ray cluster. Each node has one raylet; on the first node it is the head's.
 
     Args:
-        host: address of this node, which the others reach.
         cpus: number of CPUs that Ray's tasks and actors on this node may use.
-        folder: folder for Ray's files, which only this process's user can enter.
     """
 
+    head_name = "Ray's head"
+    head_stop_seconds = 0.0  # the head would drain its raylet first, and what runs there is lost with it in any case
+
     def __init__(self, host: str, cpus: int, folder: str) -> None:
-        self._host = host
+        super().__init__(host, folder)
         self._cpus = cpus
-        self._folder = folder
-        self._head: Child | None = None
         self._member: Child | None = None
         self._files: Path | None = None
-        self._newest: str | None = None
-        """Token for the next cluster."""
-        self._of_cluster: dict[str, str] = {}
-        """Token of each cluster so far, by the address of its head."""
 
-    def use_key(self, key: bytes) -> None:
-        """See :class:`~azureml_elastic.engines.cluster.Cluster`.
-
-        Raises:
-            EngineError: there is no key.
-        """
+    @override
+    def _credentials(self, key: bytes) -> str:
         if not key:
             raise EngineError(
                 "This node has no key of the run (0 bytes), so Ray's connections cannot be authenticated. The node's "
                 "log says why it has none."
             )
-        self._newest = hmac.digest(key, b"ray", "sha256").hex()
+        return hmac.digest(key, b"ray", "sha256").hex()
 
+    @override
     def start_head(self) -> str:
-        """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
-        assert self._newest is not None
         folder = self._new_folder()
         ports = ["--port", "0"]
         if find_spec("grpc") is not None:
@@ -83,33 +75,24 @@ class Ray:
         self._of_cluster[address] = self._newest
         return address
 
+    @override
     def start_member(self, address: str) -> Child | None:
-        """See :class:`~azureml_elastic.engines.cluster.Cluster`. The head is a member itself."""
         if self._head is not None:
-            return None
-        self._member = self._start(("--address", address), self._new_folder(), self._token(address))
+            return None  # the head is a member itself
+        self._member = self._start(("--address", address), self._new_folder(), self.credentials_of(address))
         return self._member
 
+    @override
     def retire_member(self, address: str) -> None:
-        """Have Ray schedule nothing more on this node, and wait until what runs here has ended or a time is over."""
         assert self._member is not None
+        # At SIGTERM Ray schedules nothing more on this node, and waits for what runs here at most for the time that it
+        # has as a variable; its processes need some more to end.
         self._member.stop(_DRAIN_SECONDS + 5)
         _LOG.info("This node has left the Ray cluster of %s.", address)
 
+    @override
     def variables(self, address: str) -> Mapping[str, str]:
-        """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
-        return {"RAY_ADDRESS": address, **_authentication(self._token(address))}
-
-    def check(self) -> None:
-        """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
-        if self._head is not None and (code := self._head.exit_code) is not None:
-            raise EngineError(f"Ray's head on {self._host} has ended with {code}; its output is in the node's log.")
-
-    def stop_head(self) -> None:
-        """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
-        head, self._head = self._head, None
-        if head is not None:
-            head.stop(0)
+        return {"RAY_ADDRESS": address, **_authentication(self.credentials_of(address))}
 
     def _start(self, options: Sequence[str], folder: Path, token: str) -> Child:
         """Start the processes of a node of Ray."""
@@ -130,11 +113,6 @@ class Ray:
             shutil.rmtree(self._files, ignore_errors=True)
         self._files = Path(tempfile.mkdtemp(prefix="r", dir=self._folder))
         return self._files
-
-    def _token(self, address: str) -> str:
-        """Return the token of the cluster with this head."""
-        assert self._newest is not None
-        return self._of_cluster.setdefault(address, self._newest)
 
 
 def _authentication(token: str) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_elastic.engines.horovod.slots import Slot, slots_of
+from azureml_elastic.engines.horovod.rendezvous import Slot, slots_of
 
 COUNTS = st.lists(st.integers(1, 8), min_size=1, max_size=6)
 

@@ -24,12 +24,11 @@ from dataclasses import dataclass, field
 
 from azureml_elastic.engines.cluster import Child
 from azureml_elastic.engines.engine import RoundStore
-from azureml_elastic.engines.horovod.rendezvous import LocalRendezvous, Status
-from azureml_elastic.engines.horovod.server import HOST, CommitAgent, Notifications, WorkerServer
-from azureml_elastic.engines.horovod.slots import Slot, slots_of
+from azureml_elastic.engines.horovod.rendezvous import LocalRendezvous, Slot, Status, slots_of
+from azureml_elastic.engines.horovod.server import HOST, Notifications, WorkerServer
 from azureml_elastic.environment import names as variables
 from azureml_elastic.environment.engine import EngineEnvironment
-from azureml_elastic.ipc.agent_interface import WorkerIdentity
+from azureml_elastic.ipc.agent_interface import Agent, WorkerIdentity
 
 __all__ = ["HorovodEngine"]
 
@@ -85,12 +84,9 @@ class HorovodEngine:
 
     Args:
         node: name of the node, unique in the run.
-        count: number of workers.
-        program: command of the program.
-        agent: the node's agent.
     """
 
-    def __init__(self, node: str, count: int, program: Sequence[str], agent: CommitAgent) -> None:
+    def __init__(self, node: str, count: int, program: Sequence[str], agent: Agent) -> None:
         self._name = node
         self._command = tuple(program)
         self._children: list[Child | None] = [None] * count
@@ -138,6 +134,7 @@ class HorovodEngine:
             if any(child is None or child.exit_code is not None for child in self._children):
                 return
             self._say_connected(round_)
+            # Rank 0's agent has the store, which is gone when it leaves the round: its node waits for all others.
             if Status.CONNECTING not in statuses and (
                 round_.node > 0 or round_.count(f"connected/{round_.generation - 1}") == round_.nodes
             ):
@@ -168,6 +165,8 @@ class HorovodEngine:
             names = (round_.store.get(f"name/{node}") for node in range(round_.nodes))
             round_.names = frozenset((name or b"").decode() for name in names)
             round_.counts = [int(count or b"0") for count in found]
+            # Horovod's operations fail at once only where they wait for a lost worker itself. Others, of workers that
+            # wait for each other, would fail after its timeout of 30 s: the relay in the workers aborts them.
             if not self._partners <= round_.names and Status.RUNNING in self._rendezvous.statuses():
                 self._rendezvous.lose()
                 round_.notified.add("changes")  # they leave their places anyway
@@ -179,6 +178,8 @@ class HorovodEngine:
             self._end_workers()  # the others have finished without this node
             round_.say("finished")
         elif all(child is not None and child.exit_code == 0 for child in self._children):
+            # Others that were in a generation and wait for the next one cannot go on without this node's ranks. New ones,
+            # of nodes that came too late, do not count: they end with the run.
             waiting = round_.count(f"ready/{round_.generation}")
             if waiting > (round_.count("fresh_waiting") if round_.generation == 0 else 0):
                 _LOG.info("Workers of other nodes cannot finish without this node's, which are started again.")
@@ -192,6 +193,7 @@ class HorovodEngine:
         """Start the workers that are missing, and again those that wait for a place which they will not get."""
         statuses, slots = self._rendezvous.statuses(), round_.slots
         if not self._in_generation:
+            # New workers have their places in their variables, which name the ranks of the round that started them.
             for local_rank, child in enumerate(self._children):
                 if child is not None and not self._rendezvous.expects(local_rank, slots[local_rank]):
                     self._end_worker(local_rank)
@@ -208,6 +210,7 @@ class HorovodEngine:
             round_.say(f"ready/{round_.generation}")
             if round_.fresh:
                 round_.say("fresh_waiting")
+            # Not while a worker still aborts its old connections: it aborts all that its process has, also new ones.
             if round_.count(f"ready/{round_.generation}") == round_.nodes and not self._rendezvous.aborting:
                 _LOG.info("Horovod connects %d workers of %d nodes.", round_.slots[0].size, round_.nodes)
                 self._rendezvous.begin(round_.store, round_.generation, round_.slots)
@@ -223,6 +226,7 @@ class HorovodEngine:
     def _notify_of_changes(self, round_: _Round) -> None:
         """Have the workers leave the places of an earlier round when nobody has to wait for long, or a node leaves."""
         leaving = round_.count("leaving") > 0
+        # New workers import for many seconds. To notify before they all wait would stop those that train for as long.
         complete = round_.generation == 0 and round_.count("fresh_waiting") == round_.count("fresh")
         if leaving:
             self._notify(round_, "leaving")

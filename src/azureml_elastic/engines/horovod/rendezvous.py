@@ -11,20 +11,53 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 from enum import Enum
 
-from typing_extensions import override
-
 from azureml_elastic.engines.engine import RoundStore
-from azureml_elastic.engines.horovod.server import WorkerRequests
-from azureml_elastic.engines.horovod.slots import Slot
 
-__all__ = ["LocalRendezvous", "Status"]
+__all__ = ["LocalRendezvous", "Slot", "Status", "slots_of"]
 
 _POLL_SECONDS = 0.01
 _ALL = "global"
 _LAST_SCOPE = "cross_"
-"""Workers connect within this scope after all others."""
+"""Workers connect within this scope after all others: Horovod's gloo connects all, then those of a node, then these."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Place of one worker, as Horovod names it; *cross* is among those of all nodes that have the same local rank."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables by which a new worker finds its place."""
+        return {f"HOROVOD_{name.upper()}": str(value) for name, value in vars(self).items()}
+
+    def response(self) -> bytes:
+        """Return what a worker that asks for another place is answered."""
+        return ",".join(map(str, astuple(self))).encode()
+
+
+def slots_of(node: int, counts: Sequence[int]) -> list[Slot]:
+    """Return the slots of one node, from the numbers of workers of the nodes in rank order."""
+    first = sum(counts[:node])
+    return [
+        Slot(
+            first + local_rank,
+            sum(counts),
+            local_rank,
+            counts[node],
+            sum(count > local_rank for count in counts[:node]),
+            sum(count > local_rank for count in counts),
+        )
+        for local_rank in range(counts[node])
+    ]
 
 
 class Status(Enum):
@@ -44,13 +77,12 @@ class _Generation:
         self.slots = slots
 
 
-class LocalRendezvous(WorkerRequests):
+class LocalRendezvous:
     """Answers the workers of one node. Thread-safe.
 
     Args:
-        count: number of workers.
-        notify: function that is given where a worker can be notified: local rank, encoded address, and port of the
-            connection by which it came.
+        notify: function that is given where a worker can be notified: local rank, the address and a key as Horovod
+            encodes them, and port of the connection by which they came.
     """
 
     def __init__(self, count: int, notify: Callable[[int, bytes, int], None]) -> None:
@@ -86,6 +118,7 @@ class LocalRendezvous(WorkerRequests):
         """Note that the process of a worker is gone."""
         with self._changed:
             self._status[local_rank] = Status.ABSENT
+            # Its requests may still block threads of the server, which compare the number when they wake up.
             self._starts[local_rank] += 1
             self._aborting.discard(local_rank)
             self._changed.notify_all()
@@ -108,13 +141,7 @@ class LocalRendezvous(WorkerRequests):
             return bool(self._aborting)
 
     def begin(self, store: RoundStore, number: int, slots: Sequence[Slot]) -> None:
-        """Let all workers connect.
-
-        Args:
-            store: store of the round.
-            number: number of the generation in the round.
-            slots: places of the workers, by local rank.
-        """
+        """Let all workers connect, in a generation of the round with this number and these places by local rank."""
         with self._changed:
             self._generation = _Generation(store, number, slots)
             self._status = [Status.CONNECTING] * len(self._status)
@@ -127,19 +154,28 @@ class LocalRendezvous(WorkerRequests):
             self._closed = True
             self._changed.notify_all()
 
-    # --- for the workers ---------------------------------------------------------------------------------------------
+    # --- for the workers, by the threads of the server ---------------------------------------------------------------
 
-    @override
     def place(self, local_rank: int) -> bytes:
+        """Return the place of a worker that has left the one before; blocks until there is one.
+
+        Raises:
+            RuntimeError: there will be none.
+        """
         with self._changed:
             self._status[local_rank] = Status.WAITING
             generation = self._wait(local_rank)
             return generation.slots[local_rank].response()
 
-    @override
     def put(self, scope: str, key: str, value: bytes) -> None:
+        """Store what a worker tells the others while they connect.
+
+        Raises:
+            RuntimeError: the round is over.
+        """
         with self._changed:
             generation = self._generation
+            # A new worker knows its place by its variables, and so asks for none: it is held at its first address.
             new = self._new_worker(key) if scope == _ALL else None
             if new is not None:
                 self._status[new] = Status.WAITING
@@ -148,27 +184,37 @@ class LocalRendezvous(WorkerRequests):
             raise RuntimeError("The workers do not connect now.")
         generation.store.set(f"{generation.prefix}{scope}/{key}", value)
 
-    @override
     def get(self, scope: str, key: str) -> bytes:
+        """Return what another worker has stored; blocks until it has.
+
+        Raises:
+            RuntimeError: the round is over.
+        """
         with self._changed:
             generation = self._generation
         while generation is not None and not self._closed and generation is self._generation:
+            # Without the lock: each look is a request to the store, for which the engine would wait.
             if (value := generation.store.get(f"{generation.prefix}{scope}/{key}")) is not None:
                 return value
             time.sleep(_POLL_SECONDS)
         raise RuntimeError("The round is over.")
 
-    @override
-    def delete(self, scope: str, key: str) -> None:
+    def delete(self, scope: str) -> None:
+        """Note that a worker has connected to all others of the scope: Horovod deletes its keys then."""
         with self._changed, contextlib.suppress(ValueError):
             local_rank = int(scope.removeprefix(_LAST_SCOPE))  # not so of sets of processes, and of other scopes
             if self._status[local_rank] is Status.CONNECTING:
                 self._status[local_rank] = Status.RUNNING
 
-    @override
     def loss(self, local_rank: int, seen: int) -> int:
+        """Return the number of losses of other workers once there are more than a worker has seen; blocks until then.
+
+        Raises:
+            RuntimeError: there will be none.
+        """
         with self._changed:
             start = self._starts[local_rank]
+            # A worker that asks again has shut down the connections of the generation that lost a worker.
             self._aborting.discard(local_rank)
             self._changed.wait_for(lambda: self._closed or self._starts[local_rank] != start or self._losses > seen)
             if self._closed or self._starts[local_rank] != start:
@@ -176,8 +222,8 @@ class LocalRendezvous(WorkerRequests):
             self._aborting.add(local_rank)
             return self._losses
 
-    @override
     def notify_at(self, local_rank: int, value: bytes, port: int) -> None:
+        """Note where a worker can be notified."""
         self._notify(local_rank, value, port)
 
     def _new_worker(self, key: str) -> int | None:

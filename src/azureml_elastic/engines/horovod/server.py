@@ -19,17 +19,19 @@ import time
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
 from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.engines.cluster import Child
+from azureml_elastic.engines.horovod.rendezvous import LocalRendezvous
 from azureml_elastic.errors import ElasticError
-from azureml_elastic.ipc.worker_messages import Report, Restored, Step
+from azureml_elastic.ipc.agent_interface import Agent
+from azureml_elastic.ipc.worker_messages import Restored, Step
 from azureml_elastic.train.horovod.relay import COMMIT, FAILURES, LOSS, POINTER, RESTORED, SCOPE, STEP
 
-__all__ = ["HOST", "CommitAgent", "Notifications", "WorkerRequests", "WorkerServer"]
+__all__ = ["HOST", "Notifications", "WorkerServer"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -38,79 +40,17 @@ _PLACES = "rank_and_size"
 _ADDRESSES = "worker_addresses"
 
 
-class WorkerRequests(Protocol):
-    """What workers ask for. Called by the threads of the server."""
-
-    def place(self, local_rank: int) -> bytes:
-        """Return the place of a worker that has left the one before; blocks until there is one.
-
-        Raises:
-            RuntimeError: there will be none.
-        """
-
-    def put(self, scope: str, key: str, value: bytes) -> None:
-        """Store what a worker tells the others while they connect.
-
-        Raises:
-            RuntimeError: the round is over.
-        """
-
-    def get(self, scope: str, key: str) -> bytes:
-        """Return what another worker has stored; blocks until it has.
-
-        Raises:
-            RuntimeError: the round is over.
-        """
-
-    def delete(self, scope: str, key: str) -> None:
-        """Note that a worker has connected to all others of the scope."""
-
-    def loss(self, local_rank: int, seen: int) -> int:
-        """Return the number of losses of other workers once there are more than a worker has seen; blocks until then.
-
-        Raises:
-            RuntimeError: there will be none.
-        """
-
-    def notify_at(self, local_rank: int, value: bytes, port: int) -> None:
-        """Note where a worker can be notified.
-
-        Args:
-            local_rank: local rank of the worker.
-            value: the address and a key, as Horovod encodes them.
-            port: port of the connection that this came by.
-        """
-
-
-class CommitAgent(Protocol):
-    """The part of the node's agent that workers need for their commits."""
-
-    def pointer(self) -> Reference | None:
-        """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-
-    def commit(self, reference: Reference, stall_seconds: float) -> None:
-        """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-
-    def report(self, report: Report) -> None:
-        """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-
-
 class WorkerServer:
     """Serves the workers of this node until it is closed.
 
     Args:
-        requests: what serves the requests.
-        agent: the node's agent.
-
-    Attributes:
-        port: port of the server.
+        agent: the node's agent, which makes their commits.
     """
 
-    def __init__(self, requests: WorkerRequests, agent: CommitAgent) -> None:
-        handler = type("Handler", (_Handler,), {"served": requests, "agent": agent})
+    def __init__(self, rendezvous: LocalRendezvous, agent: Agent) -> None:
+        # The standard library makes a handler of its class for each request: what it needs is in a class of its own.
+        handler = type("Handler", (_Handler,), {"served": rendezvous, "agent": agent})
         self._server = ThreadingHTTPServer((HOST, 0), handler)
-        self._server.daemon_threads = True
-        self._server.block_on_close = False
         self.port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.1,), name="horovod", daemon=True).start()
 
@@ -121,8 +61,8 @@ class WorkerServer:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    served: WorkerRequests
-    agent: CommitAgent
+    served: LocalRendezvous
+    agent: Agent
 
     def do_GET(self) -> None:
         self._answer(self._get)
@@ -167,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
         return b""
 
     def _delete(self, scope: str, key: str) -> bytes:
-        self.served.delete(scope, key)
+        self.served.delete(scope)
         return b""
 
     def _answer(self, respond: Callable[[str, str], bytes]) -> None:
@@ -198,14 +138,7 @@ class Notifications:
         self._clients: dict[int, tuple[int, bytes]] = {}
 
     def listens(self, local_rank: int, worker: Child, value: bytes, port: int) -> None:
-        """Remember where a worker listens.
-
-        Args:
-            local_rank: local rank of the worker.
-            worker: its process.
-            value: its addresses and key, as Horovod encodes them.
-            port: port of the connection by which this came.
-        """
+        """Remember where a worker listens: its addresses and key as Horovod encodes them, by a port of a connection."""
         if _is_from(worker, port):
             self._clients[local_rank] = (worker.pid, value)
         else:
@@ -222,6 +155,7 @@ def _notify(value: bytes) -> None:
     from horovod.runner.common.util import codec
     from horovod.runner.elastic.worker import HostUpdateResult, WorkerNotificationClient
 
+    # The worker listens on the same port of all interfaces, of which the client would try each in turn.
     addresses, key = codec.loads_base64(value)
     port = next(port for found in addresses.values() for _, port in found)
     with contextlib.suppress(Exception):  # of Horovod's client, which raises anything where the worker has ended
