@@ -178,8 +178,8 @@ class HorovodEngine:
             self._end_workers()  # the others have finished without this node
             round_.say("finished")
         elif all(child is not None and child.exit_code == 0 for child in self._children):
-            # Others that were in a generation and wait for the next one cannot go on without this node's ranks. New ones,
-            # of nodes that came too late, do not count: they end with the run.
+            # Others that were in a generation and wait for the next one cannot go on without this node's ranks. New
+            # ones, of nodes that came too late, do not count: they end with the run.
             waiting = round_.count(f"ready/{round_.generation}")
             if waiting > (round_.count("fresh_waiting") if round_.generation == 0 else 0):
                 _LOG.info("Workers of other nodes cannot finish without this node's, which are started again.")

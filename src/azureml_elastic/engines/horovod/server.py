@@ -72,7 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(lambda scope, key: self._put(scope, key, body))
 
     def do_DELETE(self) -> None:
-        self._answer(self._delete)
+        self._answer(lambda scope, _: self._delete(scope))
 
     def log_message(self, *args: Any) -> None:
         """Say nothing: workers ask every few milliseconds."""
@@ -106,7 +106,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise ValueError(key)
         return b""
 
-    def _delete(self, scope: str, key: str) -> bytes:
+    def _delete(self, scope: str) -> bytes:
         self.served.delete(scope)
         return b""
 
