@@ -21,38 +21,41 @@ __all__ = ["ATTACHMENTS", "for_plain_start", "is_off", "register"]
 
 _INTEGRATIONS = "azureml_elastic.train.integrations"
 
-ATTACHMENTS = {
-    "accelerate.accelerator": ("accelerate.attachment", "attach_to_accelerator"),
-    "accelerate.data_loader": ("accelerate.attachment", "attach_to_data_loader"),
-    "accelerate.local_sgd": ("accelerate.attachment", "attach_to_local_sgd"),
-    "accelerate.optimizer": ("accelerate.attachment", "attach_to_optimizer"),
-    "accelerate.logging": ("accelerate.attachment", "attach_to_logging"),
-    "accelerate.parallelism_config": ("accelerate.attachment", "attach_to_parallelism"),
-    "accelerate.scheduler": ("accelerate.attachment", "attach_to_scheduler"),
-    "accelerate.state": ("accelerate.attachment", "attach_to_state"),
-    "deepspeed": ("deepspeed.attachment", "attach_to_package"),
-    "deepspeed.runtime.engine": ("deepspeed.attachment", "attach_to_engine"),
-    "lightning.fabric.fabric": ("lightning.attachment", "attach_to_fabric"),
-    "lightning_fabric.fabric": ("lightning.attachment", "attach_to_fabric"),
-    **{
-        f"{package}.{module}": ("lightning.attachment", function)
-        for package in ("lightning.pytorch", "pytorch_lightning")
-        for module, function in (
-            ("loggers.csv_logs", "attach_to_csv_logger"),
-            ("loops.fit_loop", "attach_to_fit_loop"),
-            ("loops.training_epoch_loop", "attach_to_epoch_loop"),
-            ("strategies.model_parallel", "attach_to_model_parallel"),
-            ("strategies.strategy", "attach_to_strategy"),
-            ("trainer.connectors.checkpoint_connector", "attach_to_checkpoints"),
-            ("trainer.connectors.signal_connector", "attach_to_signals"),
-            ("trainer.trainer", "attach_to_trainer"),
+_MODULES = {
+    "accelerate": {
+        "accelerate": (
+            *("accelerator", "data_loader", "local_sgd", "logging", "optimizer", "parallelism_config", "scheduler"),
+            "state",
         )
     },
-    "transformers.training_args": ("transformers.attachment", "attach_to_arguments"),
-    "transformers.trainer_utils": ("transformers.attachment", "attach_to_utilities"),
-    "transformers.trainer": ("transformers.attachment", "attach_to_trainer"),
+    "deepspeed": {"deepspeed": ("", "runtime.engine")},
+    "lightning": {
+        "lightning.fabric": ("fabric",),
+        "lightning_fabric": ("fabric",),
+        **dict.fromkeys(
+            ("lightning.pytorch", "pytorch_lightning"),
+            (
+                "loggers.csv_logs",
+                "loops.fit_loop",
+                "loops.training_epoch_loop",
+                "strategies.model_parallel",
+                "strategies.strategy",
+                "trainer.connectors.checkpoint_connector",
+                "trainer.connectors.signal_connector",
+                "trainer.trainer",
+            ),
+        ),
+    },
+    "transformers": {"transformers": ("trainer", "trainer_utils", "training_args")},
 }
-"""Module of the integration and its function, by module of the stack."""
+
+ATTACHMENTS = {
+    f"{package}.{module}".rstrip("."): stack
+    for stack, packages in _MODULES.items()
+    for package, modules in packages.items()
+    for module in modules
+}
+"""Name of the integration, by module of the stack."""
 
 _CHECKS = {
     "torch.distributed.rendezvous": "attach_to_rendezvous",
@@ -76,7 +79,7 @@ def register(environ: Mapping[str, str] = os.environ) -> None:
     _register({name: ("azureml_elastic.train.mlflow_parameters", function) for name, function in _TRACKING.items()})
     if is_off(environ):
         return
-    _register({name: (f"{_INTEGRATIONS}.{module}", function) for name, (module, function) in ATTACHMENTS.items()})
+    _register({name: (f"{_INTEGRATIONS}.{stack}.attachment", "attach") for name, stack in ATTACHMENTS.items()})
     _register({name: ("azureml_elastic.distributed.launch_check", function) for name, function in _CHECKS.items()})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -64,10 +65,13 @@ def test_it_is_not_attached_where_it_is_switched_off(start, environ):
     assert start(**environ)[1][3] == "function"
 
 
-def test_each_attachment_exists():
-    for module, function in ATTACHMENTS.values():
-        imported = __import__(f"azureml_elastic.train.integrations.{module}", fromlist=[function])
-        assert callable(getattr(imported, function))
+def test_an_integration_is_attached_to_all_modules_in_which_it_wraps_functions_and_to_no_others():
+    for stack in set(ATTACHMENTS.values()):
+        found = importlib.import_module(f"azureml_elastic.train.integrations.{stack}.attachment")
+        names = [name for name, other in ATTACHMENTS.items() if other == stack]
+        assert callable(found.attach)
+        assert all(any(name.endswith(end) for end in found.WRAPPERS) for name in names)
+        assert all(any(name.endswith(end) for name in names) for end in found.WRAPPERS)
 
 
 @pytest.mark.parametrize(("value", "off"), [(None, False), ("", False), ("on", False), ("off", True)])

@@ -9,25 +9,16 @@ from types import ModuleType
 from typing import Any
 
 from torch.utils.data import DataLoader
-from wrapt import wrap_function_wrapper
 
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.train.integrations.accelerate.training_data import SequentialLoader, TrainingData, fit_to_round
-from azureml_elastic.train.integrations.deepspeed.other_stacks import preparing
-from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
+from azureml_elastic.train.integrations.deepspeed.attachment import another_stack_prepares
+from azureml_elastic.train.integrations.script_loop.loop import EpochLoader
+from azureml_elastic.train.integrations.wrapping import Wrapped, Wrappers, in_loop, wrap
 from azureml_elastic.train.session.stack_session import stack_session
 
-__all__ = [
-    "attach_to_accelerator",
-    "attach_to_data_loader",
-    "attach_to_local_sgd",
-    "attach_to_logging",
-    "attach_to_optimizer",
-    "attach_to_parallelism",
-    "attach_to_scheduler",
-    "attach_to_state",
-]
+__all__ = ["WRAPPERS", "attach"]
 
 _APART = "_azureml_elastic_apart"
 """Attribute of an accelerator that belongs to another stack, such as ``transformers.Trainer``."""
@@ -39,50 +30,19 @@ _REPLACED = (EpochLoader, SequentialLoader)
 
 _data = TrainingData()
 
-Wrapped = Callable[..., Any]
+
+def attach(module: ModuleType) -> None:
+    """Attach to a module of accelerate."""
+    wrap(module, WRAPPERS)
+    if module.__name__ == "accelerate.optimizer":
+        _replace_step(module.AcceleratedOptimizer)
+    elif module.__name__ == "accelerate.accelerator":
+        processes = module.Accelerator.num_processes.fget
+        module.Accelerator.num_processes = property(functools.partial(_num_processes, processes))
 
 
-def attach_to_state(module: ModuleType) -> None:
-    """Attach to ``accelerate.state``: the session opens the process group before the stack would."""
-
-    def begin(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
-        session = stack_session()
-        if session is not None and not device_of(session.device).separate:
-            # else the ranks of a machine without a GPU train apart
-            args, kwargs = (), {**kwargs, **({"backend": "gloo"} if _uses_deepspeed() else {"cpu": True})}
-        return wrapped(*args, **kwargs)
-
-    wrap_function_wrapper(module, "PartialState.__init__", begin)
-
-
-def attach_to_data_loader(module: ModuleType) -> None:
-    """Attach to ``accelerate.data_loader``: batches that are trained are skipped without the script."""
-
-    def skip(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
-        loader = args[0] if args else kwargs.get("dataloader")
-        return loader if isinstance(loader, _REPLACED) else wrapped(*args, **kwargs)
-
-    wrap_function_wrapper(module, "skip_first_batches", skip)
-
-
-def attach_to_local_sgd(module: ModuleType) -> None:
-    """Attach to ``accelerate.local_sgd``: between two of its averages no rank has the state of the run."""
-
-    def begin(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
-        _data.leave_all("LocalSGD trains each rank by itself")
-        return wrapped(*args, **kwargs)
-
-    wrap_function_wrapper(module, "LocalSGD.__init__", begin)
-
-
-def attach_to_logging(module: ModuleType) -> None:
-    """Attach to ``accelerate.logging``."""
-    wrap_function_wrapper(module, "MultiProcessAdapter.log", _unless_silent)
-
-
-def attach_to_optimizer(module: ModuleType) -> None:
-    """Attach to ``accelerate.optimizer``."""
-    step = module.AcceleratedOptimizer.step
+def _replace_step(optimizer: Any) -> None:
+    step = optimizer.step
 
     @functools.wraps(step)
     def stepped(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,64 +50,45 @@ def attach_to_optimizer(module: ModuleType) -> None:
             return step(optimizer, *args, **kwargs)
         return _data.loop.optimizer_step(optimizer, functools.partial(step, optimizer), *args, **kwargs)
 
-    # A plain function: a scheduler that is made with a prepared optimizer calls what is bound, past wrapt's proxies.
-    module.AcceleratedOptimizer.step = stepped
-    wrap_function_wrapper(module, "AcceleratedOptimizer.zero_grad", _in_loop("zero_grad"))
+    # A plain function: torch's schedulers patch the optimizer that they are made with, and call what is bound to it by
+    # __func__, past wrapt's proxy. The steps of a script that makes its scheduler with the prepared one were not seen.
+    optimizer.step = stepped
 
 
-def attach_to_parallelism(module: ModuleType) -> None:
-    """Attach to ``accelerate.parallelism_config``: a mesh has the ranks of the round, whatever the script says."""
-
-    def make_mesh(wrapped: Wrapped, config: Any, args: Any, kwargs: Any) -> Any:
-        session = stack_session()
-        if session is not None and config.device_mesh is None:
-            fit_to_round(session, config)
-        return wrapped(*args, **kwargs)
-
-    wrap_function_wrapper(module, "ParallelismConfig.get_device_mesh", make_mesh)
-
-
-def attach_to_scheduler(module: ModuleType) -> None:
-    """Attach to ``accelerate.scheduler``."""
-
-    def step(wrapped: Wrapped, scheduler: Any, args: Any, kwargs: Any) -> Any:
-        loop = _data.loop
-        return wrapped(*args, **kwargs) if loop is None else loop.scheduler_step(wrapped, scheduler, *args, **kwargs)
-
-    wrap_function_wrapper(module, "AcceleratedScheduler.step", step)
+def _begin(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Have the session open the process group before the stack would."""
+    session = stack_session()
+    if session is not None and not device_of(session.device).separate:
+        # Without these accelerate takes no notice of the ranks on a machine without a GPU, and each trains apart. A
+        # DeepSpeed plugin excludes cpu=True.
+        deepspeed = WorkerEnvironment.read().accelerate_uses_deepspeed
+        args, kwargs = (), {**kwargs, **({"backend": "gloo"} if deepspeed else {"cpu": True})}
+    return wrapped(*args, **kwargs)
 
 
-def attach_to_accelerator(module: ModuleType) -> None:
-    """Attach to ``accelerate.accelerator``."""
-    wrap = functools.partial(wrap_function_wrapper, module)
-    wrap("Accelerator.prepare_data_loader", _prepare_data_loader)
-    wrap("Accelerator._do_sync", _do_sync)
-    wrap("Accelerator._prepare_deepspeed", _prepare_deepspeed)
-    wrap("Accelerator.backward", _backward)
-    for name in (
-        *("save_state", "load_state", "end_training", "clip_grad_value_"),
-        *("gather", "reduce", "pad_across_processes", "wait_for_everyone"),
-    ):
-        wrap(f"Accelerator.{name}", _in_loop(name))
-    wrap("Accelerator.gather_for_metrics", _in_loop("gather"))
-    for name in ("print", "log"):
-        wrap(f"Accelerator.{name}", _unless_silent)
-    processes = module.Accelerator.num_processes.fget
-    module.Accelerator.num_processes = property(functools.partial(_num_processes, processes))
+def _skip_first_batches(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    loader = args[0] if args else kwargs.get("dataloader")
+    return (
+        loader if isinstance(loader, _REPLACED) else wrapped(*args, **kwargs)
+    )  # which skips what is trained by itself
 
 
-def _uses_deepspeed() -> bool:
-    """Return whether the accelerator that is being made has a DeepSpeed plugin, which a CPU of accelerate excludes."""
-    return WorkerEnvironment.read().accelerate_uses_deepspeed
+def _begin_local_sgd(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    # Between two of its averages no rank has the state of the run.
+    _data.leave_all("LocalSGD trains each rank by itself")
+    return wrapped(*args, **kwargs)
 
 
-def _in_loop(name: str) -> Wrapped:
-    """Return a wrapper that calls a method of the training loop where there is one."""
+def _make_mesh(wrapped: Wrapped, config: Any, args: Any, kwargs: Any) -> Any:
+    session = stack_session()
+    if session is not None and config.device_mesh is None:
+        fit_to_round(session, config)
+    return wrapped(*args, **kwargs)
 
-    def wrapper(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
-        return wrapped(*args, **kwargs) if _data.loop is None else getattr(_data.loop, name)(wrapped, *args, **kwargs)
 
-    return wrapper
+def _scheduler_step(wrapped: Wrapped, scheduler: Any, args: Any, kwargs: Any) -> Any:
+    loop = _data.loop
+    return wrapped(*args, **kwargs) if loop is None else loop.scheduler_step(wrapped, scheduler, *args, **kwargs)
 
 
 def _backward(wrapped: Wrapped, accelerator: Any, args: Any, kwargs: Any) -> Any:
@@ -180,8 +121,11 @@ def _do_sync(wrapped: Wrapped, accelerator: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _prepare_deepspeed(wrapped: Wrapped, accelerator: Any, args: Any, kwargs: Any) -> Any:
-    with preparing():
+    token = another_stack_prepares.set(True)
+    try:
         return wrapped(*args, **kwargs)
+    finally:
+        another_stack_prepares.reset(token)
 
 
 def _prepare_data_loader(wrapped: Wrapped, accelerator: Any, args: Any, kwargs: Any) -> Any:
@@ -192,3 +136,37 @@ def _prepare_data_loader(wrapped: Wrapped, accelerator: Any, args: Any, kwargs: 
     if session is None or not isinstance(loader, DataLoader) or getattr(loader, "_is_accelerate_prepared", False):
         return wrapped(*args, **kwargs)
     return _data.prepare(session, accelerator, loader, functools.partial(wrapped, *args, **kwargs))
+
+
+def _in_loop(method: str) -> Wrapped:
+    return in_loop(method, lambda _: _data.loop)
+
+
+WRAPPERS: Wrappers = {
+    "accelerate.accelerator": {
+        "Accelerator.prepare_data_loader": _prepare_data_loader,
+        # Called by accumulate(), before the batch of the step is computed: it decides by its own count of batches.
+        "Accelerator._do_sync": _do_sync,
+        "Accelerator._prepare_deepspeed": _prepare_deepspeed,
+        "Accelerator.backward": _backward,
+        **{
+            f"Accelerator.{name}": _in_loop(name)
+            for name in (
+                *("save_state", "load_state", "end_training", "clip_grad_value_"),
+                *("gather", "reduce", "pad_across_processes", "wait_for_everyone"),
+            )
+        },
+        "Accelerator.gather_for_metrics": _in_loop("gather"),
+        "Accelerator.print": _unless_silent,
+        "Accelerator.log": _unless_silent,
+    },
+    "accelerate.data_loader": {"skip_first_batches": _skip_first_batches},
+    "accelerate.local_sgd": {"LocalSGD.__init__": _begin_local_sgd},
+    "accelerate.logging": {"MultiProcessAdapter.log": _unless_silent},
+    "accelerate.optimizer": {"AcceleratedOptimizer.zero_grad": _in_loop("zero_grad")},
+    # Later than the script has made its configuration, and before accelerate compares its sizes with the ranks.
+    "accelerate.parallelism_config": {"ParallelismConfig.get_device_mesh": _make_mesh},
+    "accelerate.scheduler": {"AcceleratedScheduler.step": _scheduler_step},
+    # All that accelerate knows of ranks and devices comes of this object, which the first Accelerator makes.
+    "accelerate.state": {"PartialState.__init__": _begin},
+}

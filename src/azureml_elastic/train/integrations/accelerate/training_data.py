@@ -9,6 +9,7 @@ Where the script has accelerate shard its models, the sizes of its ``Parallelism
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,8 +20,8 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from azureml_elastic.errors import UsageError
 from azureml_elastic.plurals import counted
-from azureml_elastic.train.integrations.accelerate.training_loop import DividedLoader, TrainingLoop, batches_of_epoch
-from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
+from azureml_elastic.train.integrations.accelerate.training_loop import TrainingLoop, batches_of_epoch
+from azureml_elastic.train.integrations.script_loop.loop import EpochLoader
 from azureml_elastic.train.session.stack_session import StackSession
 
 __all__ = ["TrainingData", "fit_to_round", "obstacle"]
@@ -101,7 +102,7 @@ class TrainingData:
             loader: the script's loader
             prepare: accelerate's own preparation
         """
-        divided = DividedLoader(prepare)
+        divided = functools.cache(prepare)  # prepared once, and only if it is used: it becomes one of accelerate's
         reason = self._obstacle or _obstacle(accelerator, loader)
         if reason is None and self._source is not None and _same_data(loader, self._source):
             assert self.loop is not None
@@ -160,13 +161,13 @@ class TrainingData:
     def _trains_another(self, session: StackSession) -> bool:
         return self.loop is not None or session.trains
 
-    def _leave(self, divided: DividedLoader, reason: str) -> Any:
-        loader = divided.get()
+    def _leave(self, divided: Callable[[], Any], reason: str) -> Any:
+        loader = divided()
         self._left.setdefault(loader, reason)
         return loader
 
     def _adopt(
-        self, session: StackSession, accelerator: Any, loader: DataLoader[Any], divided: DividedLoader
+        self, session: StackSession, accelerator: Any, loader: DataLoader[Any], divided: Callable[[], Any]
     ) -> EpochLoader:
         self.loop = TrainingLoop(session, accelerator, loader, divided)
         self._source = loader
@@ -180,7 +181,7 @@ class SequentialLoader:
         data: all loaders
         accelerator: accelerator that has prepared it
         source: the script's loader, whose attributes this one has too
-        divided: the same as accelerate divides it among the ranks
+        divided: returns the same as accelerate divides it among the ranks
     """
 
     _is_accelerate_prepared = True
@@ -191,7 +192,7 @@ class SequentialLoader:
         session: StackSession,
         accelerator: Any,
         source: DataLoader[Any],
-        divided: DividedLoader,
+        divided: Callable[[], Any],
     ) -> None:
         self._data = data
         self.session = session
@@ -214,18 +215,18 @@ class SequentialLoader:
         """Return the number of batches: of training data at the reference world size, as schedules count them."""
         if not self._evaluates and self._data.has_length_of_training(self):
             return batches_of_epoch(self.session, self.accelerator, self.source)
-        return len(self.divided.get())
+        return len(self.divided())
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of a pass."""
         found = self._data.for_training(self)
         self._evaluates = found is None
-        return iter(self.divided.get() if found is None else found)
+        return iter(self.divided() if found is None else found)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the script's loader, or one that only accelerate's has."""
         source = self.__dict__["source"]
-        return getattr(source, name) if hasattr(source, name) else getattr(self.divided.get(), name)
+        return getattr(source, name) if hasattr(source, name) else getattr(self.divided(), name)
 
     def set_epoch(self, epoch: int) -> None:
         """Do nothing: the order is the same in each epoch."""

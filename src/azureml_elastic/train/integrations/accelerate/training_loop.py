@@ -16,32 +16,14 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from azureml_elastic.train.data.map_loader import loader_options
+from azureml_elastic.train.integrations.nested import rebuilt, tensors_of
 from azureml_elastic.train.integrations.script_loop.loop import ScriptLoop
+from azureml_elastic.train.integrations.wrapping import Wrapped
 from azureml_elastic.train.session.stack_session import StackSession
 
-__all__ = ["DividedLoader", "TrainingLoop", "batches_of_epoch"]
-
-Wrapped = Callable[..., Any]
+__all__ = ["TrainingLoop", "batches_of_epoch"]
 
 _NESTED = (torch.Tensor, Mapping, list, tuple)
-
-
-class DividedLoader:
-    """A loader that accelerate prepares once it is needed.
-
-    Args:
-        prepare: accelerate's own preparation of the loader
-    """
-
-    def __init__(self, prepare: Callable[[], Any]) -> None:
-        self._prepare = prepare
-        self._prepared: Any = None
-
-    def get(self) -> Any:
-        """Return the prepared loader."""
-        if self._prepared is None:
-            self._prepared = self._prepare()
-        return self._prepared
 
 
 class TrainingLoop(ScriptLoop):
@@ -50,7 +32,7 @@ class TrainingLoop(ScriptLoop):
     Args:
         accelerator: the script's ``Accelerator``
         loader: the script's loader of training data
-        divided: the same as accelerate divides it among the ranks, for passes that train nothing
+        divided: returns the same as accelerate divides it among the ranks, for passes that train nothing
 
     Attributes:
         loader: loader in place of the script's
@@ -62,7 +44,7 @@ class TrainingLoop(ScriptLoop):
     )
 
     def __init__(
-        self, session: StackSession, accelerator: Any, loader: DataLoader[Any], divided: DividedLoader
+        self, session: StackSession, accelerator: Any, loader: DataLoader[Any], divided: Callable[[], Any]
     ) -> None:
         assert loader.batch_size is not None
         accumulation, size = accelerator.gradient_accumulation_steps, loader.batch_size
@@ -112,7 +94,7 @@ class TrainingLoop(ScriptLoop):
         return list(self._accelerator._models)  # noqa: SLF001
 
     def _plain_batches(self) -> Iterator[Any]:
-        return iter(self._divided.get())
+        return iter(self._divided())
 
     def leave(self) -> bool:
         """Leave the data to accelerate; return whether that was possible, before the script has trained them."""
@@ -125,7 +107,7 @@ class TrainingLoop(ScriptLoop):
     @property
     def batches_per_epoch(self) -> int:
         """Number of batches of a whole epoch: at the reference world size, unless accelerate divides them."""
-        return len(self._divided.get()) if self._left else super().batches_per_epoch
+        return len(self._divided()) if self._left else super().batches_per_epoch
 
     def batches(self) -> Iterator[Any]:
         """Yield the batches of a pass over the training data."""
@@ -270,31 +252,19 @@ class TrainingLoop(ScriptLoop):
 
         def call_and_note() -> Any:
             result = call()
-            if noted:
-                self._note_results(result)
+            for each in tensors_of(result) if noted else ():
+                self._note_result(each)
             return result
 
         return self._call(call_and_note, lambda: self._answer(value, unknown))
 
     def _answer(self, value: Any, unknown: Callable[[Any], Any]) -> Any:
         if isinstance(value, Mapping):
-            found = {key: self._answer(each, unknown) for key, each in value.items()}
-            return type(value)(found)  # type: ignore[call-arg]
+            return rebuilt(value, {key: self._answer(each, unknown) for key, each in value.items()})
         if isinstance(value, (list, tuple)) and any(isinstance(each, _NESTED) for each in value):
-            items = [self._answer(each, unknown) for each in value]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+            return rebuilt(value, [self._answer(each, unknown) for each in value])
         known = self._results.next() if isinstance(value, torch.Tensor) else None
         return unknown(value) if known is None else known.to(value.device)
-
-    def _note_results(self, result: Any) -> None:
-        """Keep the tensors of a collective's result, in the order in which they are asked for."""
-        if isinstance(result, Mapping):
-            result = list(result.values())
-        if isinstance(result, (list, tuple)):
-            for each in result:
-                self._note_results(each)
-        elif isinstance(result, torch.Tensor):
-            self._note_result(result)
 
     def _repeated_gather(self, value: Any) -> Any:
         """Return what a gathering of equal values from all ranks returns: a repeated batch is one of all nodes."""

@@ -7,7 +7,7 @@ import copy
 import inspect
 import json
 import logging
-from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,12 +17,18 @@ from torch.utils.data import DataLoader, DistributedSampler
 from wrapt import wrap_function_wrapper
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.train.integrations.deepspeed import other_stacks
-from azureml_elastic.train.integrations.deepspeed.batch_sizes import BatchSizes, batch_sizes, for_engine, show
+from azureml_elastic.train.integrations.deepspeed.batch_sizes import (
+    GLOBAL_BATCH,
+    BatchSizes,
+    batch_sizes,
+    for_engine,
+    show,
+)
 from azureml_elastic.train.integrations.deepspeed.training_loop import CheckpointFolders, TrainingLoop
+from azureml_elastic.train.integrations.wrapping import Wrapped, Wrappers, in_loop, wrap
 from azureml_elastic.train.session.stack_session import StackSession, stack_session
 
-__all__ = ["attach_to_engine", "attach_to_package"]
+__all__ = ["WRAPPERS", "another_stack_prepares", "attach"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -32,40 +38,32 @@ _LOOP = "_azureml_elastic_loop"
 _FOLDERS = "_azureml_elastic_folders"
 """Attribute of an engine that another stack drives, with its :class:`CheckpointFolders`."""
 
+another_stack_prepares: ContextVar[bool] = ContextVar("another_stack_prepares", default=False)
+"""Whether accelerate makes the engine, for its own loops or those of ``transformers.Trainer``. Then that stack drives
+it, and the stack's integration divides the data."""
+
 _loops: list[TrainingLoop] = []
 
 _own_calls: list[bool] = []
 """Whether the script calls DeepSpeed by itself: not empty."""
 
-Wrapped = Callable[..., Any]
+
+def attach(module: ModuleType) -> None:
+    """Attach to a module of DeepSpeed."""
+    wrap(module, WRAPPERS)
+    if module.__name__ == "deepspeed":
+        # Scripts divide their data by a DistributedSampler of the present ranks, and count its batches before they make
+        # an engine: no function of DeepSpeed sees such a loader.
+        wrap_function_wrapper(torch.utils.data, "DataLoader.__iter__", _iterate)
+        wrap_function_wrapper(torch.utils.data, "DataLoader.__len__", _length)
 
 
-def attach_to_package(module: ModuleType) -> None:
-    """Attach to ``deepspeed``: the session opens the process group before the stack would."""
-    wrap_function_wrapper(module, "init_distributed", _init_distributed)
-    wrap_function_wrapper(module, "initialize", _initialize)
-    wrap_function_wrapper(torch.utils.data, "DataLoader.__iter__", _iterate)
-    wrap_function_wrapper(torch.utils.data, "DataLoader.__len__", _length)
+def _loop_of(engine: Any) -> TrainingLoop | None:
+    return getattr(engine, _LOOP, None)
 
 
-def attach_to_engine(module: ModuleType) -> None:
-    """Attach to ``deepspeed.runtime.engine``."""
-    for name in ("backward", "step", "deepspeed_io"):
-        wrap_function_wrapper(module, f"DeepSpeedEngine.{name}", _instead(name, _LOOP))
-    for name in ("save_checkpoint", "load_checkpoint"):
-        wrap_function_wrapper(module, f"DeepSpeedEngine.{name}", _instead(name, _LOOP, _FOLDERS))
-
-
-def _instead(name: str, *attributes: str) -> Wrapped:
-    """Return a wrapper that calls a method of the first of an engine's attributes which it has."""
-
-    def wrapper(wrapped: Wrapped, engine: Any, args: Any, kwargs: Any) -> Any:
-        for attribute in attributes:
-            if hasattr(engine, attribute):
-                return getattr(getattr(engine, attribute), name)(wrapped, *args, **kwargs)
-        return wrapped(*args, **kwargs)
-
-    return wrapper
+def _folders_of(engine: Any) -> TrainingLoop | CheckpointFolders | None:
+    return getattr(engine, _LOOP, None) or getattr(engine, _FOLDERS, None)
 
 
 def _init_distributed(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -84,9 +82,11 @@ def _initialize(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     call.apply_defaults()
     given = call.arguments
-    if other_stacks.prepares_engine():
+    if another_stack_prepares.get():
         config, ranks = _take_config(given), session.reference_world_size
-        sizes = other_stacks.batch_sizes(config, ranks)
+        # The stack has computed the global batch of the present number of ranks.
+        sizes = batch_sizes({name: value for name, value in config.items() if name != GLOBAL_BATCH}, ranks)
+        assert sizes is not None
         given["config"] = for_engine(config, sizes, ranks)
         made = wrapped(*call.args, **call.kwargs)
         show(made[0], sizes)
@@ -184,3 +184,12 @@ def _is_training_data(loader: DataLoader[Any]) -> bool:
     """Return whether a loader of the script divides samples among the ranks in random order."""
     sampler = getattr(loader, "sampler", None)
     return type(sampler) is DistributedSampler and sampler.shuffle and loader.batch_size is not None
+
+
+WRAPPERS: Wrappers = {
+    "deepspeed": {"init_distributed": _init_distributed, "initialize": _initialize},
+    "deepspeed.runtime.engine": {
+        **{f"DeepSpeedEngine.{name}": in_loop(name, _loop_of) for name in ("backward", "step", "deepspeed_io")},
+        **{f"DeepSpeedEngine.{name}": in_loop(name, _folders_of) for name in ("save_checkpoint", "load_checkpoint")},
+    },
+}

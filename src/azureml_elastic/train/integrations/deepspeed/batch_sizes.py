@@ -12,9 +12,10 @@ from typing import Any
 
 from azureml_elastic.errors import UsageError
 
-__all__ = ["BatchSizes", "batch_sizes", "for_engine", "show"]
+__all__ = ["GLOBAL_BATCH", "BatchSizes", "batch_sizes", "for_engine", "show"]
 
-_BATCH, _MICRO, _ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+GLOBAL_BATCH = "train_batch_size"
+_MICRO, _ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _OURS = ("elasticity", "nebula")
 """Blocks that this library replaces; newer releases of DeepSpeed refuse them."""
 
@@ -24,7 +25,6 @@ class BatchSizes:
     """Numbers of samples and batches of an optimizer step.
 
     Args:
-        global_batch: samples of all ranks.
         micro_batch: samples of a forward pass of a rank, and their limit at any number of ranks.
         accumulation: batches of a rank at the reference number of ranks.
     """
@@ -35,16 +35,15 @@ class BatchSizes:
 
 
 def batch_sizes(config: Mapping[str, Any], ranks: int) -> BatchSizes | None:
-    """Return the batch sizes that a configuration means; ``None`` if it has too few numbers, which DeepSpeed refuses.
+    """Return the batch sizes that a configuration means for a number of ranks.
 
-    Args:
-        config: DeepSpeed's configuration
-        ranks: number of ranks for which it is meant
+    Returns:
+        ``None`` if it has too few numbers, which DeepSpeed refuses.
 
     Raises:
         UsageError: the numbers contradict each other.
     """
-    batch, micro, accumulation = (_number(config, name) for name in (_BATCH, _MICRO, _ACCUMULATION))
+    batch, micro, accumulation = (_number(config, name) for name in (GLOBAL_BATCH, _MICRO, _ACCUMULATION))
     if batch is None:
         if micro is None:
             return None
@@ -57,22 +56,16 @@ def batch_sizes(config: Mapping[str, Any], ranks: int) -> BatchSizes | None:
         return BatchSizes(batch, micro, -(-batch // (micro * ranks)))
     if micro * accumulation * ranks != batch:
         raise UsageError(
-            f"{_BATCH} is {batch}, but {_MICRO} ({micro}) x {_ACCUMULATION} ({accumulation}) x {ranks} ranks, as many "
-            f"as the run has with all its nodes, is {micro * accumulation * ranks}. Remove {_ACCUMULATION}, or make "
-            "them equal."
+            f"{GLOBAL_BATCH} is {batch}, but {_MICRO} ({micro}) x {_ACCUMULATION} ({accumulation}) x {ranks} ranks, as "
+            f"many as the run has with all its nodes, is {micro * accumulation * ranks}. Remove {_ACCUMULATION}, or "
+            "make them equal."
         )
     return BatchSizes(batch, micro, accumulation)
 
 
 def for_engine(config: Mapping[str, Any], sizes: BatchSizes, ranks: int) -> dict[str, Any]:
-    """Return a configuration that DeepSpeed accepts at any number of ranks.
-
-    Args:
-        config: DeepSpeed's configuration
-        sizes: batch sizes that it means
-        ranks: number of ranks for which it is meant
-    """
-    rest = {key: value for key, value in config.items() if key not in (*_OURS, _BATCH)}
+    """Return a configuration that DeepSpeed accepts at any number of ranks; it was meant for this number."""
+    rest = {key: value for key, value in config.items() if key not in (*_OURS, GLOBAL_BATCH)}
     # DeepSpeed allocates buffers for sums if there is more than one batch, which fewer ranks have.
     accumulation = sizes.accumulation if ranks == 1 else max(2, sizes.accumulation)
     return {**rest, _MICRO: sizes.micro_batch, _ACCUMULATION: accumulation}

@@ -13,7 +13,7 @@ import io
 import logging
 import os
 import pickle  # its errors alone
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,9 +29,9 @@ from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data.map_loader import loader_options
 from azureml_elastic.train.integrations.deepspeed.batch_sizes import BatchSizes, show
 from azureml_elastic.train.integrations.script_loop import state_folders
-from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
-from azureml_elastic.train.integrations.script_loop.loop import ScriptLoop
+from azureml_elastic.train.integrations.script_loop.loop import EpochLoader, ScriptLoop
 from azureml_elastic.train.integrations.script_loop.state_folders import Place, flush
+from azureml_elastic.train.integrations.wrapping import Wrapped
 from azureml_elastic.train.session.stack_session import StackSession
 
 __all__ = ["CheckpointFolders", "TrainingLoop", "client_state_bytes"]
@@ -41,8 +41,6 @@ _LATEST = "latest"
 _STATE = "elastic_state"
 
 _LOG = logging.getLogger(__name__)
-
-Wrapped = Callable[..., Any]
 
 
 class CheckpointFolders:

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from wrapt import wrap_function_wrapper
-
 from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.train.integrations.lightning import training_loop
 from azureml_elastic.train.integrations.lightning.training_loop import (
@@ -17,111 +15,47 @@ from azureml_elastic.train.integrations.lightning.training_loop import (
     obstacle,
     tensor_parallel_size,
 )
+from azureml_elastic.train.integrations.wrapping import Wrapped, Wrappers, in_loop, wrap
 from azureml_elastic.train.session.stack_session import stack_session
 
-__all__ = [
-    "attach_to_checkpoints",
-    "attach_to_csv_logger",
-    "attach_to_epoch_loop",
-    "attach_to_fabric",
-    "attach_to_fit_loop",
-    "attach_to_model_parallel",
-    "attach_to_signals",
-    "attach_to_strategy",
-    "attach_to_trainer",
-]
+__all__ = ["WRAPPERS", "attach"]
 
 _LOOP = "_azureml_elastic_loop"
 """Attribute of a trainer with the :class:`TrainingLoop` while it trains."""
 
-Wrapped = Callable[..., Any]
+
+def attach(module: ModuleType) -> None:
+    """Attach to a module of Lightning."""
+    wrap(module, WRAPPERS)
 
 
-def attach_to_trainer(module: ModuleType) -> None:
-    """Attach to ``trainer.trainer``."""
-    wrap_function_wrapper(module, "Trainer.__init__", _initialize)
-    wrap_function_wrapper(module, "Trainer._run", _run)
+def _in_loop(method: str, trainer_of: Callable[[Any], Any] = lambda instance: instance.trainer) -> Wrapped:
+    return in_loop(method, lambda instance: getattr(trainer_of(instance), _LOOP, None))
 
 
-def attach_to_fabric(module: ModuleType) -> None:
-    """Attach to ``fabric.fabric``: a loop of the script's own, without a session, starts at any world size."""
-
-    def initialize(wrapped: Wrapped, fabric: Any, args: Any, kwargs: Any) -> Any:
-        environment = WorkerEnvironment.read()
-        if environment.has_world_size:
-            kwargs = {**kwargs, **_sizes(environment.world_size)}
-        return wrapped(*args, **kwargs)
-
-    wrap_function_wrapper(module, "Fabric.__init__", initialize)
+def _initialize_fabric(wrapped: Wrapped, fabric: Any, args: Any, kwargs: Any) -> Any:
+    """Have a loop of the script's own, without a session, start at any world size."""
+    environment = WorkerEnvironment.read()
+    if environment.has_world_size:
+        kwargs = {**kwargs, **_sizes(environment.world_size)}
+    return wrapped(*args, **kwargs)
 
 
-def attach_to_checkpoints(module: ModuleType) -> None:
-    """Attach to ``trainer.connectors.checkpoint_connector``."""
-    name = "_CheckpointConnector.restore_training_state"
-    wrap_function_wrapper(module, name, _in_loop("restore", lambda connector: connector.trainer))
+def _check_folder(wrapped: Wrapped, writer: Any, args: Any, kwargs: Any) -> Any:
+    return None if training_loop.continue_file(writer) else wrapped(*args, **kwargs)
 
 
-def attach_to_fit_loop(module: ModuleType) -> None:
-    """Attach to ``loops.fit_loop``."""
-
-    def process(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
-        loop = getattr(args[0], _LOOP, None)
-        return wrapped(*args, **kwargs) if loop is None else loop.process_dataloader(wrapped, *args, **kwargs)
-
-    wrap_function_wrapper(module, "_process_dataloader", process)
-    wrap_function_wrapper(module, "_FitLoop.run", _in_loop("fit", lambda loop: loop.trainer))
-    wrap_function_wrapper(module, "_FitLoop.on_advance_end", _in_loop("end_epoch", lambda loop: loop.trainer))
+def _set_up_mesh(wrapped: Wrapped, strategy: Any, args: Any, kwargs: Any) -> Any:
+    """Have the mesh made of the ranks of the round, not of those that the script knows."""
+    session, tensor = stack_session(), tensor_parallel_size(strategy)
+    if session is not None and session.world_size % tensor == 0:
+        strategy._data_parallel_size = session.world_size // tensor  # noqa: SLF001
+    return wrapped(*args, **kwargs)
 
 
-def attach_to_epoch_loop(module: ModuleType) -> None:
-    """Attach to ``loops.training_epoch_loop``."""
-    name = "_TrainingEpochLoop"
-    wrap_function_wrapper(module, f"{name}.on_run_start", _in_loop("begin_epoch", lambda loop: loop.trainer))
-    wrap_function_wrapper(module, f"{name}.on_advance_end", _in_loop("end_step", lambda loop: loop.trainer))
-    wrap_function_wrapper(module, f"{name}._broadcast_sigterm_tensor", _unless_elastic)
-
-
-def attach_to_csv_logger(module: ModuleType) -> None:
-    """Attach to ``training_loop.csv_logs``: a file of the run is continued, where Lightning would remove it."""
-
-    def check(wrapped: Wrapped, writer: Any, args: Any, kwargs: Any) -> Any:
-        return None if training_loop.continue_file(writer) else wrapped(*args, **kwargs)
-
-    wrap_function_wrapper(module, "ExperimentWriter._check_log_dir_exists", check)
-
-
-def attach_to_model_parallel(module: ModuleType) -> None:
-    """Attach to ``strategies.model_parallel``: a mesh has the ranks of the round, not those that the script knows."""
-
-    def set_up(wrapped: Wrapped, strategy: Any, args: Any, kwargs: Any) -> Any:
-        session, tensor = stack_session(), tensor_parallel_size(strategy)
-        if session is not None and session.world_size % tensor == 0:
-            strategy._data_parallel_size = session.world_size // tensor  # noqa: SLF001
-        return wrapped(*args, **kwargs)
-
-    wrap_function_wrapper(module, "ModelParallelStrategy.setup_environment", set_up)
-
-
-def attach_to_strategy(module: ModuleType) -> None:
-    """Attach to ``strategies.strategy``."""
-    trainer_of = lambda strategy: getattr(strategy.lightning_module, "_trainer", None)  # noqa: E731
-    wrap_function_wrapper(module, "Strategy.backward", _in_loop("backward", trainer_of))
-
-
-def attach_to_signals(module: ModuleType) -> None:
-    """Attach to ``trainer.connectors.signal_connector``: notices come at a step boundary, not by a signal."""
-    wrap_function_wrapper(module, "_SignalConnector._sigterm_notifier_fn", _unless_elastic)
-    wrap_function_wrapper(module, "_SignalConnector.register_signal_handlers", _unless_elastic)
-
-
-def _in_loop(name: str, trainer_of: Callable[[Any], Any]) -> Wrapped:
-    """Return a wrapper that calls a method of the training loop where there is one."""
-
-    def wrapper(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
-        loop = getattr(trainer_of(instance), _LOOP, None)
-        return wrapped(*args, **kwargs) if loop is None else getattr(loop, name)(wrapped, *args, **kwargs)
-
-    return wrapper
+def _process_dataloader(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    loop = getattr(args[0], _LOOP, None)
+    return wrapped(*args, **kwargs) if loop is None else loop.process_dataloader(wrapped, *args, **kwargs)
 
 
 def _unless_elastic(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -159,3 +93,37 @@ def _run(wrapped: Wrapped, trainer: Any, args: Any, kwargs: Any) -> Any:
         return loop.run(functools.partial(wrapped), *args, **kwargs)
     finally:
         delattr(trainer, _LOOP)
+
+
+WRAPPERS: Wrappers = {
+    ".fabric": {"Fabric.__init__": _initialize_fabric},
+    # It removes the file of an existing folder, which this run has begun.
+    "loggers.csv_logs": {"ExperimentWriter._check_log_dir_exists": _check_folder},
+    "loops.fit_loop": {
+        "_process_dataloader": _process_dataloader,
+        "_FitLoop.run": _in_loop("fit"),
+        "_FitLoop.on_advance_end": _in_loop("end_epoch"),
+    },
+    "loops.training_epoch_loop": {
+        "_TrainingEpochLoop.on_run_start": _in_loop("begin_epoch"),
+        # After the batch's hooks: it validates, advances schedulers that follow a metric, and counts the loggers' step.
+        "_TrainingEpochLoop.on_advance_end": _in_loop("end_step"),
+        # A broadcast from rank 0 in each batch, to agree on a signal; the ranks agree at step boundaries already.
+        "_TrainingEpochLoop._broadcast_sigterm_tensor": _unless_elastic,
+    },
+    "strategies.model_parallel": {"ModelParallelStrategy.setup_environment": _set_up_mesh},
+    "strategies.strategy": {
+        "Strategy.backward": _in_loop(
+            "backward", lambda strategy: getattr(strategy.lightning_module, "_trainer", None)
+        ),
+    },
+    # The last step before the loops run: model and optimizers are wrapped and on their device.
+    "trainer.connectors.checkpoint_connector": {"_CheckpointConnector.restore_training_state": _in_loop("restore")},
+    # Lightning's handler calls a collective from within a signal, and then ends the ranks. Notices come to all ranks at
+    # a step boundary instead.
+    "trainer.connectors.signal_connector": {
+        "_SignalConnector._sigterm_notifier_fn": _unless_elastic,
+        "_SignalConnector.register_signal_handlers": _unless_elastic,
+    },
+    "trainer.trainer": {"Trainer.__init__": _initialize, "Trainer._run": _run},
+}

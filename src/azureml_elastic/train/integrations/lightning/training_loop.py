@@ -18,6 +18,7 @@ from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data.map_loader import WindowLoader, loader_options
 from azureml_elastic.train.integrations.lightning import progress
 from azureml_elastic.train.integrations.lightning.progress import Progress, Stage
+from azureml_elastic.train.integrations.wrapping import Wrapped
 from azureml_elastic.train.session.stack_session import StackSession
 
 __all__ = ["PROGRESS", "TrainingLoop", "continue_file", "continue_from", "obstacle", "tensor_parallel_size"]
@@ -36,8 +37,6 @@ PROGRESS = "lightning"
 """Name of the tracked object with the trainer's progress."""
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
-
-Wrapped = Callable[..., Any]
 
 
 def versions_of(trainer: Any) -> list[Any]:

@@ -18,7 +18,7 @@ import functools
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 from weakref import WeakSet
@@ -29,6 +29,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
+
+from azureml_elastic.train.integrations.nested import map_tensors, rebuilt, tensors_of
 
 __all__ = ["HollowModel", "divide_forward", "is_sharded"]
 
@@ -161,8 +163,8 @@ def divide_forward(model: nn.Module, limit: int) -> None:
     """Have the training batches of a model computed in parts, as far as its inputs and outputs have rows of samples.
 
     Args:
-        model: model, which may be in a wrapper for data parallelism.
-        limit: samples of a part.
+        model: model, which may be in a wrapper for data parallelism
+        limit: samples of a part
     """
     wrapper: Any = model
     stage = wrapper.zero_optimization_stage() if hasattr(model, "zero_optimization_stage") else None
@@ -230,43 +232,12 @@ def _in_parts(model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: 
 
 def _rows_of(inputs: Any) -> int:
     """Return the length of the first tensor among the inputs, 0 if there is none."""
-    return next((len(each) for each in _tensors(inputs) if each.dim()), 0)
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
+    return next((len(each) for each in tensors_of(inputs) if each.dim()), 0)
 
 
 def _cut(value: Any, start: int, stop: int, count: int) -> Any:
     """Return the rows of a part, of all tensors that have one for each sample."""
-    if isinstance(value, torch.Tensor):
-        return value[start:stop] if value.dim() and len(value) == count else value
-    if isinstance(value, Mapping):
-        cut = {key: _cut(each, start, stop, count) for key, each in value.items()}
-        return cut if type(value) is dict else _like(value, cut)
-    if isinstance(value, (list, tuple)):
-        cut_items = [_cut(each, start, stop, count) for each in value]
-        return _sequence_like(value, cut_items)
-    return value
-
-
-def _like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return a mapping of the same class, such as a tokenizer's ``BatchEncoding`` or a model's output."""
-    try:
-        return type(value)(items)  # type: ignore[call-arg]
-    except TypeError:
-        return type(value)(**items)
-
-
-def _sequence_like(value: Sequence[Any], items: list[Any]) -> Any:
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # type: ignore[call-arg]
+    return map_tensors(lambda each: each[start:stop] if each.dim() and len(each) == count else each, value)
 
 
 def _count_labels(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int) -> int:
@@ -285,7 +256,7 @@ def _count_labels(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
 
 def _without_caches(output: Any) -> Any:
     if isinstance(output, Mapping) and any(name in output for name in _CACHES):
-        return _like(output, {key: value for key, value in output.items() if key not in _CACHES})
+        return rebuilt(output, {key: value for key, value in output.items() if key not in _CACHES})
     return output
 
 
@@ -294,9 +265,9 @@ def _joined(parts: list[Any], sizes: list[int], weights: list[int]) -> Any:
     if isinstance(first, torch.Tensor):
         return _joined_tensors(parts, sizes, weights)
     if isinstance(first, Mapping):
-        return _like(first, {key: _joined([part[key] for part in parts], sizes, weights) for key in first})
+        return rebuilt(first, {key: _joined([part[key] for part in parts], sizes, weights) for key in first})
     if isinstance(first, (list, tuple)):
-        return _sequence_like(first, [_joined(list(each), sizes, weights) for each in zip(*parts, strict=True)])
+        return rebuilt(first, [_joined(list(each), sizes, weights) for each in zip(*parts, strict=True)])
     try:
         same = all(each is first or bool(each == first) for each in parts)
     except (TypeError, ValueError, RuntimeError):

@@ -29,7 +29,6 @@ from azureml_elastic.train.data.sampling import Cursor
 from azureml_elastic.train.integrations.script_loop import state_folders
 from azureml_elastic.train.integrations.script_loop.collective_results import CollectiveResults
 from azureml_elastic.train.integrations.script_loop.divided_forward import divide_forward
-from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
 from azureml_elastic.train.integrations.script_loop.repeated_steps import (
     FirstForward,
     Progress,
@@ -42,7 +41,7 @@ from azureml_elastic.train.integrations.script_loop.state_folders import Place
 from azureml_elastic.train.integrations.script_loop.step_updates import StepUpdates
 from azureml_elastic.train.session.stack_session import StackSession
 
-__all__ = ["ScriptLoop"]
+__all__ = ["EpochLoader", "ScriptLoop"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -545,3 +544,32 @@ class ScriptLoop(ABC):
             )
         self._reload = load
         return load()
+
+
+class EpochLoader:
+    """What a script iterates over in place of its loader: this rank's batches of an epoch that are not trained yet.
+
+    Its length is that of a whole epoch at the reference world size: scripts compute numbers of optimizer steps by it.
+    """
+
+    _is_accelerate_prepared = True  # accelerate leaves such a loader as it is where a script prepares it once more
+
+    def __init__(self, loader: Any, loop: ScriptLoop) -> None:
+        self._loader = loader
+        self._loop = loop
+
+    def __len__(self) -> int:
+        """Return the number of batches of a whole epoch at the reference world size."""
+        return self._loop.batches_per_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the micro-batches of the rest of the epoch."""
+        return self._loop.batches()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the script's loader."""
+        return getattr(self.__dict__["_loader"], name)  # not by self._loader, which a copy does not have at first
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the epoch of the next iteration."""
+        self._loop.expect(epoch)

@@ -7,12 +7,11 @@ computed in this process. A model that is sharded cannot compute that batch on o
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from azureml_elastic.plurals import counted
+from azureml_elastic.train.integrations.nested import map_tensors, tensors_of
 from azureml_elastic.train.integrations.script_loop.divided_forward import HollowModel, is_sharded
 from azureml_elastic.train.session.stack_session import StackSession
 
@@ -267,7 +267,10 @@ class RepeatedModels:
         compute = self._compute_alone if is_sharded(model) else self._compute
         if not self.certain:
             return _answered(compute(model, args, kwargs), self._loss if model.training else None)
-        key = (id(model), *_shapes((args, kwargs)))  # a step may call a model with several batches
+        key = (
+            id(model),
+            *(each.shape for each in tensors_of((args, kwargs))),
+        )  # a step may call a model with several batches
         found = self._outputs.get(key)
         if found is None:
             found = compute(model, args, kwargs)
@@ -311,20 +314,12 @@ class _Answer(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute with plain tensors, and take a single number for the loss."""
-        loss = _loss_of((args, kwargs or {}))
+        found = (each.loss for each in tensors_of((args, kwargs or {})) if isinstance(each, _Answer))
+        loss = next((each for each in found if each is not None), None)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # noqa: SLF001 - the documented way
             result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         return result if name in ("__get__", "__set__", "__repr__", "__format__") else _answered(result, loss)
-
-
-def _shapes(inputs: Any) -> Iterator[torch.Size]:
-    """Yield the shapes of all tensors in a model's inputs."""
-    if isinstance(inputs, torch.Tensor):
-        yield inputs.shape
-    elif isinstance(inputs, (Mapping, list, tuple)):
-        for each in inputs.values() if isinstance(inputs, Mapping) else inputs:
-            yield from _shapes(each)
 
 
 def own_loss(output: Any) -> torch.Tensor | None:
@@ -342,32 +337,17 @@ def _is_number(value: torch.Tensor) -> bool:
 
 def _answered(value: Any, loss: float | None) -> Any:
     """Return a copy of a model's outputs, in which each single number is the loss."""
-    if isinstance(value, torch.Tensor):
-        if not value.is_floating_point():
-            return value.as_subclass(torch.Tensor)
-        plain = value.as_subclass(torch.Tensor).detach()
-        if _is_number(plain):
-            number = plain.clone() if loss is None else torch.full_like(plain, loss)
-            return number.requires_grad_()
-        answer = plain.as_subclass(_Answer)
-        answer.loss = loss
-        return answer
-    if isinstance(value, Mapping):
-        found = copy.copy(value)
-        for key in value:
-            found[key] = _answered(value[key], loss)  # type: ignore[index]
-        return found
-    if isinstance(value, (list, tuple)):
-        items = [_answered(each, loss) for each in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+    return map_tensors(lambda each: _answer_of(each, loss), value)
 
 
-def _loss_of(inputs: Any) -> float | None:
-    if isinstance(inputs, _Answer):
-        return inputs.loss
-    if isinstance(inputs, Mapping):
-        inputs = list(inputs.values())
-    if isinstance(inputs, (list, tuple)):
-        return next((loss for loss in map(_loss_of, inputs) if loss is not None), None)
-    return None
+def _answer_of(output: torch.Tensor, loss: float | None) -> torch.Tensor:
+    plain = output.as_subclass(torch.Tensor)
+    if not plain.is_floating_point():
+        return plain
+    plain = plain.detach()
+    if _is_number(plain):
+        number = plain.clone() if loss is None else torch.full_like(plain, loss)
+        return number.requires_grad_()
+    answer = plain.as_subclass(_Answer)
+    answer.loss = loss
+    return answer

@@ -16,16 +16,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from wrapt import wrap_function_wrapper
-
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.train.data.map_loader import WindowLoader
 from azureml_elastic.train.integrations.script_loop.state_folders import all_arrive, flush
 from azureml_elastic.train.integrations.transformers.evaluation import evaluating
 from azureml_elastic.train.integrations.transformers.training_loop import TrainingLoop, obstacle
+from azureml_elastic.train.integrations.wrapping import Wrapped, Wrappers, in_loop, wrap
 from azureml_elastic.train.session.stack_session import stack_session
 
-__all__ = ["INCOMPLETE", "attach_to_arguments", "attach_to_trainer", "attach_to_utilities", "newest", "save"]
+__all__ = ["INCOMPLETE", "WRAPPERS", "attach", "newest", "save"]
 
 INCOMPLETE = "checkpoint-is-incomplete.txt"
 
@@ -33,8 +32,6 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 _LOOP = "_azureml_elastic_loop"
 """Attribute of a trainer with the :class:`TrainingLoop` while it trains."""
-
-Wrapped = Callable[..., Any]
 
 
 def newest(folder: str) -> str | None:
@@ -73,58 +70,21 @@ def save(trainer: Any, write: Callable[[], Any]) -> Any:
     return result
 
 
-def attach_to_arguments(module: ModuleType) -> None:
-    """Attach to ``transformers.training_args``: the session opens the process group before the stack would."""
-
-    def setup_devices(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
-        session = stack_session()
-        if session is not None and not device_of(session.device).separate and not instance.deepspeed:
-            instance.use_cpu = True  # without it the ranks of a machine without a GPU train apart
-        return wrapped(*args, **kwargs)
-
-    wrap_function_wrapper(module, "TrainingArguments.__post_init__", setup_devices)
+def attach(module: ModuleType) -> None:
+    """Attach to a module of transformers."""
+    wrap(module, WRAPPERS)
 
 
-def attach_to_utilities(module: ModuleType) -> None:
-    """Attach to ``transformers.trainer_utils``: folders that are not complete are no checkpoints."""
-    wrap_function_wrapper(
-        module,
-        "get_last_checkpoint",
-        lambda wrapped, instance, args, kwargs: newest(*args, **kwargs),
-    )
+def _loop_of(trainer: Any) -> TrainingLoop | None:
+    return getattr(trainer, _LOOP, None)
 
 
-def attach_to_trainer(module: ModuleType) -> None:
-    """Attach to ``transformers.trainer``."""
-    wrap = functools.partial(wrap_function_wrapper, module)
-    wrap("Trainer.train", _train)
-    wrap("Trainer.evaluation_loop", _evaluation_loop)
-    wrap("Trainer.create_accelerator_and_postprocess", _create_accelerator)
-    wrap("skip_first_batches", _skip_first_batches)
-    wrap("deepspeed_load_checkpoint", _load_engine)
-    wrap("Trainer._save_checkpoint", _save_checkpoint)
-    for name in (
-        "get_train_dataloader",
-        "get_total_train_batch_size",
-        "training_step",
-        "set_initial_training_values",
-        "_get_num_items_in_batch",
-        "_maybe_log_save_evaluate",
-        "_determine_best_metric",
-    ):
-        wrap(f"Trainer.{name}", _during_training(name.lstrip("_")))
-    for name in ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state"):
-        wrap(f"Trainer.{name}", _during_training("load"))
-
-
-def _during_training(name: str) -> Callable[..., Any]:
-    """Return a wrapper that calls a method of the training loop while there is one."""
-
-    def wrapper(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
-        loop = getattr(instance, _LOOP, None)
-        return wrapped(*args, **kwargs) if loop is None else getattr(loop, name)(wrapped, *args, **kwargs)
-
-    return wrapper
+def _begin(wrapped: Wrapped, arguments: Any, args: Any, kwargs: Any) -> Any:
+    """Have the session open the process group before the stack would."""
+    session = stack_session()
+    if session is not None and not device_of(session.device).separate and not arguments.deepspeed:
+        arguments.use_cpu = True  # without it the ranks of a machine without a GPU train apart
+    return wrapped(*args, **kwargs)
 
 
 def _train(wrapped: Wrapped, trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -168,3 +128,36 @@ def _save_checkpoint(wrapped: Wrapped, trainer: Any, args: Any, kwargs: Any) -> 
     if stack_session() is None:
         return wrapped(*args, **kwargs)
     return save(trainer, functools.partial(wrapped, *args, **kwargs))
+
+
+WRAPPERS: Wrappers = {
+    # It makes the arguments' device, and with it the process group.
+    "transformers.training_args": {"TrainingArguments.__post_init__": _begin},
+    "transformers.trainer_utils": {
+        "get_last_checkpoint": lambda wrapped, instance, args, kwargs: newest(*args, **kwargs),
+    },
+    "transformers.trainer": {
+        "Trainer.train": _train,
+        "Trainer.evaluation_loop": _evaluation_loop,
+        "Trainer.create_accelerator_and_postprocess": _create_accelerator,
+        "Trainer._save_checkpoint": _save_checkpoint,
+        "skip_first_batches": _skip_first_batches,
+        "deepspeed_load_checkpoint": _load_engine,
+        **{
+            f"Trainer.{name}": in_loop(name.lstrip("_"), _loop_of)
+            for name in (
+                "get_train_dataloader",
+                "get_total_train_batch_size",
+                "training_step",
+                "set_initial_training_values",
+                "_get_num_items_in_batch",
+                "_maybe_log_save_evaluate",
+                "_determine_best_metric",
+            )
+        },
+        **{
+            f"Trainer.{name}": in_loop("load", _loop_of)
+            for name in ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state")
+        },
+    },
+}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from azureml_elastic.train.data.map_loader import loader_options
+from azureml_elastic.train.integrations.nested import map_tensors
 
 __all__ = ["EvaluationLoader", "evaluating"]
 
@@ -30,12 +31,7 @@ _warned: set[str] = set()
 
 @contextmanager
 def evaluating(trainer: Any, prepared: Any) -> Iterator[Any]:
-    """Have an evaluation loop count each sample once; yield the loader to evaluate with.
-
-    Args:
-        trainer: trainer that evaluates
-        prepared: loader that accelerate has prepared
-    """
+    """Have an evaluation loop count each sample once; yield what it is to use in place of accelerate's loader."""
     arguments = trainer.args
     across, gather = arguments.average_tokens_across_devices, trainer.gather_function
     arguments.average_tokens_across_devices = False  # a batch's loss is the mean over its own labels
@@ -83,10 +79,6 @@ class EvaluationLoader:
 
     A rank that has none in the last round takes the first one again, and its results are dropped.
 
-    Args:
-        prepared: loader of accelerate
-        accelerator: accelerator that has prepared it
-
     Attributes:
         end_of_dataloader: whether the last batch was yielded
         remainder: number that accelerate would truncate by; it is not used
@@ -126,14 +118,7 @@ class EvaluationLoader:
 
     def gather(self, data: Any) -> Any:
         """Return the rows of all ranks' samples of the current round, in the order of the data. A collective."""
-        if isinstance(data, torch.Tensor):
-            return self._gathered(data)
-        if isinstance(data, Mapping):
-            return type(data)({name: self.gather(value) for name, value in data.items()})  # type: ignore[call-arg]
-        if isinstance(data, list | tuple):
-            values = [self.gather(value) for value in data]
-            return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
-        return data
+        return map_tensors(self._gathered, data)
 
     def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim == 0:

@@ -7,12 +7,13 @@ scheduler and random generators are restored by the session.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data.map_loader import WindowLoader, loader_options
 from azureml_elastic.train.integrations.accelerate import training_data
 from azureml_elastic.train.integrations.transformers.progress import LabelCount, Progress, Stage, count_labels
+from azureml_elastic.train.integrations.wrapping import Wrapped
 from azureml_elastic.train.session.stack_session import StackSession
 
 __all__ = ["TrainingLoop", "obstacle"]
@@ -34,7 +36,9 @@ _IGNORED_LABEL = -100
 _PROGRESS = "trainer"
 _STATE_FOLDER = "trainer-state-"
 
-Wrapped = Callable[..., Any]
+_EVENTS = ("on_train_begin", "on_epoch_begin", "on_optimizer_step", "on_step_end", "on_epoch_end", "on_log")
+"""Methods of the handler that calls all callbacks. A callback could not be the first one and the last one, and the
+trainer appends those whose state it restores."""
 
 
 def obstacle(session: StackSession, trainer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
@@ -68,9 +72,10 @@ def obstacle(session: StackSession, trainer: Any, args: tuple[Any, ...], kwargs:
 
 
 class TrainingLoop:
-    """The integration's part in a training, and a callback of the trainer.
+    """The integration's part in a training.
 
-    The methods that take ``wrapped`` are called in place of the trainer's.
+    The methods that take ``wrapped`` are called in place of the trainer's, and those of :data:`_EVENTS` in place of its
+    calls of all callbacks with an event.
     """
 
     def __init__(self, session: StackSession, trainer: Any) -> None:
@@ -90,12 +95,7 @@ class TrainingLoop:
         self._last_factor: float | torch.Tensor = 1.0
         self._step_loss = torch.tensor(0.0)
         self._folder = ""
-
-    def __getattr__(self, name: str) -> Any:
-        """Return a method that does nothing for each event that this callback does not need."""
-        if name.startswith("on_"):
-            return lambda *_, **__: None
-        raise AttributeError(name)
+        self._skipped: set[str] = set()  # events that are not for the callbacks when they come next
 
     def train(self, wrapped: Wrapped, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train from the state of the run, if it has one."""
@@ -113,9 +113,9 @@ class TrainingLoop:
         trainer.accelerator.backward = self._backward_of(backward)
         trainer.accelerator.clip_grad_norm_ = self._recorded_clip(clip)
         _remove_checkpoints_on_signals(trainer)
-        first = _FirstCallback(self._complete_step)
-        trainer.callback_handler.callbacks.insert(0, first)
-        trainer.add_callback(self)
+        handler = trainer.callback_handler
+        for event in _EVENTS:
+            setattr(handler, event, functools.partial(getattr(self, event), getattr(handler, event)))
         try:
             with tempfile.TemporaryDirectory(prefix=_STATE_FOLDER) as folder:
                 if found:
@@ -127,8 +127,8 @@ class TrainingLoop:
                     resume_from_checkpoint = folder
                 return wrapped(resume_from_checkpoint, *args, **kwargs)
         finally:
-            trainer.remove_callback(self)
-            trainer.remove_callback(first)
+            for event in _EVENTS:
+                delattr(handler, event)
             trainer.accelerator.backward, trainer.accelerator.clip_grad_norm_ = backward, clip
             for name, value in before.items():
                 setattr(arguments, name, value)
@@ -265,12 +265,10 @@ class TrainingLoop:
                 return (min(values[0], steps // values[1]), *values[1:])
         return values
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+    def on_train_begin(self, wrapped: Wrapped, args: Any, state: Any, control: Any) -> Any:
         """Restore the state of the run, and do what followed its last step and was interrupted."""
         trainer, session, progress = self._trainer, self._session, self._progress
-        handler = trainer.callback_handler
-        # Callbacks whose state was restored are behind this one; a list of its own, as this one is being read.
-        handler.callbacks = [*(each for each in handler.callbacks if each is not self), self]
+        trainer.control = wrapped(args, state, control)
         objects = {"model": trainer.model_wrapped, "optimizer": trainer.optimizer, _PROGRESS: progress}
         if trainer.lr_scheduler is not None:
             objects["scheduler"] = trainer.lr_scheduler
@@ -291,10 +289,9 @@ class TrainingLoop:
             ended = state.global_step >= state.max_steps or trainer.control.should_training_stop
             self._over = ended and progress.stage is Stage.EPOCH
             if self._over:
-                self._skip_event("on_epoch_begin")
-                self._skip_event("on_epoch_end")
+                self._skipped |= {"on_epoch_begin", "on_epoch_end"}
             elif self._loader is not None and session.place[1]:
-                self._skip_event("on_epoch_begin")  # the former process has begun the epoch
+                self._skipped.add("on_epoch_begin")  # the former process has begun the epoch
             if ended:
                 trainer._total_loss_scalar += self._carried  # noqa: SLF001 - no further step adds it
                 self._carried = 0.0
@@ -328,40 +325,43 @@ class TrainingLoop:
                 session.end_epoch()
         trainer.control.should_training_stop |= restored["flags"]["should_training_stop"]
 
-    def _skip_event(self, name: str) -> None:
-        """Have the trainer not call its callbacks with an event, once."""
-        handler = self._trainer.callback_handler
+    def on_epoch_begin(self, wrapped: Wrapped, args: Any, state: Any, control: Any) -> Any:
+        """Begin an epoch, once in the run."""
+        return control if self._skips("on_epoch_begin") else wrapped(args, state, control)
 
-        def skip(args: Any, state: Any, control: Any) -> Any:
-            delattr(handler, name)
-            return control
+    def _skips(self, event: str) -> bool:
+        skips = event in self._skipped
+        self._skipped.discard(event)  # it is left out once
+        return skips
 
-        setattr(handler, name, skip)
-
-    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+    def on_optimizer_step(self, wrapped: Wrapped, args: Any, state: Any, control: Any) -> Any:
         """Note the learning rate of the step, before the scheduler's."""
+        control = wrapped(args, state, control)
         self._progress.line["learning_rate"] = self._trainer._get_learning_rate()  # noqa: SLF001
+        return control
 
-    def _complete_step(self) -> None:
-        """Complete a step, before the callbacks of others: they may lose a peer."""
+    def on_step_end(self, wrapped: Wrapped, args: Any, state: Any, control: Any) -> Any:
+        """Complete a step before the callbacks, which may lose a peer; then note that they have run on all ranks."""
         if not self._continuing:
             self._progress.capture(Stage.STEP)
             self._session.complete_step(changes_state=False)
+        return self._advance(Stage.CALLBACKS, wrapped(args, state, control))
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Note that the callbacks have run on all ranks: most print on rank 0 alone."""
-        self._advance(Stage.CALLBACKS, control)
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_epoch_end(self, wrapped: Wrapped, args: Any, state: Any, control: Any) -> Any:
         """Note that the code which follows belongs to the epoch."""
+        if self._skips("on_epoch_end"):
+            return control
+        control = wrapped(args, state, control)
         self._stage_after = Stage.EPOCH
-        self._advance(Stage.EPOCH_CALLBACKS, control)
+        return self._advance(Stage.EPOCH_CALLBACKS, control)
 
-    def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_log(self, wrapped: Wrapped, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> Any:
         """Note that the step is logged; evaluations and scripts log by the same event."""
+        control = wrapped(args, state, control, logs, **kwargs)
         if self._log_due:
             self._log_due, self._progress.unlogged = False, 0.0
             self._advance(self._progress.stage, control)
+        return control
 
     def determine_best_metric(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
         """Note that an evaluation is complete, and so are the steps of a scheduler that follows its results."""
@@ -372,12 +372,15 @@ class TrainingLoop:
             self._advance(self._progress.stage, control)
         return result
 
-    def _advance(self, stage: Stage, control: Any) -> None:
+    def _advance(self, stage: Stage, control: Any) -> Any:
         """Note that all ranks have got as far as a stage, or within it as the trainer's state and control say."""
         self._trainer.control = control  # a callback may have made another one
+        # Most callbacks do something on rank 0 alone. Were another rank to go on before, and rank 0 lost within them,
+        # the next process would leave out the rest.
         self._session.all_have_arrived()
         self._progress.capture(stage)
         self._session.advance_pending(changes_state=bool(control.should_evaluate or control.should_save))
+        return control
 
     def maybe_log_save_evaluate(self, wrapped: Wrapped, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Log, evaluate and save if the step or epoch is due to, then end it."""
@@ -419,23 +422,6 @@ class TrainingLoop:
             learning_rate=line.get("learning_rate"),
         )
         self._carried = float(loss)  # what is not logged is added to the losses of the steps that follow
-
-
-class _FirstCallback:
-    """A callback of the trainer that knows one event, before all others do."""
-
-    def __init__(self, act: Callable[[], None]) -> None:
-        self._act = act
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Note the end of a step."""
-        self._act()
-
-    def __getattr__(self, name: str) -> Any:
-        """Return a method that does nothing for each other event."""
-        if name.startswith("on_"):
-            return lambda *_, **__: None
-        raise AttributeError(name)
 
 
 def _without_labels(batch: Any) -> Any:
