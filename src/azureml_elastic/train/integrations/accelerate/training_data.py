@@ -75,6 +75,7 @@ def fit_to_round(session: StackSession, config: Any) -> None:
             )
     if (config.dp_replicate_size, config.dp_shard_size) != (replicas, shards) and session.is_main:
         _LOG.info("ParallelismConfig has %d replicas of %d shards in this round.", replicas, shards)
+    # It also keeps a table of the sizes, of which it makes the mesh.
     config._set_size("dp_replicate", replicas)  # noqa: SLF001
     config._set_size("dp_shard", shards)  # noqa: SLF001
 
@@ -144,7 +145,7 @@ class TrainingData:
         if self.loop is not None and self.loop.has_batch:
             return
         active = accelerator.gradient_state.active_dataloader
-        key = self if active is None else active
+        key = self if active is None else active  # batches of no prepared loader are warned of once
         reason = self._left.get(key, self._obstacle or "no prepared loader has yielded it")
         self._left[key] = _WARNED
         if reason == _WARNED or not session.is_main:

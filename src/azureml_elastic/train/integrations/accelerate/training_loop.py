@@ -73,6 +73,7 @@ class TrainingLoop(ScriptLoop):
         self._accumulated = False  # gradients of the current step
         self._weighed = False  # the loss to come, by the script
         self._in_call = False
+        # accelerate's wrapper of an engine steps within backward(), and that of its optimizer never does.
         self._steps_in_backward = accelerator.distributed_type.value == "DEEPSPEED"
 
     def _objects(self) -> Mapping[str, Any]:
@@ -168,6 +169,8 @@ class TrainingLoop(ScriptLoop):
             return None
         if self._micro is None:
             return wrapped(*args, **kwargs)
+        # accelerate clears gradients at a step's last batch alone. A loop that clears them before each forward pass
+        # would keep those of the step before, and then drop what this one has accumulated.
         if self._accumulated:
             return None
         self._mark(last=True)
@@ -184,7 +187,7 @@ class TrainingLoop(ScriptLoop):
             return wrapped(*args, **kwargs)
         if any(optimizer.step_was_skipped for optimizer in scheduler.optimizers):
             return None
-        inner = scheduler.scheduler
+        inner = scheduler.scheduler  # from here as AcceleratedScheduler.step, which takes the present number of ranks
         for _ in range(self._scheduler_steps):
             if not hasattr(inner, "total_steps") or inner._step_count <= inner.total_steps:  # noqa: SLF001
                 inner.step(*args, **kwargs)
@@ -228,7 +231,7 @@ class TrainingLoop(ScriptLoop):
             result = call()
         finally:
             self._in_call = False
-        self._results.stands_at = None
+        self._results.stands_at = None  # not where the call has failed
         return result
 
     def gather(self, wrapped: Wrapped, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -248,6 +251,7 @@ class TrainingLoop(ScriptLoop):
             value: value of this rank
             unknown: makes the result of equal values on all ranks, where it is not known
         """
+        # Those of evaluations are not answered: a script computes them again, and may not have as many.
         noted = not (self._in_call or self._evaluates)
 
         def call_and_note() -> Any:

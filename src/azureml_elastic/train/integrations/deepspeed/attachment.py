@@ -45,7 +45,7 @@ it, and the stack's integration divides the data."""
 _loops: list[TrainingLoop] = []
 
 _own_calls: list[bool] = []
-"""Whether the script calls DeepSpeed by itself: not empty."""
+"""Not empty once the script has called DeepSpeed by itself: a script of another stack keeps its loaders' lengths."""
 
 
 def attach(module: ModuleType) -> None:
@@ -107,6 +107,7 @@ def _initialize(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
     known = batch_sizes(config, session.reference_world_size)
     if known is not None:
         given["config"] = for_engine(config, known, session.reference_world_size)
+    # DeepSpeed makes a loader of the data within this call, before the engine has a loop that would replace it.
     dataset, given["training_data"] = given["training_data"], None
     engine, optimizer, loader, scheduler = wrapped(*call.args, **call.kwargs)
     if known is not None:
@@ -136,7 +137,7 @@ def _take_config(given: dict[str, Any]) -> dict[str, Any]:
         found = getattr(arguments, name, None)
         if found is not None and config is None:
             config = found
-            arguments = given["args"] = copy.copy(arguments)
+            arguments = given["args"] = copy.copy(arguments)  # DeepSpeed refuses a second configuration beside config=
             setattr(arguments, name, None)
     if config is None:
         raise UsageError("deepspeed.initialize() has no configuration. Give config=, or the option --deepspeed_config.")

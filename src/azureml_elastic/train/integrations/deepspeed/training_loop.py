@@ -212,7 +212,7 @@ class TrainingLoop(ScriptLoop):
         return [self._engine]
 
     def _mark(self, *, last: bool) -> None:
-        self._engine.set_gradient_accumulation_boundary(last)
+        self._engine.set_gradient_accumulation_boundary(last)  # from the first call on, the engine counts no batches
 
     def _plain_batches(self) -> Iterator[Any]:
         self._plain = True
@@ -286,6 +286,7 @@ class TrainingLoop(ScriptLoop):
         if self._micro is None:
             return wrapped(loss, *args, **kwargs)
         self._note_loss(loss)
+        # The weight stands for DeepSpeed's division by its number of batches, which scripts expect of what is returned.
         wrapped(loss * self._micro.weight, *args, **{**kwargs, "scale_wrt_gas": False})
         return loss / self._accumulation if kwargs.get("scale_wrt_gas", True) else loss
 
@@ -322,7 +323,10 @@ class TrainingLoop(ScriptLoop):
         return True
 
     def _place_for(self, client_state: Mapping[str, Any]) -> Place:
-        """Return the position, after an epoch's last step in the epoch for which the script takes it."""
+        """Return the position, after an epoch's last step in the epoch for which the script takes it.
+
+        A script that saves at the end of epoch 3 with ``{"epoch": 3}`` goes on with epoch 4 by itself.
+        """
         place = self._here
         if self._micro is not None and not place.windows and client_state.get("epoch") == place.epoch - 1:
             return replace(place, epoch=place.epoch - 1, windows=self._steps_per_epoch)

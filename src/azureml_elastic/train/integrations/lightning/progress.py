@@ -90,6 +90,7 @@ def continue_with(trainer: Any, earlier: Sums) -> list[str]:
             reduce = trainer.strategy.reduce
             first = torch.as_tensor(state[_SUM], device=trainer.strategy.root_device)
             results.pop(key, None)
+            # It is logged to be made with its properties alone: its numbers are set below.
             results.log(value=first, batch_size=1, sync_dist_fn=reduce, **{name: state[name] for name in names})
             results[key].reset()
             results[key].has_reset = False
@@ -97,7 +98,8 @@ def continue_with(trainer: Any, earlier: Sums) -> list[str]:
         joined = {name: _joined(metric, key, name, earlier) for name in (_SUM, _COUNT) if hasattr(metric, name)}
         for name, value in joined.items():
             setattr(metric, name, value)
-        metric._computed, metric._update_count = None, 1  # noqa: SLF001 - as after an update
+        # As after an update: a result of before would be returned once more, and compute() warns if there was none.
+        metric._computed, metric._update_count = None, 1  # noqa: SLF001
     return unknown
 
 
@@ -149,6 +151,7 @@ def run_hooks(trainer: Any, batch: Any, record: Mapping[str, Mapping[str, float]
         record: what :func:`recorded` returned in the former process, as numbers
     """
     loop, module, connector = trainer.fit_loop.epoch_loop, trainer.lightning_module, trainer._logger_connector  # noqa: SLF001
+    # Of the package that the script has: both hold the same modules, with classes of their own.
     call = importlib.import_module(type(trainer.fit_loop).__module__.replace("loops.fit_loop", "trainer.call"))
     batch = trainer.precision_plugin.convert_input(batch)
     batch = module._on_before_batch_transfer(batch, dataloader_idx=0)  # noqa: SLF001
@@ -211,7 +214,7 @@ class Progress:
         loaded: whether a former process has trained
         stage: stage of the last capture, or of the former process
         sums: what former processes have added up in this epoch
-        record: what the hooks of the last step need, see :func:`~.replay.recorded`
+        record: what the hooks of the last step need, see :func:`recorded`
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -236,6 +239,7 @@ class Progress:
                 each.state_key: {name: getattr(each, name) for name in _UNSAVED if hasattr(each, name)}
                 for each in trainer.checkpoint_callbacks
             },
+            # Schedulers and callbacks that follow a metric read the one that was logged last.
             "metrics": {name: dict(getattr(trainer._logger_connector, name)) for name in _METRICS},  # noqa: SLF001
             "sums": {} if stage is Stage.EPOCH else added_up(trainer, self.sums),
             "ranks": trainer.world_size,
@@ -282,6 +286,7 @@ class Progress:
         fit_loop, batches = self._trainer.fit_loop, loops[_BATCHES]
         for kind in ("total", "current"):
             counts = batches[kind]
+            # In the stage STEP the batch is trained, and not yet counted as completed.
             done = {name: counts["ready"] if self.stage is Stage.STEP else count for name, count in counts.items()}
             batches[kind] = {name: count // micro_batches * self.micro_batches for name, count in done.items()}
         fit_loop.load_state_dict(loops)

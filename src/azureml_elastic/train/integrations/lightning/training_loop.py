@@ -27,6 +27,7 @@ _VERSIONS = {"TensorBoardLogger": "_version", "CSVLogger": "_version", "MLFlowLo
 """Attribute with the version or the run, by class; other loggers take theirs from the script."""
 
 _EMPTY_CHECK = "_ModelCheckpoint__warn_if_dir_not_empty"
+"""Method of ``ModelCheckpoint`` that warns of files in its folder; in a run they are its own."""
 
 _continued: dict[str, int] = {}
 """Number of steps that are logged in a folder."""
@@ -159,6 +160,7 @@ class TrainingLoop:
             trainer._checkpoint_connector._loaded_checkpoint = {}  # noqa: SLF001 - read before this call
             trainer.num_sanity_val_steps = 0  # they were run when the training began
         versions = versions_of(trainer) if self._session.is_main else None
+        # Rank 0's: each rank would find another free version as soon as one of them has made its folder.
         self._progress.versions = self._session.from_main(versions)
         set_versions(trainer, self._progress.versions)
         try:
@@ -206,6 +208,8 @@ class TrainingLoop:
         """Weigh a micro-batch's loss so that the mean over the ranks is the mean over the samples."""
         self._session.observe(loss)
         if self._loader is not None:
+            # The last one yielded is the current one: Lightning fetches nothing ahead of a loader that has a length. It
+            # has divided the loss by the batches of a step.
             loss = loss * (self._loader.untrained[-1].weight * self._loader.micro_batches)
         return wrapped(loss, *args, **kwargs)
 
@@ -216,7 +220,7 @@ class TrainingLoop:
         trainer, session = self._trainer, self._session
         loaded = wrapped()
         if self._loader is None:
-            trainer.fit_loop.setup_data()
+            trainer.fit_loop.setup_data()  # else Lightning's run() makes the loader, after its position was restored
         objects = {"model": trainer.strategy.model, PROGRESS: self._progress}
         for index, optimizer in enumerate(trainer.strategy.optimizers):
             objects[f"optimizer_{index}" if index else "optimizer"] = optimizer
@@ -236,6 +240,7 @@ class TrainingLoop:
             session.advance_pending(changes_state=True)
         elif self._loader is not None and session.epoch_ending:
             session.end_epoch()
+        # Not before: when it begins to run, Lightning adds the model's callbacks, and moves those that save to the end.
         trainer.callbacks.insert(0, _AfterBatch(self._complete))
         return loaded
 
@@ -245,6 +250,7 @@ class TrainingLoop:
         fit_loop.setup_data()
         if not self._progress.loaded or not fit_loop.skip:
             return wrapped()
+        # Lightning leaves out a loop that is done, with all that follows its last step. As _FitLoop.run has it:
         fit_loop.reset()
         fit_loop.on_run_start()
         if self._progress.stage is not Stage.EPOCH:
@@ -267,6 +273,7 @@ class TrainingLoop:
             return
         self._completed = True
         due = epoch_loop._should_check_val_fx(self._trainer.fit_loop._data_fetcher)  # noqa: SLF001
+        # A validation may change the model's state, by its hooks or by a scheduler; so may the end of an epoch.
         self._changes_state = bool(due or epoch_loop.batch_progress.is_last_batch)
         self._progress.record = progress.recorded(self._trainer, outputs)
         self._progress.capture(Stage.STEP)
@@ -278,6 +285,7 @@ class TrainingLoop:
         if self._pending is None:
             return
         epoch_loop = self._trainer.fit_loop.epoch_loop
+        # As advance() does before it trains: a loop that restarts would go on within its last validation.
         epoch_loop.val_loop.restarting = False
         if self._pending is Stage.STEP and self._loader is not None:
             progress.run_hooks(self._trainer, self._loader.repeat(), progress.numbers(self._progress.record))

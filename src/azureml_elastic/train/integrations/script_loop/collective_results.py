@@ -35,7 +35,7 @@ class CollectiveResults:
     """The results of the collectives in the batches of each epoch, as a tracked object.
 
     They are ordered by epoch, batch and call. Batches are trained in this order, and again from one that has not
-    counted.
+    counted. Flat columns hold them, as a training may have millions, which are in each capture of its state.
 
     Attributes:
         stands_at: number of the call that the script's code of the last step has come to, of those that wait for other
@@ -69,7 +69,7 @@ class CollectiveResults:
     def note(self, result: torch.Tensor) -> None:
         """Add the result of a call in the current batch."""
         kept = result.numel() <= LARGEST and result.dim() <= 1 and result.dtype in _DTYPES
-        self._new.append((self._batch, result.detach().clone() if kept else None))
+        self._new.append((self._batch, result.detach().clone() if kept else None))  # the script may change it in place
         if len(self._new) >= _UNREAD:
             self._read()
 

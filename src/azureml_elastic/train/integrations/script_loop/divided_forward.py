@@ -103,6 +103,7 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 def _hollow(model: nn.Module, dtype: torch.dtype | None, device: torch.device) -> nn.Module:
     """Return a copy of a model whose weights are expanded zeros, and whose buffers are its own."""
+    # Not copy.deepcopy: it would copy the shards, and the state and hooks of FSDP2, which gather by it.
     modules = list(model.modules())
     copies: dict[int, Any] = {id(module): object.__new__(_plain_class(module)) for module in modules}
     copies.update((id(parameter), _zeros(parameter, dtype, device)) for parameter in model.parameters())
@@ -138,7 +139,7 @@ def _copied(value: Any, copies: Mapping[int, Any]) -> Any:
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that a module had before it was sharded."""
-    kind = type(module)
+    kind = type(module)  # fully_shard() gives a module a new class, of FSDPModule and its own
     while any(base.__name__ == _SHARDED for base in kind.__bases__):
         kind = next(base for base in kind.__bases__ if base.__name__ != _SHARDED)
     return kind
@@ -216,10 +217,12 @@ def _warn(model: nn.Module, reason: str) -> None:
 
 def _in_parts(model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, count: int, limit: int) -> Any:
     number = -(-count // limit)
-    edges = [count * index // number for index in range(number + 1)]
+    edges = [count * index // number for index in range(number + 1)]  # of nearly equal parts
     outputs, weights, sizes = [], [], []
     for start, stop in itertools.pairwise(edges):
         part, named = (_cut(each, start, stop, count) for each in (args, kwargs))
+        # The reentrant kind takes no named arguments, and runs a backward pass of its own for each part, in which data
+        # parallelism would reduce each parameter once more.
         result = checkpoint(forward, *part, use_reentrant=False, **named)
         outputs.append(_without_caches(result))
         weights.append(_count_labels(model, part, named, stop - start))

@@ -58,7 +58,6 @@ class _Pass:
         epoch: epoch of its batches, if it trains
         window: first step of the epoch that the script counts in it
         behind: steps that it counts and that are trained already
-        trains: whether the script has trained one of its batches
         yielded: batches that the script has taken before those that it trains for the first time
     """
 
@@ -70,11 +69,7 @@ class _Pass:
 
 
 class _Superseded(Exception):
-    """The script continues with a pass after it has begun another.
-
-    Args:
-        cursor: position of the rest
-    """
+    """The script continues with a pass after it has begun another; its rest is behind this position."""
 
     def __init__(self, cursor: Cursor) -> None:
         super().__init__()
@@ -110,8 +105,6 @@ class ScriptLoop(ABC):
         self._has_trained = False  # whether the script has trained a batch, or repeated that
         self._training_mode: bool | None = None  # whether its models were in training mode then
         self._next_epoch = 0
-        self._found: Mapping[str, Any] | None = None
-        self._searched = False
         self._place: Place | None = None  # of the folder that the script has loaded
         self._reload: Callable[[], Any] | None = None
         self._first_window = 0
@@ -220,7 +213,7 @@ class ScriptLoop(ABC):
         self._micro = self._opened = None
         self._finishing = False
         self._windows.end_pass(trained=current.trains)
-        self._mark(last=True)
+        self._mark(last=True)  # what the script trains between passes is not accumulated
 
     def _before_training(self, current: _Pass) -> Iterator[Any]:
         """Yield batches of the next epoch until a model computes one with gradients.
@@ -267,6 +260,8 @@ class ScriptLoop(ABC):
     def _enter(self, current: _Pass) -> None:
         """Take the position of a pass that may train."""
         session = self._session
+        # A script that has trained leaves an epoch whenever it begins the next. One that has not yet, after a restart,
+        # may believe to be further than the state: then the rest of the earlier epochs comes first.
         while session.epoch < current.epoch and (self._has_trained or session.epoch_ending):
             session.end_epoch()
         current.window = self._first_window
@@ -290,6 +285,8 @@ class ScriptLoop(ABC):
             self._begin_repeating(current)
         assert self._repeated_models is not None
         cursor = self._windows.cursor_at(current.epoch, current.window)
+        # A script that only looks at its data gets the batches that are there. Once it trains, their content is of no
+        # use any more, and the same small one spares it the loading of an epoch.
         real = itertools.islice(self._windows.batches_from(cursor), current.yielded, None)
         for micro, batch in () if current.trains else real:
             current.yielded += 1
@@ -311,6 +308,8 @@ class ScriptLoop(ABC):
         if self._repetition is not None:
             self._repetition.begin(self._history.steps_from(current.epoch) - current.window)
         self._repeated_models = self._repeated_models or RepeatedModels(self._models())
+        # Before the models answer: the session captures their state and the script's random generators, which the
+        # script's own code goes on to use, and gives them back at the end.
         self._session.begin_repeated_steps()
         self._repeated_models.begin()
 
@@ -422,13 +421,13 @@ class ScriptLoop(ABC):
         self._session.adopt(self._tracked())
         if self._first_forward is not None:
             self._first_forward.end()
-        if self._windows.largest > self._batch_size:
+        if self._windows.largest > self._batch_size:  # with fewer ranks than the script's batch size is meant for
             for model in self._models():
                 divide_forward(model, self._batch_size)
         if self._reload is None:
             return
         place, load = self._place, self._reload
-        if self._found is not None:
+        if self._session.find(_PROGRESS) is not None:
             load()  # the folder has more steps than the state that the session has restored
         if place is not None:
             self._session.begin_at(place.steps, place.epoch, place.windows)
@@ -491,6 +490,7 @@ class ScriptLoop(ABC):
             return
         if not self._stepped:
             self._warn(self.unstepped)
+        # Before the commit, in which the process may leave the round: its state has to have the step, too.
         self._completed, self._stepped = True, False
         self._updates.end_step()
         self._history.complete_step(self._micro.window.before.epoch)
@@ -527,14 +527,13 @@ class ScriptLoop(ABC):
         """
         if self._begun:
             return load()
-        if not self._searched:
-            self._found, self._searched = self._session.find(_PROGRESS), True
+        found = self._session.find(_PROGRESS)
         place = None if folder is None else state_folders.read(folder)
         self._place = place
         if place is not None:
             self._next_epoch, self._first_window = place.epoch, place.windows
             self._skippable = place.windows * self._accumulation
-        if self._found is not None and (place is None or place.steps <= self._found["steps"]):
+        if found is not None and (place is None or place.steps <= found["steps"]):
             return None
         if folder is not None and place is not None and not place.complete:
             aside = state_folders.set_aside(folder, is_main=self._session.is_main)

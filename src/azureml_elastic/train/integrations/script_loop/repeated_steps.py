@@ -198,6 +198,7 @@ class ReplacedCalls:
         """Replace the call of a model; return whether it was not replaced yet."""
         if id(model) in self._models:
             return False
+        # nn.Module.__call__ calls the former, where it is set, in place of hooks and forward function.
         name = "_compiled_call_impl" if is_sharded(model) else "forward"
         self._models[id(model)] = model, name
         self._before[id(model)] = model.__dict__.get(name)
@@ -255,7 +256,7 @@ class RepeatedModels:
     def end(self) -> None:
         """Return to computed outputs."""
         self._replaced.end()
-        self._hollow.clear()
+        self._hollow.clear()  # their buffers are copies, which training outdates
 
     def set_loss(self, loss: float | None) -> None:
         """Set the loss of the micro-batch that follows, ``None`` where it is not known."""
@@ -347,7 +348,7 @@ def _answer_of(output: torch.Tensor, loss: float | None) -> torch.Tensor:
     plain = plain.detach()
     if _is_number(plain):
         number = plain.clone() if loss is None else torch.full_like(plain, loss)
-        return number.requires_grad_()
+        return number.requires_grad_()  # the script calls backward() of it, or of what it computes of it
     answer = plain.as_subclass(_Answer)
     answer.loss = loss
     return answer

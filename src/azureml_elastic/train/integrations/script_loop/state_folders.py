@@ -76,7 +76,7 @@ def save(folder: Path, place: Place, write: Callable[[], Any], *, is_main: bool,
     all_arrive()
     if is_main:
         for path in folder.rglob("*"):
-            flush(path)
+            flush(path)  # a machine that ends at once must not keep the mark and lose a file that it vouches for
         _write(folder, replace(place, complete=True))
     all_arrive()  # were the others to go on and rank 0 lost before this, nobody would write the folder again
     return result
@@ -85,7 +85,7 @@ def save(folder: Path, place: Place, write: Callable[[], Any], *, is_main: bool,
 def set_aside(folder: Path, *, is_main: bool) -> Path:
     """Rename a folder that is not complete, and return its new path. A collective."""
     aside = folder.with_name(f"incomplete-{folder.name}")
-    all_arrive()  # all ranks have read it
+    all_arrive()  # all ranks have read that it is not complete
     if is_main:
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
@@ -96,13 +96,13 @@ def _make(folder: Path, place: Place) -> None:
     """Make a folder that has its position from the beginning: a script would take one without for another library's."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
-    temporary.chmod(0o777 & ~_umask())
+    temporary.chmod(0o777 & ~_umask())  # mkdtemp leaves out all other users, with whom a script may share its folders
     _write(temporary, place)
     temporary.rename(folder)
 
 
 def _umask() -> int:
-    mask = os.umask(0)
+    mask = os.umask(0)  # it can only be read by setting it
     os.umask(mask)
     return mask
 

@@ -103,6 +103,7 @@ def _evaluation_loop(wrapped: Wrapped, trainer: Any, args: tuple[Any, ...], kwar
     if stack_session() is None:
         return wrapped(*args, **kwargs)
     prepared = args[0] if args else kwargs.pop("dataloader")
+    # Of the loader that the trainer has prepared, in place of get_eval_dataloader, which subclasses override.
     with evaluating(trainer, prepared) as loader:
         return wrapped(loader, *args[1:], **kwargs)
 
@@ -114,6 +115,7 @@ def _create_accelerator(wrapped: Wrapped, trainer: Any, args: Any, kwargs: Any) 
 
 
 def _load_engine(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    # A function of the module, without the trainer: the folder's name shows what it stands for.
     if TrainingLoop.restores(args[1] if len(args) > 1 else kwargs.get("checkpoint_path")):
         return None
     return wrapped(*args, **kwargs)

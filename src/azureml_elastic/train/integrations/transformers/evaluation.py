@@ -123,9 +123,10 @@ class EvaluationLoader:
     def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim == 0:
             tensor = tensor[None]
-        if min(self._sizes) == self.batch_size:
+        if min(self._sizes) == self.batch_size:  # all but the last rounds
             return cast("torch.Tensor", self._gather(tensor.contiguous()))
         rows = len(tensor)
+        # evaluation_loop repeats the loss of a batch, which is a mean, as often as the batch size that it was given.
         loss = tensor.ndim == 1 and tensor.is_floating_point() and rows == self.batch_size
         heights = self._gather(torch.tensor([rows], device=tensor.device)).tolist()
         padding = tensor.new_zeros((max(heights) - rows, *tensor.shape[1:]))

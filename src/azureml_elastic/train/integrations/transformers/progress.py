@@ -116,7 +116,7 @@ class Progress:
         state["total_flos"] += trainer.current_flos * trainer.args.world_size  # of steps that are not logged
         self._captured = {
             "state": state,
-            "logged": len(trainer.state.log_history),
+            "logged": len(trainer.state.log_history),  # a list that only grows: no step copies it
             "flags": {name: getattr(trainer.control, name) for name in _FLAGS},
             "loss": trainer._total_loss_scalar,  # noqa: SLF001 - the mean loss of the whole training comes of it
             "unlogged": self.unlogged,

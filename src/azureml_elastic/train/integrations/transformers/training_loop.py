@@ -108,7 +108,10 @@ class TrainingLoop:
             "average_tokens_across_devices": arguments.average_tokens_across_devices,
             "eval_on_start": arguments.eval_on_start,
         }
+        # A loss that is a sum over labels is divided by those of all ranks' micro-batches, so that it does not depend
+        # on how the samples of the step are divided.
         arguments.average_tokens_across_devices = arguments.world_size > 1
+        # Of this object alone: Trainer.training_step calls it after a subclass's compute_loss and its own division.
         backward, clip = trainer.accelerator.backward, trainer.accelerator.clip_grad_norm_
         trainer.accelerator.backward = self._backward_of(backward)
         trainer.accelerator.clip_grad_norm_ = self._recorded_clip(clip)
@@ -122,6 +125,7 @@ class TrainingLoop:
                     self._resumes, self._folder = True, folder
                     arguments.restore_callback_states_from_checkpoint = True
                     arguments.eval_on_start = False  # it was run when the training began
+                    # A checkpoint of this file alone: the trainer takes its position from it, and `load` the rest.
                     text = json.dumps(found["state"])
                     Path(folder, "trainer_state.json").write_text(text, encoding="utf-8")
                     resume_from_checkpoint = folder
@@ -163,6 +167,7 @@ class TrainingLoop:
             drop_last=arguments.dataloader_drop_last,
             **loader_options(prepared),
         )
+        # By it and by the loader's length the trainer counts steps from here on; `train` sets it back.
         arguments.gradient_accumulation_steps = self._loader.micro_batches
         return self._loader
 
@@ -178,7 +183,9 @@ class TrainingLoop:
         """Count the labels of all ranks' micro-batches, without those that have no samples of their own."""
         if self._loader is None or not self._loader.untrained:  # a batch of an evaluation
             return wrapped(batches, *args, **kwargs)
-        micros = self._loader.untrained
+        micros = (
+            self._loader.untrained
+        )  # those of one step: Trainer.get_batch_samples fetches all before any is trained
         batches = [
             batch if micro.samples else _without_labels(batch) for batch, micro in zip(batches, micros, strict=True)
         ]
@@ -193,7 +200,7 @@ class TrainingLoop:
 
         The losses of a step add up to that mean on each rank: a rank that is lost leaves nothing that others lack.
         """
-        self._last_factor = 1.0
+        self._last_factor = 1.0  # of a subclass that does not call accelerator.backward
         loss = wrapped(*args, **kwargs)
         if self._loader is not None:
             loss = loss * self._last_factor
@@ -230,6 +237,7 @@ class TrainingLoop:
         """Return the factor of the loss that was computed of the current micro-batch."""
         assert self._loader is not None
         trainer, micro = self._trainer, self._loader.untrained[0]
+        # As Trainer.training_step decides whether it divides the loss by the number of micro-batches.
         own = getattr(trainer, "loss_is_scaled_for_ga", None)
         by_labels = trainer.model_accepts_loss_kwargs and self._labels is not None
         if own if own is not None else (by_labels or trainer.compute_loss_func is not None):
@@ -238,7 +246,7 @@ class TrainingLoop:
                 labels = self._labels.as_subclass(torch.Tensor)
                 return self._counts[0].to(labels.device) / labels.clamp(min=1)
             return 1.0 if micro.samples else 0.0  # a sum, divided by the labels of all ranks
-        return micro.weight * int(trainer.current_gradient_accumulation_steps)
+        return micro.weight * int(trainer.current_gradient_accumulation_steps)  # by which the trainer has divided
 
     def _backward_of(self, backward: Wrapped) -> Wrapped:
         def weighed(loss: torch.Tensor, **kwargs: Any) -> Any:
@@ -256,8 +264,11 @@ class TrainingLoop:
         return None if self._resumes and checkpoint == self._folder else wrapped(checkpoint, *args, **kwargs)
 
     def set_initial_training_values(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
-        """Return no further epochs where the training is complete, and so is what follows its last epoch."""
-        values = wrapped(*args, **kwargs)
+        """Return no further epochs where the training is complete, and so is what follows its last epoch.
+
+        The trainer begins with the epoch of its number of steps, which is one that the training's end has cut short.
+        """
+        values = wrapped(*args, **kwargs)  # epochs, steps of an epoch, ..., steps of the training
         found = self._session.find(_PROGRESS) if self._resumes else None
         if found and Stage(found["stage"]) in (Stage.EPOCH_CALLBACKS, Stage.EPOCH):
             self._epochs, steps = values[0], found["state"]["global_step"]
@@ -274,6 +285,8 @@ class TrainingLoop:
             objects["scheduler"] = trainer.lr_scheduler
         if trainer.accelerator.scaler is not None:
             objects["scaler"] = trainer.accelerator.scaler
+        # Here model, optimizer and scheduler are wrapped, and the sums are set that the former process's replace below;
+        # the trainer's next call begins an epoch. adopt() captures a state, and restores the run's if it has one.
         progress.capture(Stage.DONE)
         session.adopt(objects)
         session.expects(state.max_steps)
@@ -368,6 +381,7 @@ class TrainingLoop:
         result, control = wrapped(*args, **kwargs), self._trainer.control
         if self._in_after_step:
             if getattr(self._trainer.args.save_strategy, "value", "") == "best":
+                # As the trainer does once this has returned: it has to be in the state that is captured now.
                 control.should_save = result
             self._advance(self._progress.stage, control)
         return result
@@ -387,7 +401,7 @@ class TrainingLoop:
         if self._over:  # what a former process has begun was the end of the training, before the trainer knew it
             return None
         trainer, session = self._trainer, self._session
-        tr_loss += self._carried
+        tr_loss += self._carried  # in place: it is the tensor in which the trainer adds up the losses
         self._carried = 0.0
         unlogged = trainer.state.global_step > trainer._globalstep_last_logged  # noqa: SLF001
         self._log_due, self._in_after_step = trainer.control.should_log and unlogged, True
@@ -401,7 +415,7 @@ class TrainingLoop:
             self._progress.capture(stage)
             session.end_epoch()
         elif self._loader is not None and session.epoch_ending:
-            self._advance(stage, trainer.control)
+            self._advance(stage, trainer.control)  # the epoch's end follows, which is not another step
         else:
             self._progress.capture(stage)
             session.end_step()
