@@ -68,9 +68,8 @@ def _begin(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def _skip_first_batches(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
     loader = args[0] if args else kwargs.get("dataloader")
-    return (
-        loader if isinstance(loader, _REPLACED) else wrapped(*args, **kwargs)
-    )  # which skips what is trained by itself
+    # Those in place of the script's leave out by themselves what is trained.
+    return loader if isinstance(loader, _REPLACED) else wrapped(*args, **kwargs)
 
 
 def _begin_local_sgd(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -145,7 +144,7 @@ def _in_loop(method: str) -> Wrapped:
 WRAPPERS: Wrappers = {
     "accelerate.accelerator": {
         "Accelerator.prepare_data_loader": _prepare_data_loader,
-        # Called by accumulate(), before the batch of the step is computed: it decides by its own count of batches.
+        # accumulate() calls it before a batch is computed, to decide by its own count whether gradients are reduced.
         "Accelerator._do_sync": _do_sync,
         "Accelerator._prepare_deepspeed": _prepare_deepspeed,
         "Accelerator.backward": _backward,

@@ -490,9 +490,9 @@ class ScriptLoop(ABC):
             return
         if not self._stepped:
             self._warn(self.unstepped)
-        # Before the commit, in which the process may leave the round: its state has to have the step, too.
         self._completed, self._stepped = True, False
         self._updates.end_step()
+        # Before the commit: the history is a part of the state that it captures.
         self._history.complete_step(self._micro.window.before.epoch)
         self._session.complete_step(changes_state=self._micro.window.ends_epoch)
 

@@ -97,7 +97,7 @@ class StepHistory:
 
     def add(self, loss: torch.Tensor) -> None:
         """Add the loss of a micro-batch of the current step."""
-        self._open.append(loss.detach().float().reshape(()).clone())
+        self._open.append(loss.detach().float().reshape(()).clone())  # the script may change it in place
 
     def complete_step(self, epoch: int) -> None:
         """Count the current step."""
