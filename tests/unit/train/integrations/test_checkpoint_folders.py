@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from azureml_elastic.train.integrations.transformers import attachment
+from azureml_elastic.train.integrations.script_loop import state_folders
 from azureml_elastic.train.integrations.transformers.attachment import INCOMPLETE, newest, save
 
 
@@ -59,7 +59,7 @@ def test_a_folder_is_incomplete_until_it_is_written(tmp_path):
 
 def test_no_rank_goes_on_before_the_folder_is_complete(tmp_path, monkeypatch):
     found = []
-    monkeypatch.setattr(attachment, "all_arrive", lambda: found.append(newest(str(tmp_path))))
+    monkeypatch.setattr(state_folders, "all_arrive", lambda: found.append(newest(str(tmp_path))))
     save(trainer(tmp_path), lambda: None)
     assert found[-1] == str(tmp_path / "checkpoint-45")
 

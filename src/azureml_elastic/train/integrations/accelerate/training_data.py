@@ -54,9 +54,6 @@ def fit_to_round(session: StackSession, config: Any) -> None:
 
     A collective, where the script has replicas that are sharded.
 
-    Args:
-        config: the script's ``ParallelismConfig``, before it makes its mesh
-
     Raises:
         UsageError: the replicas of the round cannot be sharded.
     """
@@ -97,12 +94,7 @@ class TrainingData:
     def prepare(
         self, session: StackSession, accelerator: Any, loader: DataLoader[Any], prepare: Callable[[], Any]
     ) -> Any:
-        """Return what the script receives for one of its loaders.
-
-        Args:
-            loader: the script's loader
-            prepare: accelerate's own preparation
-        """
+        """Return what the script receives for one of its loaders, which accelerate would prepare by a function."""
         divided = functools.cache(prepare)  # prepared once, and only if it is used: it becomes one of accelerate's
         reason = self._obstacle or _obstacle(accelerator, loader)
         if reason is None and self._source is not None and _same_data(loader, self._source):
@@ -179,8 +171,6 @@ class SequentialLoader:
     """A loader in the data's own order: one of training data, if the script iterates over it to train.
 
     Args:
-        data: all loaders
-        accelerator: accelerator that has prepared it
         source: the script's loader, whose attributes this one has too
         divided: returns the same as accelerate divides it among the ranks
     """

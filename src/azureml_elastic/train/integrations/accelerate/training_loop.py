@@ -30,8 +30,6 @@ class TrainingLoop(ScriptLoop):
     """The integration's part in a loop. The methods that take ``wrapped`` are called in place of accelerate's.
 
     Args:
-        accelerator: the script's ``Accelerator``
-        loader: the script's loader of training data
         divided: returns the same as accelerate divides it among the ranks, for passes that train nothing
 
     Attributes:
@@ -248,7 +246,6 @@ class TrainingLoop(ScriptLoop):
         """Call a collective, or return what it has returned when the step was trained.
 
         Args:
-            value: value of this rank
             unknown: makes the result of equal values on all ranks, where it is not known
         """
         # Those of evaluations are not answered: a script computes them again, and may not have as many.

@@ -189,7 +189,6 @@ class TrainingLoop(ScriptLoop):
     """The integration's part in a loop. The methods that take ``wrapped`` are called in place of the engine's.
 
     Args:
-        engine: the script's engine
         sizes: batch sizes that the script's configuration means
     """
 

@@ -46,11 +46,9 @@ _UNSAVED = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_un
 
 
 def added_up(trainer: Any, earlier: Sums) -> Sums:
-    """Return the sums of the epoch by metric; ``torchmetrics`` objects have states of their own and are left out.
+    """Return the sums of the epoch by metric, with those of former processes.
 
-    Args:
-        trainer: trainer in an epoch
-        earlier: sums of former processes
+    Objects of ``torchmetrics`` have states of their own and are left out.
     """
     found = dict(earlier)
     for key, metric in trainer.fit_loop.epoch_loop._results.items():  # noqa: SLF001
@@ -172,7 +170,6 @@ def same_names(trainer: Any, *, repeated: bool) -> Iterator[None]:
     """Have files of ``ModelCheckpoint`` replaced that a former process may have written for the same step.
 
     Args:
-        trainer: trainer with the callbacks
         repeated: whether code is repeated; else nothing is changed
     """
     name = "_enable_version_counter"
@@ -204,9 +201,6 @@ class Stage(Enum):
 
 class Progress:
     """The progress of the loops, the states of the callbacks and the metrics, as they were at the last capture.
-
-    Args:
-        trainer: trainer that fits a model
 
     Attributes:
         micro_batches: batches of a step, by which the loops count, in this process

@@ -61,7 +61,6 @@ def continue_from(trainer: Any, state: Mapping[str, Any]) -> None:
     """Have the loggers of a new trainer continue those of the former process, and callbacks accept its files.
 
     Args:
-        trainer: trainer whose loggers have not begun to write
         state: ``versions`` of the loggers, and the number of steps that they have logged as ``lines``
     """
     for logger in set_versions(trainer, state["versions"]):
@@ -75,11 +74,7 @@ def continue_from(trainer: Any, state: Mapping[str, Any]) -> None:
 
 
 def continue_file(writer: Any) -> bool:
-    """Have a writer of a CSV file append to it after the lines of the steps that are logged; return whether it will.
-
-    Args:
-        writer: writer of a folder, about to remove the file that is there
-    """
+    """Have a writer of a CSV file append to it after the lines of the steps that are logged; return whether it will."""
     path, lines = Path(writer.metrics_file_path), _continued.get(str(writer.log_dir))
     if lines is None:
         return False

@@ -68,11 +68,7 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 class HollowModel:
-    """A copy of a sharded model without its weights, which each rank calls alone.
-
-    Args:
-        model: sharded model; nothing of it is changed
-    """
+    """A copy of a sharded model without its weights, which each rank calls alone."""
 
     def __init__(self, model: nn.Module) -> None:
         state = next(_state(module) for module in model.modules() if _is_sharded(module))
@@ -164,7 +160,6 @@ def divide_forward(model: nn.Module, limit: int) -> None:
     """Have the training batches of a model computed in parts, as far as its inputs and outputs have rows of samples.
 
     Args:
-        model: model, which may be in a wrapper for data parallelism
         limit: samples of a part
     """
     wrapper: Any = model

@@ -567,7 +567,7 @@ class EpochLoader:
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the script's loader."""
-        return getattr(self.__dict__["_loader"], name)  # not by self._loader, which a copy does not have at first
+        return getattr(self.__dict__["_loader"], name)
 
     def set_epoch(self, epoch: int) -> None:
         """Take the epoch of the next iteration."""

@@ -46,11 +46,7 @@ class Progress:
 
 
 class RepetitionLog:
-    """Tells the log how many trained steps a script counts once more, and from time to time how many are left.
-
-    Args:
-        clock: clock in seconds
-    """
+    """Tells the log how many trained steps a script counts once more, and from time to time how many are left."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -151,11 +147,7 @@ class StepHistory:
 
 
 class FirstForward:
-    """Calls a function in the first forward pass with gradients of one of some models, before it computes anything.
-
-    Args:
-        begin: function
-    """
+    """Calls a function in the first forward pass with gradients of one of some models, before it computes anything."""
 
     def __init__(self, begin: Callable[[], None]) -> None:
         self._begin = begin
@@ -230,9 +222,6 @@ class ReplacedCalls:
 
 class RepeatedModels:
     """Prepared models whose forward passes repeat outputs instead of computing them.
-
-    Args:
-        models: models as the script calls them.
 
     Attributes:
         certain: whether the script is known to train the batches, and not to look at them only: until then each forward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["Place", "all_arrive", "flush", "read", "save", "set_aside"]
+__all__ = ["Place", "flush", "read", "save", "set_aside", "write_together"]
 
 _NAME = "azureml-elastic.json"
 
@@ -41,7 +42,6 @@ class Place:
         steps: optimizer steps completed
         epoch: epoch of the next one
         windows: number of steps of that epoch which are completed
-        complete: whether all files of the folder are written
     """
 
     steps: int
@@ -59,25 +59,35 @@ def read(folder: Path) -> Place | None:
 
 
 def save(folder: Path, place: Place, write: Callable[[], Any], *, is_main: bool, make: bool = False) -> Any:
-    """Have a folder written, marked as incomplete meanwhile. A collective.
+    """Have a folder written with its position in the data, marked as incomplete meanwhile. A collective.
 
     Args:
-        place: position in the data
-        write: function that writes the other files
-        is_main: whether this process is the one of rank 0
         make: whether a folder that does not exist is made first, and not by the stack
     """
-    if is_main and folder.is_dir():
-        _write(folder, place)
-    elif is_main and make:
-        _make(folder, place)
+
+    def begin() -> None:
+        if folder.is_dir():
+            _write(folder, place)
+        elif make:
+            _make(folder, place)
+
+    complete = functools.partial(_write, folder, replace(place, complete=True))
+    return write_together(folder, write, begin, complete, is_main=is_main)
+
+
+def write_together(
+    folder: Path, write: Callable[[], Any], begin: Callable[[], Any], complete: Callable[[], Any], *, is_main: bool
+) -> Any:
+    """Have a folder written by all ranks; before and after it, rank 0 marks it. A collective."""
+    if is_main:
+        begin()
     all_arrive()
     result = write()
     all_arrive()
     if is_main:
         for path in folder.rglob("*"):
             flush(path)  # a machine that ends at once must not keep the mark and lose a file that it vouches for
-        _write(folder, replace(place, complete=True))
+        complete()
     all_arrive()  # were the others to go on and rank 0 lost before this, nobody would write the folder again
     return result
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.train.data.map_loader import WindowLoader
-from azureml_elastic.train.integrations.script_loop.state_folders import all_arrive, flush
+from azureml_elastic.train.integrations.script_loop.state_folders import flush, write_together
 from azureml_elastic.train.integrations.transformers.evaluation import evaluating
 from azureml_elastic.train.integrations.transformers.training_loop import TrainingLoop, obstacle
 from azureml_elastic.train.integrations.wrapping import Wrapped, Wrappers, in_loop, wrap
@@ -51,23 +51,20 @@ def newest(folder: str) -> str | None:
 def save(trainer: Any, write: Callable[[], Any]) -> Any:
     """Have a checkpoint folder of the current step written, marked as incomplete meanwhile. A collective."""
     folder = Path(trainer._get_output_dir(trial=None)) / f"checkpoint-{trainer.state.global_step}"  # noqa: SLF001
-    if trainer.args.should_save:
+    marker = folder / INCOMPLETE
+
+    def begin() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        marker = folder / INCOMPLETE
         marker.write_text("This checkpoint is being written, or its writer has ended meanwhile.\n")
         flush(marker)
         flush(folder)
-    all_arrive()
-    result = write()
-    all_arrive()
-    if trainer.args.should_save:
-        with contextlib.suppress(OSError):  # save_total_limit may have removed the folder
-            for path in folder.rglob("*"):
-                flush(path)
-            (folder / INCOMPLETE).unlink()
+
+    def complete() -> None:
+        with contextlib.suppress(FileNotFoundError):  # save_total_limit may have removed the folder
+            marker.unlink()
             flush(folder)
-    all_arrive()  # were the others to go on and rank 0 lost before this, nobody would write the folder again
-    return result
+
+    return write_together(folder, write, begin, complete, is_main=trainer.args.should_save)
 
 
 def attach(module: ModuleType) -> None:

@@ -90,9 +90,6 @@ class Stage(Enum):
 class Progress:
     """The trainer's state as it was at the last capture.
 
-    Args:
-        trainer: trainer, whose state is made when it begins to train
-
     Attributes:
         stage: stage of the last capture, or of the former process
         unlogged: sum of the losses of the steps that are not logged, the same on all ranks
