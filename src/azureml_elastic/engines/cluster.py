@@ -209,7 +209,7 @@ class ClusterEngine:
         if self._program is not None:
             self._cluster.check()
             if (code := self._program.exit_code) is not None:
-                return 128 - code if code < 0 else code
+                return 128 - code if code < 0 else code  # of a signal, as a shell names it
         address = self._store.get(_ADDRESS)
         if address is not None:
             self._follow(address.decode())

@@ -42,7 +42,7 @@ class LabelCount(torch.Tensor):
     def of(number: torch.Tensor) -> LabelCount:
         """Return a number that was not used yet."""
         count = number.as_subclass(LabelCount)
-        count.used = [False]
+        count.used = [False]  # a list: what a model moves to a device shares it
         return count
 
     @classmethod

@@ -83,7 +83,6 @@ class TrainingLoop:
         self._trainer = trainer
         self._progress = Progress(trainer)
         self._loader: WindowLoader | None = None
-        self._resumes = False
         self._accumulation = trainer.args.gradient_accumulation_steps
         self._stage_after = Stage.DONE
         self._epochs: int | None = None
@@ -94,7 +93,7 @@ class TrainingLoop:
         self._counts: deque[torch.Tensor] = deque()
         self._last_factor: float | torch.Tensor = 1.0
         self._step_loss = torch.tensor(0.0)
-        self._folder = ""
+        self._folder: str | None = None  # that stands for the state of the run, if it has one
         self._skipped: set[str] = set()  # events that are not for the callbacks when they come next
 
     def train(self, wrapped: Wrapped, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -122,7 +121,7 @@ class TrainingLoop:
         try:
             with tempfile.TemporaryDirectory(prefix=_STATE_FOLDER) as folder:
                 if found:
-                    self._resumes, self._folder = True, folder
+                    self._folder = folder
                     arguments.restore_callback_states_from_checkpoint = True
                     arguments.eval_on_start = False  # it was run when the training began
                     # A checkpoint of this file alone: the trainer takes its position from it, and `load` the rest.
@@ -261,7 +260,7 @@ class TrainingLoop:
 
     def load(self, wrapped: Wrapped, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
         """Load a part of a checkpoint of the trainer's own; the session restores what the run continues from."""
-        return None if self._resumes and checkpoint == self._folder else wrapped(checkpoint, *args, **kwargs)
+        return None if checkpoint == self._folder else wrapped(checkpoint, *args, **kwargs)
 
     def set_initial_training_values(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
         """Return no further epochs where the training is complete, and so is what follows its last epoch.
@@ -269,7 +268,7 @@ class TrainingLoop:
         The trainer begins with the epoch of its number of steps, which is one that the training's end has cut short.
         """
         values = wrapped(*args, **kwargs)  # epochs, steps of an epoch, ..., steps of the training
-        found = self._session.find(_PROGRESS) if self._resumes else None
+        found = self._session.find(_PROGRESS) if self._folder else None
         if found and Stage(found["stage"]) in (Stage.EPOCH_CALLBACKS, Stage.EPOCH):
             self._epochs, steps = values[0], found["state"]["global_step"]
             if steps >= values[-1] or found["flags"]["should_training_stop"]:
