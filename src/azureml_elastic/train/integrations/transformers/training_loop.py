@@ -93,7 +93,7 @@ class TrainingLoop:
         self._counts: deque[torch.Tensor] = deque()
         self._last_factor: float | torch.Tensor = 1.0
         self._step_loss = torch.tensor(0.0)
-        self._folder: str | None = None  # that stands for the state of the run, if it has one
+        self._folder = ""  # that stands for the state of the run, if it has one
         self._skipped: set[str] = set()  # events that are not for the callbacks when they come next
 
     def train(self, wrapped: Wrapped, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
