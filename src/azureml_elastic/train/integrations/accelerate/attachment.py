@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.environment.worker import WorkerEnvironment
+from azureml_elastic.train.data.map_loader import WindowLoader
 from azureml_elastic.train.integrations.accelerate.training_data import SequentialLoader, TrainingData, fit_to_round
 from azureml_elastic.train.integrations.deepspeed.attachment import another_stack_prepares
 from azureml_elastic.train.integrations.script_loop.loop import EpochLoader
@@ -25,8 +26,8 @@ _APART = "_azureml_elastic_apart"
 
 _STACKS = ("accelerate", "transformers", "trl", "lightning", "pytorch_lightning", "deepspeed", "azureml_elastic")
 
-_REPLACED = (EpochLoader, SequentialLoader)
-"""Loaders in place of the script's."""
+_REPLACED = (EpochLoader, SequentialLoader, WindowLoader)
+"""Loaders in place of the script's; the last is that of ``transformers.Trainer``."""
 
 _data = TrainingData()
 
@@ -68,7 +69,8 @@ def _begin(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def _skip_first_batches(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
     loader = args[0] if args else kwargs.get("dataloader")
-    # Those in place of the script's leave out by themselves what is trained.
+    # Those in place of the script's leave out by themselves what is trained. transformers imports this function by
+    # name, after it is wrapped.
     return loader if isinstance(loader, _REPLACED) else wrapped(*args, **kwargs)
 
 

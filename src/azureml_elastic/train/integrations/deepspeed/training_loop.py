@@ -15,7 +15,7 @@ import os
 import pickle  # its errors alone
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +49,10 @@ class CheckpointFolders:
     def __init__(self, session: StackSession, engine: Any) -> None:
         self._session = session
         self._engine = engine
-        self._tracked: TrackedState | None = None
 
-    @property
+    @cached_property
     def _objects(self) -> TrackedState:
-        if self._tracked is None:
-            self._tracked = TrackedState({"engine": self._engine}, lambda: None, ())
-        return self._tracked
+        return TrackedState({"engine": self._engine}, lambda: None, ())
 
     # --- writing -----------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ from types import ModuleType
 from typing import Any
 
 from azureml_elastic.distributed.device import device_of
-from azureml_elastic.train.data.map_loader import WindowLoader
 from azureml_elastic.train.integrations.script_loop.state_folders import flush, write_together
 from azureml_elastic.train.integrations.transformers.evaluation import evaluating
 from azureml_elastic.train.integrations.transformers.training_loop import TrainingLoop, obstacle
@@ -118,11 +117,6 @@ def _load_engine(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any
     return wrapped(*args, **kwargs)
 
 
-def _skip_first_batches(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
-    loader = args[0] if args else kwargs.get("dataloader")
-    return loader if isinstance(loader, WindowLoader) else wrapped(*args, **kwargs)
-
-
 def _save_checkpoint(wrapped: Wrapped, trainer: Any, args: Any, kwargs: Any) -> Any:
     if stack_session() is None:
         return wrapped(*args, **kwargs)
@@ -140,7 +134,6 @@ WRAPPERS: Wrappers = {
         "Trainer.evaluation_loop": _evaluation_loop,
         "Trainer.create_accelerator_and_postprocess": _create_accelerator,
         "Trainer._save_checkpoint": _save_checkpoint,
-        "skip_first_batches": _skip_first_batches,
         "deepspeed_load_checkpoint": _load_engine,
         **{
             f"Trainer.{name}": in_loop(name.lstrip("_"), _loop_of)
