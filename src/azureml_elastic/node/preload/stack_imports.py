@@ -21,7 +21,7 @@ __all__ = ["ATTACHMENTS", "for_plain_start", "is_off", "register"]
 
 _INTEGRATIONS = "azureml_elastic.train.integrations"
 
-_MODULES = {
+_MODULES: dict[str, dict[str, tuple[str, ...]]] = {
     "accelerate": {
         "accelerate": (
             *("accelerator", "data_loader", "local_sgd", "logging", "optimizer", "parallelism_config", "scheduler"),

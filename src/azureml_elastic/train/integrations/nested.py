@@ -40,6 +40,6 @@ def rebuilt(value: Any, items: Any) -> Any:
     if not isinstance(value, Mapping):
         return kind(*items) if hasattr(value, "_fields") else kind(items)
     try:
-        return kind(items)  # type: ignore[call-arg]
+        return kind(items)
     except TypeError:  # a dataclass with fields of its own
         return kind(**items)
