@@ -132,7 +132,7 @@ class Cluster(ABC):
         self._newest = self._credentials(key)
 
     def credentials_of(self, address: str) -> str:
-        """Return what :meth:`_credentials` has returned when this node heard of the cluster with this head."""
+        """Return what :meth:`_credentials` has returned when this node learned of the cluster with this head."""
         return self._of_cluster.setdefault(address, self._newest)
 
     @abstractmethod
