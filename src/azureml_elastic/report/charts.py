@@ -20,6 +20,7 @@ __all__ = [
     "AXIS",
     "BAR",
     "ROW",
+    "TOP",
     "Chart",
     "DataRow",
     "Scale",
@@ -40,7 +41,10 @@ BAR = 16
 AXIS = 26
 """Height of a horizontal axis with its texts."""
 
-_SERIES_HEIGHT, _TOP = 150, 14
+TOP = 14
+"""Upper end of the plot of a quantity in pixels; labels of rescales are above it."""
+
+_SERIES_HEIGHT = 150
 _CLOSEST_LABELS = 11.0
 """Least distance of two labels of rescales in percent of the width."""
 
@@ -140,7 +144,6 @@ class Chart:
         axis_is_grid: whether the axis has lines over the whole height.
         shapes: class and path of each line and area.
         is_dense: whether areas have no outline and are drawn darker.
-        top: upper end of the lines of rescales in pixels.
         is_crowded: whether the rescales are short strokes, because there are too many for lines.
         crosses: positions of values that are NaN or infinite.
         x: scale of the nodes' times.
@@ -163,7 +166,6 @@ class Chart:
     axis_is_grid: bool = True
     shapes: Sequence[tuple[str, str]] = ()
     is_dense: bool = False
-    top: int = _TOP
     rescales: Sequence[RescaleLine] = ()
     is_crowded: bool = False
     crosses: Sequence[float] = ()
@@ -189,7 +191,7 @@ def series_chart(content: PageContent, series: Series, name: str, title: str, *,
     low = min((each for each in lows if each is not None), default=0.0)
     high = max((each for each in highs if each is not None), default=1.0)
     ticks = nice_ticks(0.0 if is_rate else low, high, 4)
-    y = Scale(ticks[0], ticks[-1], _SERIES_HEIGHT, _TOP)
+    y = Scale(ticks[0], ticks[-1], _SERIES_HEIGHT, TOP)
     line = [(x(b.middle), y(b.mean)) for b in shown if b.mean is not None]
     upper = [(x(b.middle), y(b.high)) for b in shown if b.high is not None]
     lower = [(x(b.middle), y(b.low)) for b in reversed(shown) if b.low is not None]

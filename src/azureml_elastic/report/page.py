@@ -20,6 +20,7 @@ from azureml_elastic.report.charts import (
     AXIS,
     BAR,
     ROW,
+    TOP,
     nodes_chart,
     percent,
     pixels,
@@ -116,6 +117,7 @@ def _templates() -> Environment:
         "series_chart": series_chart,
         "signs": _SIGNS,
         "size_chart": size_chart,
+        "plot_top": TOP,
         "style": (own / "page.css").read_text(encoding="utf-8"),
         "waterfall_chart": waterfall_chart,
     }

@@ -175,6 +175,7 @@ class MetadataService(Server):
             self._at_once += 1
             self.most_at_once = max(self.most_at_once, self._at_once)
         try:
+            # The end of the service ends the delay.
             self.closed.wait(self.fault.delay + (self._first_delay if first else 0.0))
             yield
         finally:
@@ -225,6 +226,7 @@ class _Handler(Handler):
         """Return the status and the body; ``None`` as status closes the connection without a response."""
         service, fault = self.server, self.server.fault
         if fault.silent or fault.dripping:
+            # A fault that was replaced holds nobody up any more.
             while not service.closed.wait(_DRIP_SECONDS) and fault is service.fault and not self._hung_up():
                 if fault.dripping:
                     self.wfile.write(b"H")

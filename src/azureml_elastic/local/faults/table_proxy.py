@@ -295,6 +295,7 @@ class TableProxy:
         """Return when the client has closed the connection."""
         until = time.monotonic() + _HOLD_S
         while time.monotonic() < until and not client.condemned and not self._closing.is_set():
+            # Who waits for an answer sends nothing: there is something to read once the connection is closed.
             if select.select([client.sock], [], [], 0.1)[0]:
                 return
         client.condemned = True

@@ -205,6 +205,7 @@ def job_properties(run: Run, status: Status, *, workspace: str, version: str) ->
     found = {**_EMPTY, **(_EMPTY_OF_COMMAND if single else {}), **run.body}
     if single:
         found["resources"] = {**_RESOURCES, **(found.get("resources") or {})}
+        # Versions are dates, which compare as texts.
         if version < _FIRST_WITH_LISTS:
             found["resources"].pop("dockerArgsList", None)
     return {

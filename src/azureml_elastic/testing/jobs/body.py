@@ -186,6 +186,7 @@ def _read_job(properties: Mapping[str, Any], component: Component) -> JobBody:
     spec = component(str(properties["componentId"])) if properties.get("componentId") else properties
     compute = properties.get("computeId") or settings.get("default_compute")
     if spec is not properties:
+        # The component's inputs, with its defaults, bound to those that the job gives.
         declared = {name: {"value": f"${{{{parent.inputs.{name}}}}}"} for name in inputs}
         inputs = _bound_inputs(spec, {"inputs": declared}, _Pipeline((), inputs, {}, None, component))
     steps = _steps(spec, _Pipeline((), inputs, outputs, compute, component))
@@ -210,6 +211,7 @@ def _step(name: str, node: Mapping[str, Any], pipeline: _Pipeline) -> JobBody:
     called = _mapping(node, "trial") if kind == "sweep" else node
     spec = pipeline.component(str(called["componentId"]))
     inputs, outputs = _bound_inputs(spec, node, pipeline), _bound_outputs(spec, node, pipeline)
+    # Inputs and outputs may be those of other steps; any other field is known before a step has run.
     literals = {name: value.literal for name, value in pipeline.inputs.items() if value.literal is not None}
     node = {key: value if key in _BOUND_FIELDS else _filled(value, literals) for key, value in node.items()}
     if kind == "pipeline":

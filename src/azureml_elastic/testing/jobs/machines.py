@@ -32,6 +32,7 @@ __all__ = [
     "read_trace",
 ]
 
+# 127.0.0.1 is that of all servers of this machine.
 _FIRST_ADDRESS = 2
 _LAST_ADDRESS = 254
 _POLL_S = 0.05

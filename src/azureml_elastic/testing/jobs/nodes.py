@@ -35,6 +35,7 @@ __all__ = [
     "start_node",
 ]
 
+# What is of another job, cloud or test, as this process may run in one; and what would lead requests past the gateway.
 _FOREIGN = ("AZUREML_", "AZURE_ML_", "DATASET_MOUNT_", "IDENTITY_", "MLFLOW_", "MSI_", "OBO_", "PYTEST_")
 _FOREIGN_NAMES = frozenset(
     {"AZURE_STORAGE_CONNECTION_STRING", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "WORLD_SIZE"}
