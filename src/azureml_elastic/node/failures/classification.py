@@ -297,7 +297,9 @@ def _recorded_error(data: Mapping[str, Any], text: str) -> ParsedError | None:
         # Of another process's traceback, which DataLoader includes in the message.
         frames += [frame for line in message.splitlines() if (frame := _frame(line))]
         chain.append(ExceptionInfo(each["type"], message, tuple(frames), each["caused"]))
-    return ParsedError(_encodable(text), tuple(chain), uncaught=True)
+    # torch puts the traceback of a process that it has started into the message of an exception of its own kind.
+    inner = find_error(chain[-1].message)
+    return ParsedError(_encodable(text), inner.chain if inner else tuple(chain), uncaught=True)
 
 
 def _encodable(text: str) -> str:

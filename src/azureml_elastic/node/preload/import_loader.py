@@ -377,7 +377,6 @@ class Rehearsal:
     """A process that imports a package and ends."""
 
     def __init__(self, package: str) -> None:
-        self.package = package
         self._process = os.fork()
         if self._process == 0:
             succeeded = False

@@ -349,6 +349,19 @@ def test_a_group_counts_as_its_first_exception(tmp_path):
     assert "  + Exception Group Traceback (most recent call last):" in found.message
 
 
+@pytest.mark.parametrize(
+    ("error", "kind"), [("ValueError('torn')", "user"), ("RuntimeError('gloo: Connection closed by peer')", "peer")]
+)
+def test_of_a_process_that_torch_has_started_its_own_error_counts(tmp_path, error, kind):
+    """Its traceback is the message of the exception that ends the worker."""
+    text = f"import torch.multiprocessing as mp\n\ndef f(rank):\n    raise {error}\n\n"
+    failed = run(tmp_path, f"{text}mp.start_processes(f, nprocs=1, start_method='fork')\n")
+    found = cause_of(failed)
+    assert found.kind == kind
+    assert found.signature == cause_of(failed, error=None).signature
+    assert "ProcessRaisedException" in found.message
+
+
 def test_a_hook_of_the_script_that_ends_with_ours_changes_nothing(tmp_path):
     hook = "import sys\nold = sys.excepthook\nsys.excepthook = lambda *details: (print('Oh no'), old(*details))\n"
     failed = run(tmp_path, f"{hook}raise ValueError('no')\n")
