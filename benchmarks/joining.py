@@ -94,7 +94,7 @@ def measure_storm(system: str, nodes: int, limit_s: float) -> Storm:
 def _our_joins(nodes: int, counter: Counter) -> list[Callable[[], Any]]:
     from azureml_elastic.config import RendezvousTimings, TableRendezvous
     from azureml_elastic.node.core.round import Limits
-    from azureml_elastic.node.rendezvous.local_node import LocalNode
+    from azureml_elastic.node.rendezvous.context import LocalNode
     from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
     from azureml_elastic.node.rendezvous.torchrun import TableRendezvousHandler
     from azureml_elastic.node.table import open_table

@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
-from azureml_elastic.node.event_recorder import Recorder
+from azureml_elastic.node.records.event_recorder import Recorder
 from azureml_elastic.train.agent_client.channel import ChannelAgent
 from azureml_elastic.train.session.records import LoggedValues
 from tests.support.channels import open_channel

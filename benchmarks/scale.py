@@ -161,7 +161,7 @@ def measure_steady(nodes: int, spares: int = 0, seconds: float = 30.0) -> Steady
     """
     from azureml_elastic.config import RendezvousTimings, TableRendezvous
     from azureml_elastic.node.core.round import Limits
-    from azureml_elastic.node.rendezvous.local_node import LocalNode, Surroundings
+    from azureml_elastic.node.rendezvous.context import LocalNode, Surroundings
     from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
     from azureml_elastic.node.table import open_table
 

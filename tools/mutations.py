@@ -109,7 +109,7 @@ MUTATIONS = (
     ),
     Mutation(
         "two-seals",
-        "node/rendezvous/state/rows.py",
+        "node/rendezvous/rows.py",
         "return self._table.insert(key, stamped) if etag is None else self._table.replace(key, stamped, etag)",
         "row = self._table.get(key)\n"
         "                insert = self._table.insert\n"

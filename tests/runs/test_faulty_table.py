@@ -18,7 +18,7 @@ from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.model import Disturbance
 from azureml_elastic.local.faults.schedule import parse_schedule
 from azureml_elastic.local.faults.table_proxy import TableProxy
-from azureml_elastic.node.rendezvous.state.row_keys import MEMBER_PREFIX, ROUND_KEY
+from azureml_elastic.node.rendezvous.row_keys import MEMBER_PREFIX, ROUND_KEY
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.opening import emulator_connection_string
 from tests.support.node_server import FORKED

@@ -133,7 +133,7 @@ class SubmittedRunReports:
         """
         from azureml_elastic.ledger.reading import NodeNames
         from azureml_elastic.ledger.summary import report_of_events
-        from azureml_elastic.node.observation import read_event_rows
+        from azureml_elastic.node.records.observation import read_event_rows
 
         submitted = self._submitted
         jobs = submitted.nodes()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from azureml_elastic.ledger.reading import LineReader
     from azureml_elastic.local.view import View
     from azureml_elastic.node import table as tables
-    from azureml_elastic.node.observation import RunState
+    from azureml_elastic.node.records.observation import RunState
     from azureml_elastic.submit.run import ElasticRun, NodeOfRun
 
 __all__ = ["status"]
@@ -108,7 +108,7 @@ class _SubmittedRun:
 
     def __init__(self, submitted: ElasticRun, table: tables.Table, note: Callable[[str], object]) -> None:
         from azureml_elastic.ledger.reading import NodeNames
-        from azureml_elastic.node.observation import EventRowReader
+        from azureml_elastic.node.records.observation import EventRowReader
 
         self._submitted = submitted
         self._reader = EventRowReader(table)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from azure.ai.ml import MLClient
 
     from azureml_elastic.cli.workspace_jobs import Jobs
-    from azureml_elastic.node.observation import RunState
+    from azureml_elastic.node.records.observation import RunState
     from azureml_elastic.node.table import Table
     from azureml_elastic.submit.run import ElasticRun
     from azureml_elastic.submit.submitted import SubmittedRun
@@ -137,7 +137,7 @@ def read_state(submitted: ElasticRun, variables: Mapping[str, str]) -> RunState 
     Raises:
         ElasticError: the table cannot be opened or read, or the packages for it are not installed.
     """
-    from azureml_elastic.node.observation import read_run_state
+    from azureml_elastic.node.records.observation import read_run_state
 
     with open_run_table(submitted, variables) as table:
         return read_run_state(table)

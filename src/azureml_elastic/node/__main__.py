@@ -16,7 +16,7 @@ from azureml_elastic.config.command.program import parse_program
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import ElasticError, UsageError
 from azureml_elastic.node.preload.client import PreloadServer, start_early
-from azureml_elastic.node.shared_outputs import SharedOutputs
+from azureml_elastic.node.startup.shared_outputs import SharedOutputs
 from azureml_elastic.output_encoding import accept_all_characters
 
 __all__ = ["main"]
@@ -64,8 +64,8 @@ def main(
         preload = start_early(program, environment, start_preload) if early else None
         try:
             # These imports take as long as a third of torch's, which the preload server makes meanwhile.
-            from azureml_elastic.node.entry import run_node
-            from azureml_elastic.node.host import read_identity
+            from azureml_elastic.node.host.identity import read_identity
+            from azureml_elastic.node.startup.entry import run_node
 
             identity = read_identity(environment, checkpoint_dir=arguments.checkpoint_dir)
             if outputs is None:

@@ -23,7 +23,7 @@ from azureml_elastic.node.failures.host_strikes import (
     incident_id,
     worker_fault,
 )
-from azureml_elastic.node.host import host_id
+from azureml_elastic.node.host.identity import host_id
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.server_time import CLOCK_PREFIX, Reading, ServerClock
 from tests.support.waiting import until

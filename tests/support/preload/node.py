@@ -13,7 +13,7 @@ from starting import gone, preload_server
 from azureml_elastic.node.agent.worker_group import worker_environments
 from azureml_elastic.node.agent.worker_processes import WorkerSet
 from azureml_elastic.node.core.round import Member, Round
-from azureml_elastic.node.rendezvous.state.assignment import Assignment
+from azureml_elastic.node.rendezvous.link import Assignment
 
 
 def main(script: str, folder: Path) -> None:

@@ -8,8 +8,8 @@ from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc import KEY_BYTES, Peer
 from azureml_elastic.node.core.round import Limits, Member
 from azureml_elastic.node.rendezvous.context import Context, Runtime
-from azureml_elastic.node.rendezvous.hub.hub import Hub
-from azureml_elastic.node.rendezvous.hub.link import Membership
+from azureml_elastic.node.rendezvous.hub import Hub
+from azureml_elastic.node.rendezvous.link import Membership
 
 __all__ = ["PausableRuntime", "hub_at", "make_context", "start_hub"]
 

@@ -10,10 +10,9 @@ from datetime import timedelta
 from azureml_elastic.config import RendezvousTimings, TableRendezvous
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.node.core.round import Limits
-from azureml_elastic.node.rendezvous.context import Runtime
-from azureml_elastic.node.rendezvous.local_node import LocalNode, Surroundings
+from azureml_elastic.node.rendezvous.context import LocalNode, Runtime, Surroundings
+from azureml_elastic.node.rendezvous.link import Assignment
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
-from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.table import open_table
 from tests.support.waiting import until
 

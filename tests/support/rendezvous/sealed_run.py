@@ -15,9 +15,9 @@ from azureml_elastic.ipc.authentication import Authenticator, Peer
 from azureml_elastic.node.agent.shard_transfer import ShardReceiver
 from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.round import Limits
-from azureml_elastic.node.rendezvous.local_node import LocalNode, Surroundings
+from azureml_elastic.node.rendezvous.context import LocalNode, Surroundings
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
-from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY, RUN_KEY
+from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY, RUN_KEY
 from azureml_elastic.node.table import open_table
 from tests.support.waiting import until
 

@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.node.core.round import Limits, Round
-from azureml_elastic.node.rendezvous.local_node import LocalNode
+from azureml_elastic.node.rendezvous.context import LocalNode
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
-from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY, RUN_KEY, node_of
+from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY, RUN_KEY, node_of
 from tests.support.rendezvous.simulated_runtime import Costs, End, SimulatedRuntime, SimulatedServer
 from tests.support.rendezvous.simulated_table import Fault, SimulatedStorage, SimulatedTable, Write
 from tests.support.rendezvous.simulated_time import Killed, Scheduler, Task

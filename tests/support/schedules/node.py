@@ -13,8 +13,7 @@ from azureml_elastic.node.core import join_events as on
 from azureml_elastic.node.core import messages
 from azureml_elastic.node.core import training_actions as do
 from azureml_elastic.node.core import training_events as ev
-from azureml_elastic.node.core.hub_reports import HubReports
-from azureml_elastic.node.core.hub_state import Close, HubState, HubView, Send, SendAll
+from azureml_elastic.node.core.hub_state import Close, HubReports, HubState, HubView, Send, SendAll
 from azureml_elastic.node.core.joiner import Joiner, JoinState
 from azureml_elastic.node.core.joining import greeting_of
 from azureml_elastic.node.core.pauses import BeatWatch, PauseDetector, SilenceLimit
@@ -163,7 +162,7 @@ class Node:
         return number
 
     def hub_received(self, link: Connection, message: messages.Message) -> None:
-        """Process a message at this node's hub, as ``rendezvous.hub.hub`` does."""
+        """Process a message at this node's hub, as ``rendezvous.hub`` does."""
         state, peer = self.hub, link.client
         match message:
             case messages.Beat():

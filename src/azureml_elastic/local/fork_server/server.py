@@ -48,7 +48,7 @@ __all__ = ["Become", "Server", "serve"]
 
 _AGENT = (
     "azureml_elastic.node.__main__",
-    "azureml_elastic.node.entry",
+    "azureml_elastic.node.startup.entry",
     "azureml_elastic.node.agent.agent",
     "azureml_elastic.node.agent.worker_processes",
     "azureml_elastic.node.table.sqlite",

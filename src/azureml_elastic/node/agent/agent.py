@@ -23,10 +23,10 @@ from azureml_elastic.node.agent.round_runner import RoundRunner
 from azureml_elastic.node.agent.worker_group import WorkerGroup
 from azureml_elastic.node.core.training import State
 from azureml_elastic.node.core.training_actions import Close
-from azureml_elastic.node.host import NodeIdentity
+from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
+from azureml_elastic.node.rendezvous.link import Assignment
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
-from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.rendezvous.store_process import RemoteStore, RoundStore, enter, open_round_store
 from azureml_elastic.node.table import Table
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer

@@ -13,8 +13,8 @@ from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.errors import ElasticError, Fenced, NodeLeaving
 from azureml_elastic.ipc.worker_messages import Accepted, Commit, Pointer, PointerReply, Refused, Reply
 from azureml_elastic.ledger.events import CheckpointCommitted
-from azureml_elastic.node.event_recorder import Recorder
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
+from azureml_elastic.node.records.event_recorder import Recorder
 from azureml_elastic.node.table import Row, Table
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 

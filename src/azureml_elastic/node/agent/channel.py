@@ -36,8 +36,8 @@ from azureml_elastic.node.agent.event_logs import MetricsLog, ProgressLog
 from azureml_elastic.node.agent.local_workers import LocalWorkers, RoundState, WorkerState
 from azureml_elastic.node.agent.shard_transfer import ShardSender
 from azureml_elastic.node.core.round import Member
-from azureml_elastic.node.event_recorder import Recorder
 from azureml_elastic.node.hangs.detector import HangDetector
+from azureml_elastic.node.records.event_recorder import Recorder
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
 __all__ = ["Channel", "TemporaryFolder", "remove_abandoned"]

@@ -16,7 +16,7 @@ from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.config.plan import EarlierRun
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import CheckpointDamaged, UsageError
-from azureml_elastic.node.host import NodeIdentity
+from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.table import Table, open_table
 from azureml_elastic.node.table.checkpoint_pointer import CHECKPOINT_KEY
 

@@ -22,15 +22,15 @@ from azureml_elastic.node.core.hangs import Hang
 from azureml_elastic.node.core.messages import Done, Report
 from azureml_elastic.node.core.training import Training
 from azureml_elastic.node.core.training_events import Hung, Learned, StacksWritten, TrainingEvent
-from azureml_elastic.node.event_recorder import Recorder
 from azureml_elastic.node.failures.classification import describe_ending, hang_failure, root_cause
 from azureml_elastic.node.failures.host_strikes import HostStrikes, incident_id, worker_fault
 from azureml_elastic.node.hangs.detector import HangDetector
 from azureml_elastic.node.hangs.stack_dump import StackReporter, Worker
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
 from azureml_elastic.node.preload.state_lookups import read_lookups
+from azureml_elastic.node.records.event_recorder import Recorder
+from azureml_elastic.node.rendezvous.link import Assignment
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
-from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.rendezvous.store_process import RoundStore
 
 __all__ = ["HangWatch", "RoundObserver", "RoundPerformer", "RoundRunner"]

@@ -24,9 +24,10 @@ from azureml_elastic.ipc.worker_messages import Assign
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.worker_processes import Workers
 from azureml_elastic.node.failures.classification import root_cause
-from azureml_elastic.node.host import NodeIdentity, interface_of, machine_interfaces
+from azureml_elastic.node.host.addresses import interface_of, machine_interfaces
+from azureml_elastic.node.host.identity import NodeIdentity
+from azureml_elastic.node.rendezvous.link import Assignment
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
-from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
 __all__ = [

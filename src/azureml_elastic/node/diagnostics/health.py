@@ -18,7 +18,7 @@ from azureml_elastic.errors import ElasticError
 from azureml_elastic.node.diagnostics.checks.accelerator import count_devices
 from azureml_elastic.node.diagnostics.findings import CheckRunner
 from azureml_elastic.node.diagnostics.node_checks import check_folders, node_checks
-from azureml_elastic.node.host import read_identity
+from azureml_elastic.node.host.identity import read_identity
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.server_time import ServerClock
 

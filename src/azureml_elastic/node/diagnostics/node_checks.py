@@ -28,7 +28,7 @@ from azureml_elastic.node.diagnostics.checks.machine import (
 )
 from azureml_elastic.node.diagnostics.findings import Check, CheckRunner, DiagnosticReport, Finding, Status
 from azureml_elastic.node.failures.host_strikes import HostStrikes
-from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
+from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY
 from azureml_elastic.node.table import Table
 from azureml_elastic.node.table.server_time import ServerClock
 

@@ -48,7 +48,7 @@ class HostStrikes:
     """Reader and writer of strikes for one node. Thread-safe; errors of the table are logged, not raised.
 
     Args:
-        host: id of this node's host, see :func:`~azureml_elastic.node.host.host_id`.
+        host: id of this node's host, see :func:`~azureml_elastic.node.host.identity.host_id`.
     """
 
     def __init__(self, table: Table, host: str, node: str, policy: HealthPolicy, clock: ServerClock) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import MissingExtra
 from azureml_elastic.ledger.events import Event
-from azureml_elastic.node.host import NodeIdentity
+from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.publishing.mlflow import MlflowPublisher, mlflow_target
 from azureml_elastic.node.publishing.opentelemetry import open_otlp
 from azureml_elastic.node.publishing.tensorboard import TensorBoardPublisher

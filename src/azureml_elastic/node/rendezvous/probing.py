@@ -19,9 +19,8 @@ from azureml_elastic.ipc import Connection
 from azureml_elastic.node.core.messages import Reached
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.context import Context
-from azureml_elastic.node.rendezvous.hub.link import Membership
+from azureml_elastic.node.rendezvous.link import Assignment, Membership
 from azureml_elastic.node.rendezvous.reachability import Reachability, Target, is_unreachable
-from azureml_elastic.node.rendezvous.state.assignment import Assignment
 
 __all__ = ["DataPort", "PeerProber", "Sleeper", "peers_to_probe"]
 

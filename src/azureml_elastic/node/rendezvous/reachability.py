@@ -22,7 +22,7 @@ from typing import Any, Literal
 from azureml_elastic.ipc import Connection, Peer
 from azureml_elastic.node.core.messages import CODEC, LeaderAnswer, LeaderQuery
 from azureml_elastic.node.core.round import Member, Round
-from azureml_elastic.node.host import format_address
+from azureml_elastic.node.host.addresses import format_address
 from azureml_elastic.node.rendezvous.context import Context
 
 __all__ = [

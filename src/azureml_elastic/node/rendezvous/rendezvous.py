@@ -1,7 +1,7 @@
 """The rendezvous of one node: it joins a round, is a member of it, and ends it, again and again until the run ends.
 
-:class:`Rendezvous` drives objects that each own one piece of I/O. Decisions are pure functions of
-:mod:`~azureml_elastic.node.rendezvous.state`. One thread, the agent's, calls it; other threads only wake that one.
+:class:`Rendezvous` drives objects that each own one piece of I/O. :mod:`~azureml_elastic.node.core` decides. One
+thread, the agent's, calls it; other threads only wake that one.
 """
 
 from __future__ import annotations
@@ -26,16 +26,14 @@ from azureml_elastic.node.core.joining import greeting_of, is_landmark
 from azureml_elastic.node.core.messages import RoundChanged, Unreachable
 from azureml_elastic.node.core.round import Limits, Member, Round, reopened
 from azureml_elastic.node.core.training_events import RoundSeen
-from azureml_elastic.node.host import Ports, format_address, listening_address
-from azureml_elastic.node.rendezvous.context import Context, Runtime
-from azureml_elastic.node.rendezvous.hub.hub import Hub
-from azureml_elastic.node.rendezvous.hub.link import HubWatch, Membership
-from azureml_elastic.node.rendezvous.local_node import LocalNode, Surroundings
+from azureml_elastic.node.host.addresses import Ports, format_address, listening_address
+from azureml_elastic.node.rendezvous.context import Context, LocalNode, Runtime, Surroundings
+from azureml_elastic.node.rendezvous.hub import Hub
+from azureml_elastic.node.rendezvous.link import Assignment, HubWatch, Membership
 from azureml_elastic.node.rendezvous.probing import DataPort, PeerProber, Sleeper
 from azureml_elastic.node.rendezvous.reachability import Reachability, UnreachablePair, is_unreachable, query_members
 from azureml_elastic.node.rendezvous.round_end import RoundEnd
-from azureml_elastic.node.rendezvous.state.assignment import Assignment
-from azureml_elastic.node.rendezvous.state.rows import Rows, RunKey
+from azureml_elastic.node.rendezvous.rows import Rows, RunKey
 from azureml_elastic.node.rendezvous.table_heartbeat import RoundLook, TableHeartbeat
 from azureml_elastic.node.table import Table
 

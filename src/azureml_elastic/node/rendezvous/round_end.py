@@ -12,10 +12,10 @@ from azureml_elastic.node.core.joining import greeting_of
 from azureml_elastic.node.core.messages import RoundChanged
 from azureml_elastic.node.core.round import Member, Round, reopened, turn_of
 from azureml_elastic.node.rendezvous.context import Context
-from azureml_elastic.node.rendezvous.hub.hub import Hub
-from azureml_elastic.node.rendezvous.hub.link import HubWatch, Membership
+from azureml_elastic.node.rendezvous.hub import Hub
+from azureml_elastic.node.rendezvous.link import HubWatch, Membership
 from azureml_elastic.node.rendezvous.reachability import Reachability, describe_absence
-from azureml_elastic.node.rendezvous.state.rows import Rows
+from azureml_elastic.node.rendezvous.rows import Rows
 
 __all__ = ["RoundEnd"]
 

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from azureml_elastic.node.preload.client import PreloadServer
+from azureml_elastic.node.rendezvous.link import Assignment
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
-from azureml_elastic.node.rendezvous.state.assignment import Assignment
 
 __all__ = ["RemoteStore", "RoundStore", "StoreProcess", "enter", "open_round_store", "reaches"]
 

@@ -20,9 +20,9 @@ from typing import Any
 from azureml_elastic.errors import ElasticError, RowChanged, RowExists, TableUnavailable
 from azureml_elastic.node.core.round import Round, is_same_round
 from azureml_elastic.node.rendezvous.context import Context
-from azureml_elastic.node.rendezvous.hub.hub import Hub
-from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
-from azureml_elastic.node.rendezvous.state.rows import RowLook, Rows
+from azureml_elastic.node.rendezvous.hub import Hub
+from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY
+from azureml_elastic.node.rendezvous.rows import RowLook, Rows
 from azureml_elastic.node.table import Row, Table
 
 __all__ = ["TABLE_HEARTBEAT_KEY", "RoundLook", "TableHeartbeat"]

@@ -35,11 +35,11 @@ from azureml_elastic.config import RendezvousTimings, TableRendezvous
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import RunFailed, RunSucceeded, UsageError
 from azureml_elastic.node.core.round import Limits
-from azureml_elastic.node.host import advertised_address
+from azureml_elastic.node.host.addresses import advertised_address
 from azureml_elastic.node.preload.store_server import STORE_TIMEOUT
-from azureml_elastic.node.rendezvous.local_node import LocalNode
+from azureml_elastic.node.rendezvous.context import LocalNode
+from azureml_elastic.node.rendezvous.link import Assignment
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
-from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.rendezvous.store_process import enter
 from azureml_elastic.node.table import open_table
 

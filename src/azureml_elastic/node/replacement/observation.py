@@ -13,7 +13,7 @@ from azureml_elastic.config.policies import CANCELLED_TAG
 from azureml_elastic.config.resources import NodePool, step_names
 from azureml_elastic.errors import PlanError
 from azureml_elastic.node.core.round import Round
-from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
+from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY
 from azureml_elastic.node.replacement.job_document import (
     SINGLE,
     NodeSlot,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import ElasticError, UsageError, WorkspaceForbidden
-from azureml_elastic.node.host import NodeIdentity
+from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.table import Table
 
 if TYPE_CHECKING:

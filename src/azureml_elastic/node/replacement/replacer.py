@@ -17,7 +17,7 @@ from azureml_elastic.environment import names as variables
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import JobRefused, RowExists, UsageError, WorkspaceUnavailable
 from azureml_elastic.node.core.round import Round
-from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
+from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY
 from azureml_elastic.node.replacement.job_document import NodeSlot, replacement_job, variable_of
 from azureml_elastic.node.replacement.jobs import WorkspaceJobs, developer_jobs
 from azureml_elastic.node.replacement.observation import (

@@ -24,7 +24,7 @@ from azureml_elastic.ipc.event_loop import HANDSHAKE_SECONDS
 from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
-from azureml_elastic.node.rendezvous.state.row_keys import RUN_KEY
+from azureml_elastic.node.rendezvous.row_keys import RUN_KEY
 from tests.support.descriptors import no_free_descriptor
 from tests.support.rendezvous.sealed_run import encoded
 from tests.support.waiting import until

@@ -23,7 +23,7 @@ from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.ipc import MessageClient
 from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.round import Round
-from azureml_elastic.node.event_recorder import Recorder
+from azureml_elastic.node.records.event_recorder import Recorder
 from azureml_elastic.node.table import open_table
 from tests.support.channels import open_channel
 from tests.support.rendezvous.sealed_run import encoded

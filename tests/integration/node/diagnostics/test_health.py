@@ -43,7 +43,7 @@ from azureml_elastic.node.diagnostics.checks.machine import (
 from azureml_elastic.node.diagnostics.findings import Check, CheckRunner, DiagnosticReport, Finding
 from azureml_elastic.node.diagnostics.node_checks import Admission, check_folders, node_checks
 from azureml_elastic.node.failures.host_strikes import STRIKE_PREFIX, HostStrikes
-from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
+from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY
 from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.server_time import ServerClock

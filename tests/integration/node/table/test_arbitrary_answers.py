@@ -16,7 +16,7 @@ from azureml_elastic.errors import RowChanged, RowExists, TableError, TableForbi
 from azureml_elastic.ipc import Authenticator, Peer
 from azureml_elastic.node.azure.credentials import TableCredential
 from azureml_elastic.node.core.round import Member, NewestRound, Round
-from azureml_elastic.node.rendezvous.state.rows import Rows, RunKey
+from azureml_elastic.node.rendezvous.rows import Rows, RunKey
 from azureml_elastic.node.table import Row
 from azureml_elastic.node.table.azure import AzureTable
 from azureml_elastic.node.table.opening import EMULATOR_ACCOUNT, emulator_connection_string

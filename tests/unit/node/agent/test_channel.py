@@ -18,7 +18,7 @@ from azureml_elastic.ipc.worker_messages import Assign, Decide, Prepare, Vote
 from azureml_elastic.ledger.events import CheckpointCommitted, Progress, Restored
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.node.agent.channel import Channel
-from azureml_elastic.node.event_recorder import Recorder
+from azureml_elastic.node.records.event_recorder import Recorder
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.checkpoint_pointer import CHECKPOINT_KEY, CheckpointPointer
 from tests.support.channels import open_channel

@@ -13,7 +13,7 @@ from azureml_elastic.environment import names as variables
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import UsageError
 from azureml_elastic.node.agent.earlier_run import with_earlier_checkpoint
-from azureml_elastic.node.host import read_identity
+from azureml_elastic.node.host.identity import read_identity
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 

@@ -12,7 +12,7 @@ from azureml_elastic.ipc.worker_messages import FROM_WORKER, Assign, Expects, He
 from azureml_elastic.ledger.events import Metrics
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.node.agent.event_logs import MetricsLog
-from azureml_elastic.node.event_recorder import Recorder
+from azureml_elastic.node.records.event_recorder import Recorder
 from tests.support.channels import open_channel
 from tests.support.waiting import until
 

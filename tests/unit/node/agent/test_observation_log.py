@@ -10,8 +10,8 @@ import pytest
 
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.node.agent.event_logs import ObservationLog
-from azureml_elastic.node.event_recorder import Recorder
 from azureml_elastic.node.preload.state_lookups import Lookups
+from azureml_elastic.node.records.event_recorder import Recorder
 
 
 @pytest.fixture

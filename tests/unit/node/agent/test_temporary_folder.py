@@ -11,7 +11,7 @@ import time
 import pytest
 
 from azureml_elastic.node.agent.channel import TemporaryFolder, remove_abandoned
-from azureml_elastic.node.event_recorder import Recorder
+from azureml_elastic.node.records.event_recorder import Recorder
 from azureml_elastic.node.table.sqlite import SqliteTable
 from tests.support.channels import open_channel
 

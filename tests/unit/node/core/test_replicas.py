@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_elastic.node.core.hub_reports import HubReports
-from azureml_elastic.node.core.hub_state import HubView
+from azureml_elastic.node.core.hub_state import HubReports, HubView
 from azureml_elastic.node.core.round import Limits, Member, Round, reopened
 from azureml_elastic.node.core.sealing import seal
 from azureml_elastic.node.core.watchers import Watcher, Watchers

@@ -13,7 +13,7 @@ from azureml_elastic.config import ElasticResources, Plan, TableRendezvous
 from azureml_elastic.environment import names as variables
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import UsageError
-from azureml_elastic.node.host import (
+from azureml_elastic.node.host.addresses import (
     AdvertisedAddress,
     Ports,
     advertised_address,
@@ -23,9 +23,9 @@ from azureml_elastic.node.host import (
     listening_address,
     local_address,
     machine_interfaces,
-    read_identity,
     select_address,
 )
+from azureml_elastic.node.host.identity import read_identity
 
 THERE = {
     "lo": (ipaddress.ip_address("127.0.0.1"), ipaddress.ip_address("::1")),

@@ -10,7 +10,8 @@ from azureml_elastic.config import ElasticResources, Plan, TableRendezvous
 from azureml_elastic.environment import names as variables
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import PlanError, UsageError
-from azureml_elastic.node.host import local_address, read_identity
+from azureml_elastic.node.host.addresses import local_address
+from azureml_elastic.node.host.identity import read_identity
 
 PLAN = Plan(
     resources=ElasticResources(max_instance_count=2),

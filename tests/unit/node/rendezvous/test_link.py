@@ -13,7 +13,7 @@ from azureml_elastic.ipc.agent_messages import AllPlaced
 from azureml_elastic.node.core.join_events import HubSent, LinkEnded
 from azureml_elastic.node.core.messages import CODEC, Hello, RoundChanged
 from azureml_elastic.node.core.round import Member, Round
-from azureml_elastic.node.rendezvous.hub.link import Link
+from azureml_elastic.node.rendezvous.link import Link
 from tests.support.rendezvous.hubs import PausableRuntime, hub_at, make_context, start_hub
 from tests.support.waiting import until
 

@@ -10,7 +10,7 @@ import pytest
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.node.core.round import Limits, Round
-from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY, RUN_KEY
+from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY, RUN_KEY
 from azureml_elastic.node.table import Row
 from tests.support.rendezvous.simulation import Cluster, Node
 

@@ -10,7 +10,7 @@ import pytest
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.node.core.round import Limits, Round
-from azureml_elastic.node.rendezvous.state.row_keys import member_key
+from azureml_elastic.node.rendezvous.row_keys import member_key
 from tests.support.rendezvous.simulation import Cluster
 
 TIMEOUT_S = 300.0

@@ -13,9 +13,9 @@ from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import RunSucceeded
 from azureml_elastic.node.core.round import Limits
 from azureml_elastic.node.failures.host_strikes import HostStrikes
-from azureml_elastic.node.rendezvous.local_node import LocalNode, Surroundings
+from azureml_elastic.node.rendezvous.context import LocalNode, Surroundings
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
-from azureml_elastic.node.rendezvous.state.row_keys import member_key
+from azureml_elastic.node.rendezvous.row_keys import member_key
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.server_time import ServerClock
 from tests.support.waiting import until

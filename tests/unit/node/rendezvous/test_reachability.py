@@ -29,10 +29,9 @@ from azureml_elastic.node.core.sealing import (
     partitioned_nodes,
     select_members,
 )
-from azureml_elastic.node.host import Ports
-from azureml_elastic.node.rendezvous.context import Runtime
-from azureml_elastic.node.rendezvous.hub.link import Link
-from azureml_elastic.node.rendezvous.local_node import LocalNode
+from azureml_elastic.node.host.addresses import Ports
+from azureml_elastic.node.rendezvous.context import LocalNode, Runtime
+from azureml_elastic.node.rendezvous.link import Assignment, Link
 from azureml_elastic.node.rendezvous.probing import peers_to_probe
 from azureml_elastic.node.rendezvous.reachability import (
     Reachability,
@@ -42,7 +41,6 @@ from azureml_elastic.node.rendezvous.reachability import (
     query_members,
 )
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
-from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.rendezvous.torchrun import open_store
 from azureml_elastic.node.table import open_table
 from tests.support.rendezvous.hubs import hub_at, make_context, start_hub

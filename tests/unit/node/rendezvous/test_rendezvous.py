@@ -14,9 +14,9 @@ from azureml_elastic.node.core.failures import FailureRecord
 from azureml_elastic.node.core.join_events import HubSent
 from azureml_elastic.node.core.messages import RoundChanged, Watch
 from azureml_elastic.node.core.round import Member, Round, reopened
-from azureml_elastic.node.rendezvous.hub.link import Link
-from azureml_elastic.node.rendezvous.local_node import Surroundings
-from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY, RUN_KEY, member_key
+from azureml_elastic.node.rendezvous.context import Surroundings
+from azureml_elastic.node.rendezvous.link import Link
+from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY, RUN_KEY, member_key
 from tests.support.rendezvous.hubs import PausableRuntime, hub_at, make_context
 from tests.support.rendezvous.nodes import TIMEOUT, TIMINGS, Nodes, Slow
 from tests.support.waiting import until

@@ -17,10 +17,10 @@ from azureml_elastic.ipc.connection import MAX_LINE, encode
 from azureml_elastic.node.core.joining import is_landmark
 from azureml_elastic.node.core.messages import CODEC, RoundChanged, unpack
 from azureml_elastic.node.core.round import Limits, Member, NewestRound, Round, reopened
-from azureml_elastic.node.rendezvous.local_node import LocalNode
+from azureml_elastic.node.rendezvous.context import LocalNode
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
-from azureml_elastic.node.rendezvous.state.row_keys import LANDMARK_PREFIX, ROUND_KEY, member_key, node_of
-from azureml_elastic.node.rendezvous.state.rows import Rows, RunKey
+from azureml_elastic.node.rendezvous.row_keys import LANDMARK_PREFIX, ROUND_KEY, member_key, node_of
+from azureml_elastic.node.rendezvous.rows import Rows, RunKey
 from azureml_elastic.node.table.encoding import write_value
 from azureml_elastic.node.table.sqlite import SqliteTable
 

@@ -12,7 +12,7 @@ import pytest
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.node.core.round import Limits, Round
-from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY, member_key
+from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY, member_key
 from tests.support.rendezvous.simulation import Cluster, Costs, Fault, Node, Write
 
 VERY_MANY = 1000

@@ -11,7 +11,7 @@ from azureml_elastic.config.plan import SubmittedNames
 from azureml_elastic.environment import names as variables
 from azureml_elastic.errors import JobRefused, PlanError, WorkspaceUnavailable
 from azureml_elastic.node.core.round import Member, Round
-from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
+from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY
 from azureml_elastic.node.replacement.jobs import RunRecord
 from azureml_elastic.node.replacement.replacer import NodeReplacer
 from azureml_elastic.node.table.sqlite import SqliteTable

@@ -29,7 +29,7 @@ from azureml_elastic.errors import UsageError
 from azureml_elastic.memory import available_memory
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.diagnostics.findings import Check, CheckRunner, Finding, Status
-from azureml_elastic.node.host import (
+from azureml_elastic.node.host.addresses import (
     Ports,
     advertised_address,
     format_address,
@@ -37,7 +37,7 @@ from azureml_elastic.node.host import (
     listening_address,
 )
 from azureml_elastic.node.rendezvous.reachability import describe_error
-from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
+from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY
 from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
 from azureml_elastic.node.table import Table
 from azureml_elastic.node.table.server_time import ServerClock

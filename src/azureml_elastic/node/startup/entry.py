@@ -43,15 +43,15 @@ from azureml_elastic.node.core.training import State
 from azureml_elastic.node.diagnostics.checks.accelerator import count_visible_devices
 from azureml_elastic.node.diagnostics.findings import DiagnosticReport
 from azureml_elastic.node.diagnostics.node_checks import Admission, check_folders, node_checks
-from azureml_elastic.node.event_recorder import Recorder
 from azureml_elastic.node.failures.host_strikes import HostStrikes
 from azureml_elastic.node.hangs.detector import HangDetector
 from azureml_elastic.node.hangs.stack_dump import StackReporter
-from azureml_elastic.node.host import NodeIdentity
+from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
 from azureml_elastic.node.preload.client import PreloadServer, begin_preload
 from azureml_elastic.node.publishing.publisher import open_publishing
-from azureml_elastic.node.rendezvous.local_node import LocalNode, Surroundings
+from azureml_elastic.node.records.event_recorder import Recorder
+from azureml_elastic.node.rendezvous.context import LocalNode, Surroundings
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.replacement.on_node import start_replacement_thread
 from azureml_elastic.node.table import Table, open_table

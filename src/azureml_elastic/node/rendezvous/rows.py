@@ -38,7 +38,7 @@ from azureml_elastic.node.core.round import (
     require_member,
     restored,
 )
-from azureml_elastic.node.rendezvous.state.row_keys import (
+from azureml_elastic.node.rendezvous.row_keys import (
     ALL_PREFIX,
     LANDMARK_PREFIX,
     ROUND_KEY,

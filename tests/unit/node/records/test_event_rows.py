@@ -4,8 +4,8 @@ import pytest
 
 from azureml_elastic.ledger.events import NodeLeft, NodeStarted, Progress, RoundEntered
 from azureml_elastic.node.core.round import Member, Round
-from azureml_elastic.node.observation import EventRowReader, read_event_rows
-from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
+from azureml_elastic.node.records.observation import EventRowReader, read_event_rows
+from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY
 from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
 from azureml_elastic.node.table.sqlite import SqliteTable
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 from azureml_elastic.ledger.events import Progress
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.node.agent.event_logs import EventRate, ProgressLog
-from azureml_elastic.node.event_recorder import Recorder
+from azureml_elastic.node.records.event_recorder import Recorder
 
 WEEK = 7 * 24 * 3600
 

@@ -1,4 +1,4 @@
-"""A node's connections to hubs: a member's to that of rank 0's node, and a waiting node's to another's."""
+"""A node's connections to hubs: a member's to that of rank 0's node, with its assignment, and a waiting node's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from azureml_elastic.ipc import Connection, MessageClient, Peer
 from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.failures import FailureRecord, aged
-from azureml_elastic.node.core.hub_reports import HubReports
+from azureml_elastic.node.core.hub_state import HubReports
 from azureml_elastic.node.core.join_events import HubSent, LinkEnded
 from azureml_elastic.node.core.messages import Hello, Message, Watch
 from azureml_elastic.node.core.pauses import BeatWatch, PauseDetector
@@ -19,9 +19,8 @@ from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.core.training_events import FromLeader
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.reachability import Reachability, is_unreachable
-from azureml_elastic.node.rendezvous.state.assignment import Assignment
 
-__all__ = ["HubWatch", "Link", "Membership"]
+__all__ = ["Assignment", "HubWatch", "Link", "Membership"]
 
 _ESTABLISHED_SECONDS = 0.5
 """Time in which a hub knows a new member, so that it notices at once if the member dies next; a frozen hub does not."""
@@ -192,6 +191,33 @@ class HubWatch:
         if self.link is not None:
             self.link.close()
             self.link = None
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A node's rank in a sealed round.
+
+    Args:
+        round: sealed round.
+        rank: rank of the node in it.
+        listener: listening socket on which rank 0 must serve the round's store; ``None`` on other ranks.
+    """
+
+    round: Round
+    rank: int
+    listener: socket.socket | None
+
+    @property
+    def store_address(self) -> tuple[str, int]:
+        """Host and port of the round's store."""
+        first = self.round.members[0]
+        return first.host, first.store_port
+
+    @property
+    def global_ranks(self) -> range:
+        """Global ranks of the node's workers."""
+        first = sum(member.slots for member in self.round.members[: self.rank])
+        return range(first, first + self.round.members[self.rank].slots)
 
 
 _CONNECT_SECONDS = 1.0

@@ -6,8 +6,8 @@ import pytest
 
 from azureml_elastic.ledger.events import NodeStarted
 from azureml_elastic.node.core.round import Member, Round
-from azureml_elastic.node.observation import read_run_state
-from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY, member_key
+from azureml_elastic.node.records.observation import read_run_state
+from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY, member_key
 from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 from azureml_elastic.node.table.sqlite import SqliteTable

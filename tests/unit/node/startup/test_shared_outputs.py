@@ -8,7 +8,7 @@ from azureml_elastic.config.command.program import parse_program
 from azureml_elastic.environment.names import FIRST_NODE
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import UsageError
-from azureml_elastic.node.shared_outputs import SharedOutputs
+from azureml_elastic.node.startup.shared_outputs import SharedOutputs
 
 
 @pytest.fixture

@@ -51,6 +51,7 @@ def test_a_plan_of_a_later_release(plan, monkeypatch, capsys):
 
 
 def test_a_node_that_needs_nothing_of_azure_does_not_wait_for_its_import():
-    code = "import sys, azureml_elastic.node.entry; print([name for name in sys.modules if name.startswith('azure.')])"
+    modules = "[name for name in sys.modules if name.startswith('azure.')]"
+    code = f"import sys, azureml_elastic.node.startup.entry; print({modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

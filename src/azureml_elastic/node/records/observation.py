@@ -9,8 +9,8 @@ from typing import Any
 
 from azureml_elastic.ledger.events import Event, NodeStarted, Progress, read_event_value
 from azureml_elastic.node.core.round import Member, Round
-from azureml_elastic.node.event_recorder import EVENT_PREFIX
-from azureml_elastic.node.rendezvous.state.row_keys import ALL_PREFIX, ROUND_KEY, node_of
+from azureml_elastic.node.records.event_recorder import EVENT_PREFIX
+from azureml_elastic.node.rendezvous.row_keys import ALL_PREFIX, ROUND_KEY, node_of
 from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
 from azureml_elastic.node.table import Row, Table
 from azureml_elastic.node.table.checkpoint_pointer import CHECKPOINT_KEY

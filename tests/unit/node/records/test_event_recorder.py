@@ -6,7 +6,7 @@ import threading
 
 from azureml_elastic.ledger.events import NodeStarted
 from azureml_elastic.ledger.reading import read_events
-from azureml_elastic.node.event_recorder import Recorder
+from azureml_elastic.node.records.event_recorder import Recorder
 
 
 def test_events_are_lines_at_once(tmp_path):

@@ -22,7 +22,7 @@ from azureml_elastic.node.core.hub_state import Close, HubAction, HubState, HubV
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.core.training_events import FromMember
 from azureml_elastic.node.rendezvous.context import Context
-from azureml_elastic.node.rendezvous.hub.link import Membership
+from azureml_elastic.node.rendezvous.link import Membership
 
 __all__ = ["Hub"]
 

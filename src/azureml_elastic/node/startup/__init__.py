@@ -1,0 +1,1 @@
+"""How a node is put together from its parts at its start."""
