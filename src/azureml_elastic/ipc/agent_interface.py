@@ -35,9 +35,6 @@ class WorkerIdentity:
     """Position of a training process in a round.
 
     Args:
-        rank: rank in the round.
-        local_rank: rank on the node.
-        world_size: number of processes of the round.
         round: number of the round, 0 without an agent.
     """
 
@@ -52,7 +49,6 @@ class HandedOverState:
     """A state that the agent holds for the workers of the next round.
 
     Args:
-        path: path of the memory, to be mapped.
         step: optimizer steps completed.
         round: number of the round that completed them.
         rank: rank of the worker that handed it over.
@@ -126,7 +122,6 @@ class Agent(Protocol):
 
         Args:
             step: optimizer steps completed.
-            descriptor: descriptor of the memory.
             part: whether it is this process's part of a sharded state.
 
         Raises:
@@ -141,10 +136,6 @@ class Agent(Protocol):
 
     def hold_shard(self, descriptor: int, shard: ShardDescription) -> None:
         """Have the agent hold a shard of a snapshot until it is discarded.
-
-        Args:
-            descriptor: file descriptor of the memory.
-            shard: description of the shard.
 
         Raises:
             ElasticError: it does not.

@@ -93,7 +93,6 @@ class Authenticator:
     """One process's part in the handshakes of its connections.
 
     Args:
-        me: this end.
         purpose: what the connections are for; both ends must agree.
         key: the shared key of :data:`KEY_BYTES` bytes; without one every handshake fails.
 
@@ -113,11 +112,7 @@ class Authenticator:
         return ServerHandshake(self.me, self._purpose, self.key)
 
     def open(self, to: Peer) -> Handshake:
-        """Return the handshake of a connection that this process has opened.
-
-        Args:
-            to: the process that should answer.
-        """
+        """Return the handshake of a connection that this process has opened."""
         return ClientHandshake(self.me, self._purpose, self.key, to)
 
 
@@ -125,9 +120,7 @@ class Handshake(abc.ABC):
     """One end's side of a handshake, without I/O.
 
     Args:
-        me: this end.
         purpose: what the connection is for.
-        key: the shared key, if it is known.
 
     Attributes:
         opening: what to send first.
@@ -172,11 +165,7 @@ class Handshake(abc.ABC):
 
 
 class ClientHandshake(Handshake):
-    """The side of the end that has opened the connection.
-
-    Args:
-        to: the process that should answer.
-    """
+    """The side of the end that has opened the connection."""
 
     def __init__(self, me: Peer, purpose: bytes, key: bytes | None, to: Peer) -> None:
         super().__init__(me, purpose, key)

@@ -120,9 +120,7 @@ class MessageStream:
         """Connect to a :class:`~azureml_elastic.ipc.MessageServer` and authenticate both ends.
 
         Args:
-            address: host and port.
             authenticator: this end's part in the handshake.
-            to: the process that should answer.
             timeout: seconds that each wait for the peer may take.
 
         Raises:

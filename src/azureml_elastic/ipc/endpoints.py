@@ -46,10 +46,8 @@ class MessageServer:
 
     Args:
         listener: see :func:`listen`; from here on it belongs to the server.
-        on_message: callback for each message.
         on_close: callback, exactly once for each connection; ``connection.reason`` says what.
         on_tick: callback about every ``tick`` seconds.
-        tick: seconds.
         authenticator: this end's part in handshakes; ``None`` accepts all clients. Clients that are not authenticated
             cause no callbacks.
     """
@@ -97,12 +95,10 @@ class MessageClient:
     """A connection to a :class:`MessageServer`.
 
     Args:
-        address: the server's address.
         on_message: callback for each message that is no reply.
         on_close: called exactly once when the server, a failure or torn input ends the connection, and not
             after :meth:`close`.
         on_tick: callback about every ``tick`` seconds.
-        tick: seconds.
         timeout: seconds to connect in.
         authenticator: this end's part in the handshake; ``None`` for a server that does without.
         to: the process that should answer; the connection ends if another one does.

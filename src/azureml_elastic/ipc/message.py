@@ -61,9 +61,6 @@ class MessageCodec(Generic[_M]):
 
     A message is sent as a JSON object of the dataclass's fields, without those that have their default, and of
     ``"op"``, the class's name in snake case. The decoder ignores unknown fields, which a later release may send.
-
-    Args:
-        types: the dataclasses of the protocol.
     """
 
     def __init__(self, *types: type[_M]) -> None:
@@ -127,7 +124,6 @@ class ShardDescription:
     """A shard of a snapshot.
 
     Args:
-        folder: name of the snapshot.
         file: file name of the shard in a checkpoint.
         step: optimizer steps completed.
         world_size: world size of the round that took the snapshot, which is the number of its shards.

@@ -22,9 +22,6 @@ class StackFile:
     """Who writes the file, and how to make it write.
 
     Args:
-        pid: process id.
-        rank: rank in the round.
-        local_rank: rank on the node.
         signal: number of the signal that makes it dump the stacks of all its threads.
         main_thread: ``threading.get_ident()`` of its main thread, as which the dump names it.
     """

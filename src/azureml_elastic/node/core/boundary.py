@@ -51,9 +51,6 @@ _RETRY_SECONDS = 0.05
 class BoundaryParticipant:
     """A node's side of the agreement, for one round.
 
-    Args:
-        slots: number of workers of the node.
-
     Attributes:
         agreed: whether all workers of the round stop at one step.
         leavers: nodes that will not be in the next round, as far as this one knows; final once it is agreed.
@@ -70,7 +67,6 @@ class BoundaryParticipant:
         """Begin with a proposal, which the workers vote on; return the node's vote where they cannot.
 
         Args:
-            proposal: the proposal.
             present: local ranks that can be asked.
             finished: whether a local worker's training loop has ended.
         """
@@ -84,8 +80,6 @@ class BoundaryParticipant:
         """Take a worker's vote; return the node's after the last one.
 
         Args:
-            local_rank: the worker's local rank.
-            vote: its vote.
             finished: whether a local worker's training loop has ended.
         """
         if self._votes is None or vote.boundary != self._number:
@@ -104,11 +98,7 @@ class BoundaryParticipant:
 
 
 class BoundaryCoordinator:
-    """Rank 0's side of the agreement, for one round.
-
-    Args:
-        members: names of the round's nodes.
-    """
+    """Rank 0's side of the agreement, for one round."""
 
     def __init__(self, members: Iterable[str]) -> None:
         self._members = frozenset(members)
@@ -162,9 +152,6 @@ class BoundaryCoordinator:
         """Record a node's vote; return the decision, for the agents of all members, after the last one.
 
         Args:
-            node: name of the node.
-            vote: its vote.
-            now: monotonic seconds.
             leavers: nodes that will not be in the next round, for the decision.
         """
         if not self._pending or vote.boundary != self._number:
@@ -199,7 +186,6 @@ def seconds_left(pace: Pace | None, expected: int | None, step: int, now: float)
         pace: when and at which step it began.
         expected: number of steps of the whole run, if known.
         step: the furthest step so far.
-        now: monotonic seconds.
     """
     if expected is None or pace is None or step <= pace.step:
         return None
@@ -216,7 +202,6 @@ class Newcomers:
 
     Args:
         timeout: seconds after which nodes end the round without a save, ``None`` for never.
-        world_size: number of workers of the round.
     """
 
     def __init__(self, timeout: float | None, world_size: int) -> None:
@@ -253,8 +238,6 @@ class Newcomers:
         The workers of this node are stopped before, so that they begin no save before they get SIGTERM.
 
         Args:
-            waiting: names of the waiting nodes.
-            now: monotonic seconds.
             connected: whether workers of the round have begun to connect to each other. What several workers save
                 before may be prepared data.
         """
@@ -281,12 +264,10 @@ class Leader:
     """Rank 0's part in one round.
 
     Args:
-        distribution: what the plan says.
         opens_session: whether the program uses this library, so that newcomers wait for its session.
         now: monotonic seconds at which the workers were started, or received their assignments.
 
     Attributes:
-        coordinator: the agreement on a step boundary.
         newcomers: when waiting nodes may end a round without a session.
     """
 
@@ -319,7 +300,6 @@ class Leader:
             waiting: spares to make room for.
             leavers: members that are being preempted.
             workers: what this node's workers have reported.
-            now: monotonic seconds.
             connected: whether workers of the round have begun to connect to each other.
             done: whether this node's workers have ended well.
         """

@@ -53,10 +53,7 @@ class FailureRecord:
 
     Args:
         signature: identifier of the error, equal on all ranks, nodes and processes.
-        kind: kind of the failure.
         step: last step that the node's workers completed; ``None`` without a session.
-        node: name of the node.
-        rank: global rank of the worker.
         exit_code: exit code as a shell reports it.
         age_seconds: duration of the rounds since.
         charge: number of charged failures: 0 if free, more than 1 after a merge.
@@ -79,10 +76,8 @@ class Failure:
     """Failure of a worker.
 
     Args:
-        rank: global rank of the worker.
         exit_code: exit code as a shell reports it: 128 + n after signal n.
         message: the fatal traceback, else the last lines of standard error.
-        kind: kind of the failure.
         signature: identifier of the error, equal on all ranks, nodes and processes.
         conclusive: whether two failures with this signature are certainly the same error.
     """
@@ -98,7 +93,6 @@ class Failure:
         """Return the record for the round's row.
 
         Args:
-            node: name of this node.
             step: last completed step of the node, if known.
             connected: whether the workers of the round had begun to connect to each other, as far as is known.
         """
@@ -150,7 +144,6 @@ def decide_restart(
 
     Args:
         history: earlier failures of the run, oldest first, aged by the round that ends.
-        failure: failure to decide about.
         distribution: limits ``max_restarts`` and ``restart_window``.
         conclusive: whether two failures with this signature are certainly the same error.
         seconds: duration of the round.

@@ -37,9 +37,6 @@ _ANSWER_SECONDS = 5.0
 class HangResponse:
     """One agent's part in one round.
 
-    Args:
-        node: name of the agent's node.
-
     Attributes:
         until: monotonic seconds at which this agent ends the round at the latest, ``None`` where it does not.
     """
@@ -95,9 +92,6 @@ _CONNECT_SECONDS = 10.0
 class PeerDiscovery:
     """One agent's part in one round.
 
-    Args:
-        nodes: names of the round's nodes.
-
     Attributes:
         until: monotonic seconds at which the workers should have connected, ``None`` before all can.
     """
@@ -111,7 +105,6 @@ class PeerDiscovery:
         """Report once that the local workers connect to the others, and look why they have not connected for long.
 
         Args:
-            now: monotonic seconds.
             placed: whether each local worker has a session and an assignment.
             connected: whether a local worker has reported that the ranks have connected.
         """

@@ -87,7 +87,6 @@ def step_limit(policy: HangPolicy, steps: Collection[float], longest: float = 0.
     """Return for how long there may be no step once there was one.
 
     Args:
-        policy: the run's limits.
         steps: times between two completed steps, seconds, in any order; of many, the newest.
         longest: longest step so far, seconds.
 
@@ -106,7 +105,6 @@ def pause_limit(policy: HangPolicy, step_seconds: float, longest: float = 0.0) -
     """Return for how long there may be no step before the first one, and in an announced pause.
 
     Args:
-        policy: the run's limits.
         step_seconds: the limit between steps.
         longest: the longest pause or start so far, seconds.
     """

@@ -37,7 +37,6 @@ class HubView:
     """State of a hub's round.
 
     Args:
-        lost: members that are gone.
         absent: those of them that have never connected.
         waiting_since: spares that can be expected to join, with the monotonic seconds at which they began to wait.
         was_given_up: whether members have ended their connections because this process itself did not run.
@@ -91,8 +90,6 @@ class _Peer:
     """The process at the other end of a connection.
 
     Args:
-        node: name of its node.
-        incarnation: its incarnation.
         round: number of the round of which it has said to be a member, 0 for none.
         waits: whether it has said since that it waits.
         position: position among the candidates that it was sent last.
@@ -110,9 +107,6 @@ class SealQueue:
 
     Rows of the table decide which node seals. A hub only selects the nodes that read them, so that not all do: the
     first two in the order of ranks and, because strikes and unreachable pairs may exclude these, the first two without.
-
-    Args:
-        round_: open round.
     """
 
     def __init__(self, round_: Round) -> None:
@@ -138,13 +132,7 @@ class HubState:
     """The state of one hub. Not thread-safe.
 
     Args:
-        limits: node counts of a round.
-        timings: timeouts.
-        now: monotonic seconds.
         silence: limit of the members' silence.
-
-    Attributes:
-        watchers: the waiting nodes.
     """
 
     def __init__(self, limits: Limits, timings: RendezvousTimings, now: float, silence: SilenceLimit) -> None:
@@ -216,15 +204,7 @@ class HubState:
     # --- connections -------------------------------------------------------------------------------------------------
 
     def greeted(self, link: int, node: str, incarnation: str, number: int, now: float) -> list[HubAction]:
-        """A node says that it is a member of a round.
-
-        Args:
-            link: number of its connection.
-            node: its name.
-            incarnation: its incarnation.
-            number: number of the round.
-            now: monotonic seconds.
-        """
+        """A node says that it is a member of a round."""
         peer = _Peer(node, incarnation, number)
         self._silence.returned(incarnation, now)
         round_ = self._round
@@ -250,15 +230,7 @@ class HubState:
         return actions
 
     def watching(self, link: int, node: str, incarnation: str, watch: messages.Watch, now: float) -> list[HubAction]:
-        """A node says for what it waits.
-
-        Args:
-            link: number of its connection.
-            node: its name.
-            incarnation: its incarnation.
-            watch: its message.
-            now: monotonic seconds.
-        """
+        """A node says for what it waits."""
         candidacy = watch.candidacy
         if candidacy is not None and (candidacy.node, candidacy.incarnation) != (node, incarnation):
             return [Close(link, f"{node} wants to be a candidate in the name of {candidacy.node}")]
@@ -306,7 +278,6 @@ class HubState:
         """Look for silent nodes.
 
         Args:
-            now: monotonic seconds.
             last_received: moment of the last message, by connection.
 
         Returns:
@@ -451,11 +422,9 @@ class HubReports:
     """What a member knows of its round from its connection to rank 0's hub.
 
     Attributes:
-        lost: members that are gone.
         absent: those of them that have never connected to the hub.
         all_done: whether the workers of all members have succeeded.
         must_read: whether the round has changed, and the hub did not send to what.
-        broken: whether the connection has ended.
         was_given_up: whether it has ended because this process did not run for so long that the hub has given it up.
     """
 
@@ -485,13 +454,9 @@ class HubReports:
         """Return what is known of a round.
 
         Args:
-            round_: the round.
-            node: the member.
             view: what its own hub knows, where it is rank 0.
             over: whether the round has ended in the table.
-            limits: node counts.
             debounce: seconds in which no further spare may come before room is made.
-            now: monotonic seconds.
         """
         lost = self.lost | view.lost
         was_given_up = view.was_given_up or self.was_given_up

@@ -194,7 +194,6 @@ class Prepared:
     """The node can be a candidate.
 
     Args:
-        me: its row.
         wrote_round: whether this node has written the open round itself.
     """
 
@@ -360,9 +359,7 @@ class Connect:
     """Connect to the hub of a node, instead of the one before: :class:`Connected` or :class:`ConnectFailed`.
 
     Args:
-        to: the node.
         greeting: first message.
-        purpose: what it is needed for.
     """
 
     to: Member
@@ -408,7 +405,6 @@ class Enter:
     """Enter a sealed round at rank 0's hub: :class:`Entered` or :class:`EntryFailed`.
 
     Args:
-        rank: rank of this node in it.
         again: whether it is a further attempt, for which less time is enough.
     """
 

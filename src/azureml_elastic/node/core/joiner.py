@@ -72,7 +72,6 @@ class _Link:
     """The connection to another node's hub.
 
     Args:
-        to: node of the hub.
         greeting: what this node has sent last.
         answered: whether the hub has sent anything yet.
         position: position among the candidates that should seal, as the hub has sent it.
@@ -96,7 +95,6 @@ class _Waiting:
         dial_at: when to connect to rank 0's hub.
         read_at: when to read the round's row.
         unreachable_from: members that cannot reach this node.
-        rank: rank of this node in the round.
         tries: attempts with another key of the run.
         reason: why rank 0's hub cannot be reached.
         entered: whether it was reached in the end.
@@ -119,16 +117,11 @@ class Joiner:
     """One node on its way into a round.
 
     Args:
-        me: row of this node.
-        limits: node counts.
-        timings: timeouts.
         last_round: number of the round in which this node was last, 0 for none.
         has_left: whether this node's row says that it has left.
 
     Attributes:
-        state: where this node is on its way.
         round: version of the round's row that it acts on.
-        me: row of this node.
         deadline: monotonic seconds at which ``TimerFired`` is due.
     """
 
@@ -155,12 +148,7 @@ class Joiner:
         self._waiting = self._new_waiting(0.0)
 
     def handle(self, event: on.Event, now: float) -> list[on.Action]:
-        """Process what has happened, and return what is to be done.
-
-        Args:
-            event: what has happened.
-            now: monotonic seconds.
-        """
+        """Process what has happened, and return what is to be done."""
         match event:
             case on.Started():
                 self._known = event.known

@@ -60,8 +60,6 @@ class MeetingPoints:
     hub listens already. In a later round survivors come first, in the order of their ranks, which needs no read.
 
     Args:
-        round_: open round.
-        me: this node.
         known: other nodes by name: the members of the round before, or rows as they were read.
     """
 
@@ -108,7 +106,6 @@ class MeetingPoints:
         """Record that the connection to a node's hub has ended, and return whether the hub is not chosen again.
 
         Args:
-            member: the node.
             answered: whether the hub had sent anything; if not, the port belongs to another process.
         """
         count = self._breaks[member.incarnation] = self._breaks.get(member.incarnation, 0) + 1
@@ -122,7 +119,6 @@ class MeetingPoints:
         """Record that a node's hub cannot be reached, and return whether it could be before.
 
         Args:
-            member: the node.
             refused: whether its machine refused the connection, which shows that the process has ended, since a hub
                 listens for as long as its node lives.
         """
@@ -156,7 +152,6 @@ class ReadSchedule:
     """The schedule of one node, by its own monotonic clock.
 
     Args:
-        now: current monotonic time in seconds.
         knows_all: whether this node has written the round's row: it knows whom to expect, and they come to its hub.
     """
 

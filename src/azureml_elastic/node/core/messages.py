@@ -154,7 +154,6 @@ class Watch(Message):
 
     Args:
         round: number of the round in the newest row version that the node has seen.
-        is_open: whether that round is open.
         strikes: number of strikes against the node's machine.
         unreached: incarnations of the nodes that it cannot reach.
         candidacy: the row with which it wants to be in the open round.

@@ -37,7 +37,6 @@ class PauseDetector:
     All times are those of one monotonic clock, in seconds.
 
     Args:
-        now: present time.
         tick: planned seconds between two calls of :meth:`tick`; a call that is more than one tick late ends a pause.
     """
 
@@ -68,7 +67,6 @@ class PauseDetector:
 
         Args:
             timeout: seconds of silence after which others give up.
-            now: present time.
         """
         self.tick(now)  # what others have done during a pause may be handled before the next tick
         return self._paused_since(now - 2 * timeout) >= timeout - 2 * self._interval
@@ -87,8 +85,6 @@ class SilenceLimit:
         timings: ``heartbeat_timeout`` is the limit for a peer whose beats are not known yet.
 
     Attributes:
-        shortest: smallest limit.
-        longest: largest limit.
         tick: seconds between two beats of a peer.
         timeout: limit of a peer whose beats are not known yet.
         pause: longest pause so far, in seconds. It does not fade: how often pauses come cannot be learned from a few.
@@ -139,8 +135,6 @@ class BeatWatch:
     """The beats of one peer.
 
     Args:
-        limit: the limit of its silence.
-        pauses: pauses of this process.
         last_received: moment of the connection's start.
     """
 

@@ -37,7 +37,6 @@ def kept_order(
     Args:
         ranked: members of the round in the order of ranks.
         gone: members that do not go on.
-        nodes_per_replica: number of nodes of a replica.
 
     Returns:
         The survivors, and the places of those that are in no whole replica.
@@ -79,7 +78,6 @@ def preferred(
         previous: survivors of the round before.
         places: places of those that are in no whole replica.
         count: number of nodes to take.
-        nodes_per_replica: number of nodes of a replica.
     """
     place_of = _places(previous, places, nodes_per_replica)
     holders: dict[int, str] = {}
@@ -100,7 +98,6 @@ def arranged(
         fit: nodes that keep the ranks they had, as far as they had some.
         previous: survivors of the round before; replicas of which all are taken stay as they are.
         places: places of those survivors that are in no whole replica.
-        nodes_per_replica: number of nodes of a replica.
     """
     place_of = {
         node: place for node, place in _places(previous, places, nodes_per_replica).items()

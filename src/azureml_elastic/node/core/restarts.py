@@ -62,7 +62,6 @@ def closing_message(message: str, failure: FailureRecord, number: int, why: str)
     Args:
         message: message of the worker's failure.
         failure: failure that ended the run.
-        number: number of the round.
         why: reason for not restarting.
     """
     step = "" if failure.step is None else f" at step {failure.step}"
@@ -86,11 +85,7 @@ def charge(
     """Return what to do.
 
     Args:
-        failure: the failure.
-        record: its record.
-        reason: why the round ends.
         lost: members that the next round does not wait for.
-        round_: the round.
         seconds: its duration so far.
         plan: configuration of the run, with the limits of the restart policy.
     """
@@ -125,8 +120,6 @@ def faulty_members(round_: Round, lost: Collection[str], leaving: Collection[str
     that no host gets a strike.
 
     Args:
-        round_: sealed round.
-        lost: names of the lost members.
         leaving: names of the members that were preempted or left on their own.
     """
     gone = [member for member in round_.members if member.node in lost]

@@ -57,8 +57,6 @@ class Limits:
     """Limits of the members of a round.
 
     Args:
-        minimum: smallest number of nodes.
-        maximum: largest number of nodes.
         quarantine: number of strikes from which a node becomes a member only if the minimum is not reached without it;
             ``None`` for never.
         nodes_per_replica: number of nodes that together hold one copy of a sharded model, of which all numbers are
@@ -82,7 +80,6 @@ class Member:
         round: number of the round that the node wants to be in.
         host: address under which other nodes reach the node.
         store_port: port on which it would serve the round's store.
-        slots: number of its workers.
         reason: why it left, or which nodes it cannot reach.
         host_id: identifier of the machine, against which strikes are counted.
         strikes: number of live strikes when the row was written.
@@ -132,7 +129,6 @@ class Round:
 
     Args:
         number: number of the round, from 1.
-        state: see the module.
         members: members in rank order, once sealed.
         previous: names of the survivors of the round before in rank order, which they keep; those of whole replicas
             come first.
@@ -146,7 +142,6 @@ class Round:
         losses: number of rounds that ended because a node or a worker was lost.
         seconds: total duration of the rounds before this one.
         failed_rounds: number of consecutive rounds that ended because their nodes could not connect to each other.
-        reason: why the round was reopened.
         message: failure that ended the run.
         exit_code: exit code of every node of a failed run.
     """
@@ -232,7 +227,6 @@ def reopened(
 
     Args:
         round_: sealed round that ends.
-        reason: why it ends.
         lost: members that will not go on.
         waiting: spares, which the next round waits for; one may have the name of a lost member.
         finishing: those of the lost nodes whose workers may still save.
@@ -274,7 +268,6 @@ def turn_of(round_: Round, lost: Collection[str], node: str) -> tuple[float, Mem
     Args:
         round_: sealed round, in which at least this node survives.
         lost: members that will not go on.
-        node: the member.
     """
     alive = [member for member in round_.members if member.node not in lost]
     turn = next((turn for turn, member in enumerate(alive) if member.node == node), 0)

@@ -52,9 +52,6 @@ def partitioned_nodes(ranked: Sequence[Member]) -> dict[str, int]:
 
     The node that is cut off from most others is left out first, among equals the one with the last rank. So a node that
     is cut off from all others is left out itself, whichever side noticed it.
-
-    Args:
-        ranked: candidates in the order of ranks, each node once.
     """
     if not any(member.unreached for member in ranked):
         return {}
@@ -89,11 +86,6 @@ def select_members(round_: Round, ranked: Sequence[Member], limits: Limits) -> l
     - Quarantined and partitioned nodes become members only where the minimum is not reached without them, those that
       are cut off from fewest first, then those with the fewest strikes. They get the last ranks, because the loss of
       rank 0's node costs most.
-
-    Args:
-        round_: open round.
-        ranked: candidates in the order of ranks, each node once.
-        limits: node counts and quarantine threshold.
     """
     accepted = [member for member in ranked if not is_quarantined(member, limits)]
     partitioned = partitioned_nodes(accepted)
@@ -159,8 +151,6 @@ class SealTimer:
     that will be rank 0 seals; if it does not, each next candidate does ``takeover_delay`` later.
 
     Args:
-        round_: open round.
-        limits: node counts.
         timings: settle and rejoin timeout, takeover delay.
 
     Attributes:
@@ -244,18 +234,13 @@ class Candidacy:
     """One node as a candidate of one open round.
 
     Args:
-        me: row of the node.
         known: other nodes by name: the members of the round before, or the rows as they were read.
-        limits: node counts.
-        timings: timeouts.
-        now: monotonic seconds.
         wrote_round: whether this node has written the open round itself.
 
     Attributes:
         points: where candidates meet.
         schedule: when this node reads the rows.
         write_at: when it writes its row into the table.
-        written: whether that is done.
         offered: whether it is a candidate at its own hub.
         knows_all: whether the rows would show it nothing that it does not know.
         should_seal: whether it is among the first candidates at its own hub.
@@ -312,8 +297,6 @@ class Candidacy:
 
         Args:
             received: rows that candidates have sent to the hub.
-            me: row of this node.
-            now: monotonic seconds.
         """
         confirmed, self._has_read = self._has_read, False
         self._present = self._all_present(received, me, confirmed=confirmed)
@@ -359,7 +342,6 @@ class Candidacy:
 
         Args:
             received: rows that candidates have sent to the hub.
-            me: row of this node.
             confirmed: whether to leave out nodes that have no row of the same incarnation.
         """
         left = {row.incarnation for row in self._rows.values() if row.state == "left"}

@@ -79,15 +79,11 @@ class Training:
     """One node in one round.
 
     Args:
-        round_: the sealed round.
-        node: name of this node, which is a member.
-        plan: configuration of the run.
         opens_session: whether the program uses this library, so that newcomers wait for its session.
         entered: monotonic seconds at which this node got its place in the round.
         now: monotonic seconds; its workers have been started, or have received their assignments.
 
     Attributes:
-        state: what it is about.
         connecting: whether workers of the round have begun to connect to each other, as far as rank 0's agent has seen.
         closed: the end of the run, where this node wants to end it.
     """
@@ -166,12 +162,7 @@ class Training:
         return min((moment for moment in moments if moment is not None and moment > self._now), default=float("inf"))
 
     def handle(self, event: ev.TrainingEvent, now: float) -> list[do.TrainingAction]:
-        """Take one event in, and return what shall be done, in this order.
-
-        Args:
-            event: what has happened.
-            now: monotonic seconds.
-        """
+        """Take one event in, and return what shall be done, in this order."""
         if self.over or (self.state is State.ENDING and not isinstance(event, ev.RowWritten)):
             return []  # what is decided is being carried out
         self._now, self._out = now, []
@@ -477,7 +468,6 @@ class Training:
         """Interrupt the workers and end the round, so that the next one forms; or leave, where this node has to.
 
         Args:
-            reason: why.
             lost: members that will not be back.
             round_failed: whether nobody is to blame but the network.
         """

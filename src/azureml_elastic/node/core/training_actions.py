@@ -131,7 +131,6 @@ class Reopen:
     """End the round so that another can form, unless another node has; ``RowWritten`` answers.
 
     Args:
-        reason: why.
         lost: members that will not be back.
         finishing: those of them whose workers may still save.
         finishing_seconds: seconds for which the next round waits for these.
@@ -152,8 +151,6 @@ class Close:
     """End the run for all nodes, unless another node has; ``RowWritten`` answers.
 
     Args:
-        succeeded: whether it has succeeded.
-        message: the closing message of a failed run.
         failures: its failures, with the one that ends it.
     """
 

@@ -46,7 +46,6 @@ class RoundSeen:
     """What is known of the round has changed.
 
     Args:
-        lost: members that are gone.
         over: whether the round has ended in the table or its hub is gone.
         waiting: spares to make room for; only on rank 0's node.
         all_done: whether the workers of all members have succeeded.
@@ -137,7 +136,6 @@ class Noticed:
 
     Args:
         until: monotonic seconds at which its workers must have ended.
-        reason: why.
     """
 
     until: float
@@ -166,7 +164,6 @@ class Hung:
     """This node's own verdict: the round hangs.
 
     Args:
-        hang: the verdict.
         failure: the failure that it counts as.
     """
 

@@ -18,7 +18,6 @@ class Watcher:
     """A waiting node.
 
     Args:
-        link: number of the connection to the node.
         since: monotonic seconds at which it has sent its state.
         beside: number of the sealed round beside which it waits, 0 for none.
         candidacy: the row with which it wants to be in an open round.
@@ -42,9 +41,6 @@ class Watchers:
     An open connection does not show that a node will join, since a thread keeps it alive even if the main thread
     hangs. A node that was expected in a round and missed the seal therefore counts again only when it sends that it
     waits beside that round, which its main thread does. If it misses a second seal, it waits longer each time.
-
-    Attributes:
-        nodes: the waiting nodes, by name.
     """
 
     def __init__(self) -> None:
@@ -115,7 +111,6 @@ class Watchers:
 
         Args:
             members: names of the members that are not lost, which may still be connected as waiting nodes.
-            now: monotonic seconds.
             quarantine: number of strikes from which a node is not in a round that has its minimum.
         """
         return {

@@ -47,7 +47,6 @@ class AdvertisedAddress:
     """Address at which the other nodes reach this one.
 
     Args:
-        host: address or host name.
         interface: network interface with the address, if an interface or a range was configured.
     """
 

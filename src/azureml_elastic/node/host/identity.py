@@ -34,14 +34,9 @@ class NodeIdentity:
     """Identity of a node.
 
     Args:
-        plan: plan of the run.
-        run_id: name of the run in the table.
-        node: name of this node within the run.
         host: address at which the other nodes reach this one.
-        folder: folder for events and logs.
         host_id: name of the machine, see :func:`host_id`.
         interface: network interface of ``host``, if configured.
-        incarnation: random identifier of this process of the node.
     """
 
     plan: Plan
@@ -63,7 +58,6 @@ def read_identity(environment: NodeEnvironment, *, checkpoint_dir: str | None = 
     """Read the plan and this node's identity.
 
     Args:
-        environment: environment of the process.
         checkpoint_dir: folder for the checkpoints of all runs, from the command line; this run gets a folder in it.
 
     Raises:
@@ -121,9 +115,7 @@ def host_id(node: str, host: str, boot_id: Path = _BOOT_ID) -> str:
     name, a new container on the same machine has the same. Nodes at a loopback address each count as a machine.
 
     Args:
-        node: name of the node.
         host: address at which the other nodes reach it.
-        boot_id: file with the boot id.
     """
     if is_loopback(host):
         return node

@@ -35,7 +35,6 @@ class Recorder:
 
     Args:
         folder: the run's folder; the file is ``events/<node>.jsonl`` below it.
-        node: this node's name.
         incarnation: the agent's incarnation, part of the rows' keys.
         table: table for the rare events, ``None`` to write the file only.
         subscriber: function that gets each event and returns at once.
@@ -68,10 +67,8 @@ class Recorder:
         """Append one event.
 
         Args:
-            kind: the event's class.
             round_number: the round that the node is in, 0 before its first.
             at: seconds since the epoch; ``None`` for now.
-            fields: the event's own fields.
         """
         event: Event = kind(time=time.time() if at is None else at, node=self._node, round=round_number, **fields)
         with self._lock:

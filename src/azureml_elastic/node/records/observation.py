@@ -26,7 +26,6 @@ class NodeOfTable:
     """A node that has started its agent.
 
     Args:
-        name: name of the node in the run.
         job: name of its job in Azure ML, empty if unknown.
         rank: position of the node in the sealed round, ``None`` if it is not a member.
         state: ``in round 3``, ``starting``, ``waiting`` or ``left``, as the node has written last.
@@ -153,9 +152,6 @@ class EventRowReader:
 
     The first read takes all rows, each further one those of the newest rounds: an event that is written two rounds late
     is not returned.
-
-    Args:
-        table: table of the run.
     """
 
     def __init__(self, table: Table) -> None:

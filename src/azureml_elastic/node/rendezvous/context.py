@@ -45,7 +45,6 @@ class LocalNode:
         host: address under which the other nodes reach this one.
         slots: number of workers of this node.
         host_id: identifier of the machine, against which strikes are counted.
-        incarnation: random identifier of this process.
         ports: first and last port to listen on; ``None`` for any.
         probes_other_ports: whether the others test a port outside of ``ports``, because workers listen on such ports.
         program: digest of the program of this node's job; nodes of another one are refused. ``None`` if it is unknown.
@@ -167,7 +166,6 @@ class Runtime:
         """Try to connect to all addresses at once; return the error of each, ``None`` where it succeeded.
 
         Args:
-            addresses: hosts and ports.
             timeout: seconds for all together, from when their names are resolved.
         """
         results: list[OSError | None] = [TimeoutError(errno.ETIMEDOUT, "timed out")] * len(addresses)
@@ -244,11 +242,6 @@ class Context:
     """Settings and shared objects of one node's rendezvous.
 
     Args:
-        limits: node counts of a round.
-        timings: heartbeat interval and timeouts.
-        runtime: clock, threads and sockets.
-        me: this node's name and incarnation.
-        surroundings: the rest of the node; by default none.
         wake: event for the agent's thread; ``None`` for a new one.
 
     Attributes:

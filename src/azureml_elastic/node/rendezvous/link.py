@@ -31,7 +31,6 @@ class Link:
 
     Args:
         context: settings; ``received`` gets what the hub sends and the end of the connection, and ``inbox`` broadcasts.
-        member: node of the hub.
         greeting: first message, ``Hello`` or ``Watch``.
         timeout: seconds to connect in; ``None`` for the heartbeat timeout.
 
@@ -138,11 +137,7 @@ class HubWatch:
     """A waiting node's connection to at most one hub. Not thread-safe.
 
     Args:
-        context: settings and shared objects.
         reachability: receives hubs that cannot be reached.
-
-    Attributes:
-        link: the connection, ``None`` without one.
     """
 
     context: Context
@@ -154,7 +149,6 @@ class HubWatch:
         """Send a hub what this node waits for, on a new connection unless there is one to it.
 
         Args:
-            to: node of the hub.
             greeting: what this node waits for.
             purpose: description of the hub's node for log messages.
             timeout: seconds to connect in, too short to conclude that the node cannot be reached; ``None`` for the
@@ -198,8 +192,6 @@ class Assignment:
     """A node's rank in a sealed round.
 
     Args:
-        round: sealed round.
-        rank: rank of the node in it.
         listener: listening socket on which rank 0 must serve the round's store; ``None`` on other ranks.
     """
 
@@ -226,10 +218,6 @@ _CONNECT_SECONDS = 1.0
 
 class Membership:
     """The round that this node has joined last. For the agent's thread, except for methods marked thread-safe.
-
-    Args:
-        context: settings and shared objects.
-        me: row of this node.
 
     Attributes:
         me: row of this node, with the number of strikes that was read last.
@@ -288,8 +276,6 @@ class Membership:
         """Take the assignment in a sealed round, and connect to rank 0's hub.
 
         Args:
-            round_: sealed round.
-            rank: rank of this node in it.
             listener: listening socket for the round's store, which the assignment owns on rank 0.
             timeout: seconds to connect in; ``None`` for the heartbeat timeout.
 

@@ -51,8 +51,6 @@ def peers_to_probe(
     """Return the members that the one of this rank should try to reach.
 
     Args:
-        members: members of the round.
-        rank: rank of this node.
         reached: incarnations that were reached before.
         choose: source of randomness for the sample.
     """
@@ -67,7 +65,6 @@ class DataPort:
     """A listening port such as workers use, for probes only.
 
     Args:
-        context: settings and shared objects.
         interface: address to listen on.
     """
 

@@ -61,13 +61,7 @@ class UnreachablePair:
     """A node and a peer that it cannot reach.
 
     Args:
-        node: name of the node.
-        host: address of the node.
-        peer: name of the peer.
-        peer_host: address of the peer.
-        port: port of the peer.
         purpose: description of what the port is needed for.
-        error: description of the error.
     """
 
     node: str
@@ -105,9 +99,7 @@ def describe_absence(member: Member, row: Member | None, leader: Member, seconds
     """Return a description of why a member has never connected to the node of rank 0.
 
     Args:
-        member: the member as it was sealed.
         row: its present row, ``None`` if that is not known.
-        leader: the member of rank 0.
         seconds: time that the member had to connect.
     """
     if row is None or not row.reason:
@@ -121,7 +113,6 @@ class Reachability:
     """The pairs of this node and others that it cannot reach. Thread-safe.
 
     Args:
-        node: name of this node.
         host: address under which the others reach it.
         clock: clock in monotonic seconds.
         ports: first and last port of the run, ``None`` for any.
@@ -260,8 +251,6 @@ def query_members(context: Context, round_: Round, node: str) -> list[bool | Non
     """Query members of a sealed round whether they have reached rank 0's node.
 
     Args:
-        context: settings and shared objects.
-        round_: sealed round.
         node: name of this node, which is not queried.
 
     Returns:

@@ -55,17 +55,10 @@ class Rendezvous:
     """One node's part in the run.
 
     Args:
-        table: table of the run.
-        node: this node.
-        limits: node counts.
-        timings: heartbeat interval and timeouts.
-        surroundings: the rest of the node; by default none.
         runtime: clock, threads and sockets; by default those of this machine.
         wake: event to set when there is something to do; ``None`` for a new one.
 
     Attributes:
-        node: name of this node.
-        incarnation: random identifier of this process.
         wake: event that is set when the agent should look at :meth:`status` and at the inbox.
         inbox: messages of other agents for the agent's thread.
         authenticator: this node's part in the handshakes with other nodes.

@@ -30,10 +30,6 @@ class RoundEnd:
     """The end of this node's rounds. For the agent's thread.
 
     Args:
-        context: settings and shared objects.
-        membership: the round joined last.
-        rows: table rows.
-        hub: this node's own hub.
         watch: connection to the hub of the node that should end the round.
         reachability: source of the advice about nodes that could not connect.
     """

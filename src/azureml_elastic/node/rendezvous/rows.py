@@ -58,7 +58,6 @@ class RunKey:
     """The key as this node knows it. For the agent's thread.
 
     Args:
-        table: table of the run.
         clock: clock in monotonic seconds.
         authenticator: this node's part in the handshakes with other nodes, which gets each key.
         program: digest of the program of this node's job; ``None`` if it is unknown.
@@ -186,14 +185,11 @@ class Rows:
     """The round's row and this node's own row, with the versions that were read last.
 
     Args:
-        table: table of the run.
         pause: function that sleeps for some seconds while the table is unavailable; an exception from it ends the call.
         latest: receives each version of the round that is read or written.
-        key: the run's key.
 
     Attributes:
         has_left: whether this node's row says that it has left.
-        key: the run's key.
         persistent: whether a table that is gone, refuses this node or holds what no node has written counts as
             unavailable, for a node that has been in a round: its state must not be lost for that.
     """
@@ -269,7 +265,6 @@ class Rows:
         """Write the round's row again where it went back in time or is gone, and return the current round.
 
         Args:
-            row: version that was read last.
             known: newest version that this node knew before.
         """
         while known is not None and has_gone_back(row, known):
@@ -359,7 +354,6 @@ class Rows:
         """Write this node's row, in one call unless an earlier incarnation has left a row.
 
         Args:
-            member: this node.
             unless: condition that is checked while the table is unavailable; true abandons the write, which may still
                 have happened.
 

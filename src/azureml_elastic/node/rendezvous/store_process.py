@@ -156,8 +156,6 @@ def open_round_store(
     """Serve the store of a round on rank 0's node, and verify elsewhere that it can be reached.
 
     Args:
-        assignment: place in the sealed round.
-        rendezvous: this node's part in the run.
         preload_server: function that returns the preload server once it is ready; ``None`` if it cannot fork.
 
     Returns:
@@ -176,7 +174,6 @@ def enter(
     """Join the next round and open its store, again if the round breaks before that.
 
     Args:
-        rendezvous: this node's part in the run.
         open_store: function that opens the store of a round, ``None`` where that is not possible.
 
     Raises:
@@ -199,7 +196,6 @@ def reaches(
     """Return whether a port accepts connections, before this node's workers wait for it.
 
     Args:
-        address: host and port.
         broken: function that returns whether the round has broken, which ends the attempts.
         unreachable: callback with the error and the timeout of a connection in seconds, where the port cannot be
             reached and the round is whole nevertheless.

@@ -33,7 +33,6 @@ class RoundLook:
 
     Args:
         context: threads, and ``wake``, which is set when the row was read.
-        rows: table rows.
     """
 
     def __init__(self, context: Context, rows: Rows) -> None:
@@ -92,7 +91,6 @@ class TableHeartbeat:
 
     Args:
         context: interval between two writes, clock and threads, and how far training is.
-        table: table of the run.
         hub: this node's hub. When a newer round writes the row, this node was given up: all nodes at its hub have to
             read the round's row.
         look: what looks at the round's row, at most once in each interval, when the heartbeat's row is not as this node

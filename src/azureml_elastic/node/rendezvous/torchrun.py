@@ -67,7 +67,6 @@ def open_store(
     would use up the whole timeout; a probe on another thread finds that earlier.
 
     Args:
-        assignment: place in the sealed round.
         timeout: timeout of single operations of the store.
         broken: function that returns whether the round has broken.
         unreachable: callback with the error and the timeout in seconds of the probe, where the port cannot be reached.
@@ -116,12 +115,7 @@ BACKEND = "azure-table"
 
 
 class TableRendezvousHandler(RendezvousHandler):
-    """A :class:`Rendezvous` behind torch's interface.
-
-    Args:
-        rendezvous: this node's part in the run.
-        run_id: identifier of the run.
-    """
+    """A :class:`Rendezvous` behind torch's interface."""
 
     def __init__(self, rendezvous: Rendezvous, run_id: str) -> None:
         self._rendezvous = rendezvous

@@ -82,9 +82,6 @@ def run_node(
     """Run one node until the run ends or the node must leave.
 
     Args:
-        identity: identity of the node.
-        program: the user's training program.
-        environment: environment of this process.
         early_preload: preload server that was started before the plan was read, closed by the caller.
         start_preload: function that starts the preload server, with the arguments of :class:`PreloadServer`.
 
@@ -105,9 +102,6 @@ class _Node(Surroundings):
     Each part gets only parts that were made before it.
 
     Args:
-        identity: identity of the node.
-        program: the user's training program.
-        environment: environment of this process at its start.
         stack: takes the node apart at its end.
         early_preload: preload server that was started before the plan was read.
         start_preload: function that starts the preload server.
