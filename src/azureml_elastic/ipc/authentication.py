@@ -29,6 +29,7 @@ _NONCE_BYTES = 32
 _TAG_BYTES = 16
 _TAG_CHARACTERS = 2 * _TAG_BYTES
 _LENGTH_BYTES = 2
+# All that a client can make this end hold before it is authenticated.
 _MAX_FRAME = 2048
 _VERSION = b"azureml-elastic 1"
 
@@ -180,6 +181,7 @@ class ClientHandshake(Handshake):
             raise AuthenticationError("the server does not hold the run's key")
         server = Peer(_text(name), _text(incarnation))
         if self._to.incarnation not in ("", server.incarnation):
+            # After the proof: only who holds the key can say whose port it is.
             self.refusal = f"another process, {server.name}'s, has this port now"
             return b""
         self.session = Session(server, *_session_keys(key, transcript))
@@ -208,6 +210,7 @@ class ServerHandshake(Handshake):
         fields = (secrets.token_bytes(_NONCE_BYTES), *_names(self._me))
         self._transcript = _encode_length(frame) + frame + _frame(*fields)
         if to not in (b"", self._me.incarnation.encode()):
+            # The proof is sent all the same: from it the client learns that the process it means is gone.
             self.refusal = "the client means another process, which had this port before"
         return _frame(*fields, _proof(key, b"server", self._transcript))
 
@@ -222,6 +225,7 @@ def _session_keys(key: bytes, transcript: bytes) -> tuple[bytes, bytes, bytes]:
     HKDF with the transcript's hash as its salt.
     """
     pseudorandom = hmac.digest(hashlib.sha256(transcript).digest(), key, "sha256")
+    # The last byte of each is the counter of HKDF's first block: 32 bytes need no second one.
     labels = (b"messages of the client\x01", b"messages of the server\x01", b"secret of both\x01")
     client, server, secret = (hmac.digest(pseudorandom, label, "sha256") for label in labels)
     return client, server, secret

@@ -10,12 +10,21 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from azureml_elastic.errors import MissingExtra
 from azureml_elastic.ipc.authentication import AuthenticationError, Authenticator, Handshake, Peer, Session
 
-__all__ = ["CLOSED_BY_PEER", "MAX_LINE", "Connection", "LineReader", "MessageStream", "Waker", "encode"]
+if TYPE_CHECKING:
+    from azureml_elastic.ipc.event_loop import Loop
+
+__all__ = ["CLOSED_BY_PEER", "MAX_LINE", "Connection", "LineReader", "MessageStream", "encode"]
+
+_LOG = logging.getLogger(__name__)
+
+# Eight of the longest messages: a peer that leaves more unread hangs, and would fill this process's memory.
+_MAX_UNSENT = 8 << 20
+_CHUNK = 1 << 16
 
 MAX_LINE = 1 << 20
 """The longest message in bytes, its newline included."""
@@ -225,19 +234,8 @@ def _receive(sock: socket.socket) -> bytes:
     return data
 
 
-_LOG = logging.getLogger(__name__)
-_MAX_UNSENT = 8 << 20
-_CHUNK = 1 << 16
-
 CLOSED_BY_PEER = "the peer closed the connection"
 """Reason of an ordinary end."""
-
-
-class Waker(Protocol):
-    """What a connection needs of the thread that serves it."""
-
-    def attend(self, connection: Connection) -> None:
-        """Have the thread look at this connection, which has ended, or whose unsent bytes have changed."""
 
 
 class Connection:
@@ -258,7 +256,7 @@ class Connection:
         refused: whether this end has ended the connection because the peer does not hold this end's key.
     """
 
-    def __init__(self, sock: socket.socket, loop: Waker, handshake: Handshake | None = None) -> None:
+    def __init__(self, sock: socket.socket, loop: Loop, handshake: Handshake | None = None) -> None:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -319,6 +317,7 @@ class Connection:
             return self._send(line if self._session is None else self._session.seal(line))
 
     def _send(self, data: bytes) -> bool:
+        # On the caller's thread, which saves the switch to the other one, unless it would overtake what waits there.
         if not self._unsent:
             try:
                 data = data[self._sock.send(data) :]
@@ -387,6 +386,7 @@ class Connection:
         if self._handshake is not None:
             data = self._continue_handshake(self._handshake, data)
         messages = self._reader.feed(data)
+        # A callback may have closed the connection, or passed it on: what follows is not for it.
         while not self.reason:
             try:
                 message = next(messages, None)
@@ -417,6 +417,7 @@ class Connection:
             self._handshake = None
             self._reader = LineReader(session.open)
             self.identity = session.peer
+            # Still under the lock: what another thread sends now comes after what has waited.
             early, self._early = self._early, []
             for line in early:
                 self._send(session.seal(line))
@@ -431,6 +432,7 @@ class Connection:
         """
         with self._changed:
             assert self._session is not None, "the connection's handshake is complete"
+            # The thread closes its own descriptor when it removes this connection; the stream goes on with another one.
             stream = MessageStream(
                 self._sock.dup(), self._session, timeout, self._reader.take_rest(), bytes(self._unsent)
             )

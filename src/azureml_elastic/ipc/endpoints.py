@@ -31,6 +31,7 @@ def listen(address: Address, *, backlog: int = 128) -> socket.socket:
     else:
         family = socket.getaddrinfo(address[0], address[1], type=socket.SOCK_STREAM)[0][0]
         listener = socket.socket(family, socket.SOCK_STREAM)
+        # Connections of a process that has ended would keep its port for a minute.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
@@ -163,6 +164,7 @@ class MessageClient:
         with self._answered:
             self._replies[number] = None
             try:
+                # Under the lock: the reply may be here before the wait for it begins.
                 self.connection.send({**message, "id": number})
                 self._answered.wait_for(lambda: self._replies[number] or self.connection.closed, timeout)
                 reply = self._replies[number]

@@ -22,6 +22,8 @@ from azureml_elastic.ipc.connection import CLOSED_BY_PEER, Connection
 
 __all__ = ["HANDSHAKE_SECONDS", "Acceptor", "Loop", "OnClose", "OnMessage", "OnTick", "Unauthenticated", "limits"]
 
+_LOG = logging.getLogger(__name__)
+
 HANDSHAKE_SECONDS = 5.0
 """Time in which a client must authenticate itself."""
 
@@ -65,6 +67,9 @@ class Acceptor:
         listener: listening socket, owned by this object from now on.
         selector: selector of the thread.
         server: name of the server, for messages.
+
+    Attributes:
+        resumes: when the pause is over, ``None`` without one.
     """
 
     def __init__(self, listener: socket.socket, selector: selectors.BaseSelector, server: str) -> None:
@@ -72,7 +77,7 @@ class Acceptor:
         self.listener = listener
         self._selector = selector
         self._server = server
-        self._resumes: float | None = None
+        self.resumes: float | None = None
         self._failures = _SparseLog()
         selector.register(listener, selectors.EVENT_READ)
 
@@ -86,14 +91,10 @@ class Acceptor:
             self._pause(error)
             return None
 
-    def deadline(self) -> float | None:
-        """Return when the pause is over, ``None`` without one."""
-        return self._resumes
-
     def resume(self, *, freed: bool = False) -> None:
         """Watch the listening socket again if the pause is over, or at once if a descriptor has been freed."""
-        if self._resumes is not None and (freed or time.monotonic() >= self._resumes):
-            self._resumes = None
+        if self.resumes is not None and (freed or time.monotonic() >= self.resumes):
+            self.resumes = None
             self._selector.register(self.listener, selectors.EVENT_READ)
 
     def close(self) -> None:
@@ -101,7 +102,7 @@ class Acceptor:
         self.listener.close()
 
     def _pause(self, error: OSError) -> None:
-        self._resumes = time.monotonic() + _PAUSE_SECONDS
+        self.resumes = time.monotonic() + _PAUSE_SECONDS
         self._selector.unregister(self.listener)
         if failures := self._failures.count():
             _LOG.warning(
@@ -194,8 +195,6 @@ def _address(connection: Connection) -> str:
     return connection.peer.rpartition(":")[0]
 
 
-_LOG = logging.getLogger(__name__)
-
 OnMessage = Callable[[Connection, dict[str, Any]], None]
 OnClose = Callable[[Connection], None]
 OnTick = Callable[[], None]
@@ -242,11 +241,12 @@ class Loop:
 
     def attend(self, connection: Connection) -> None:
         """Have the thread look at this connection, which has ended, or whose unsent bytes have changed."""
-        self._attention.append(connection)
+        self._attention.append(connection)  # atomic, and therefore without the lock
         self.wake()
 
     def abandon(self) -> None:
         """Close this process's copies of all sockets, in a fork, which has no such thread."""
+        # Closed, not unregistered: the fork shares the parent's epoll, and would take them from that, too.
         if self._acceptor is not None:
             self._acceptor.close()
         for sock in (self._waker, self._woken, *(each.socket for each in self._connections)):
@@ -291,7 +291,7 @@ class Loop:
                 self._settle()
                 times = [self._unauthenticated.next_deadline()]
                 times += [next_tick] if self._on_tick is not None else []
-                times += [self._acceptor.deadline()] if self._acceptor is not None else []
+                times += [self._acceptor.resumes] if self._acceptor is not None else []
                 until = min((each for each in times if each is not None), default=None)
                 wait = None if until is None else max(0.0, until - time.monotonic())
                 for key, events in self._selector.select(wait):
@@ -301,6 +301,7 @@ class Loop:
                 if self._acceptor is not None:
                     self._acceptor.resume()
                 if self._on_tick is not None and time.monotonic() >= next_tick:
+                    # From now, not from when it was due: the ticks of a pause of this process are not made up for.
                     next_tick = time.monotonic() + self._tick
                     try:
                         self._on_tick()
@@ -365,6 +366,7 @@ class Loop:
         with self._lock:
             self._connections.discard(connection)
         self._unauthenticated.discard(connection)
+        # Before it is closed: another thread may get its number at once, and this selector would watch that.
         self._selector.unregister(connection.socket)
         connection.socket.close()
         if self._acceptor is not None:

@@ -27,7 +27,7 @@ from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
 from azureml_elastic.node.rendezvous.link import Assignment
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
-from azureml_elastic.node.rendezvous.store_process import RemoteStore, RoundStore, enter, open_round_store
+from azureml_elastic.node.rendezvous.store_process import RoundStore, enter, open_round_store
 from azureml_elastic.node.table import Table
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 from azureml_elastic.plurals import counted
@@ -106,7 +106,7 @@ class NodeAgent:
         self._table = table
         self._preemption = preemption
         self._runner = runner
-        self._store: RoundStore = RemoteStore()
+        self._store = RoundStore()
         self._ending: State | None = None
         self.closed: Close | None = None
 

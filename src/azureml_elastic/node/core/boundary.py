@@ -43,8 +43,12 @@ __all__ = [
     "seconds_left",
 ]
 
+# Steps between the furthest worker and a proposed one. All that a boundary is for waits for them, so they are few at
+# first; where a worker was faster than the question, the next proposal is twice as far ahead.
 _FIRST_MARGIN = 1
 _LARGEST_MARGIN = 64
+# Workers that still import, or have just passed the step, say no at once: without a pause they would be asked in a
+# loop.
 _RETRY_SECONDS = 0.05
 
 
@@ -73,6 +77,7 @@ class BoundaryParticipant:
         self._number, self._votes = proposal.boundary, {}
         if len(present) == self._slots:
             return None
+        # A worker that cannot be asked, since it still imports or has ended, might pass the step without knowing of it.
         self._votes = None
         return Vote(proposal.boundary, ok=False, step=0, capable=False, finished=finished)
 
@@ -88,6 +93,7 @@ class BoundaryParticipant:
         if len(self._votes) < self._slots:
             return None
         votes, self._votes = self._votes.values(), None
+        # One whose loop has ended never comes to the step, at which the others would wait for its collectives.
         ok = all(each.ok for each in votes) and not finished
         return Vote(self._number, ok, max(each.step for each in votes), finished=finished)
 
@@ -145,6 +151,7 @@ class BoundaryCoordinator:
         self._number += 1
         self._pending = True
         self._answers = {}
+        # Workers of other nodes may be further than those here: their last votes have shown how far.
         self._step = max(step, self._seen) + self._margin
         return Prepare(self._number, self._step, action)
 
@@ -167,6 +174,7 @@ class BoundaryCoordinator:
         self.leaving = all(reply.ok for reply in replies)
         if not self.leaving:
             self.not_before = now + _RETRY_SECONDS
+            # A no because a worker cannot vote yet says nothing about the margin.
             if self._seen >= self._step:
                 self._margin = min(_LARGEST_MARGIN, self._margin * 2)
         return Decision(self._number, self.leaving, tuple(leavers))
@@ -311,6 +319,7 @@ class Leader:
         ending = coordinator.finished or workers.finished or done
         if coordinator.is_busy(now) or coordinator.leaving or ending or not (leavers or waiting):
             return actions, None
+        # Nodes that wait would get nothing to do. A leaver is let go nevertheless: its notice does not wait.
         if not leavers and ends_soon(seconds_left(workers.pace, workers.expected, workers.step, now)):
             return actions, None
         why = f"preempted: {', '.join(sorted(leavers))}" if leavers else f"joining: {', '.join(sorted(waiting))}"

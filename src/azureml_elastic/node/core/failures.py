@@ -165,6 +165,8 @@ def decide_restart(
             f"before, and {since}. It is not restarted, because it would fail again."
         )
         return RestartDecision(restart=False, failures=_merged((*kept, failure)), round_failed=False, why=why)
+    # Progress is a step beyond the furthest one at which a connection broke before: a network that fails now and then
+    # costs a run nothing, one that fails at the same step each time is counted.
     furthest = max((_step(record) for record in kept if record.kind == "peer"), default=0)
     no_progress = failure.kind == "peer" and _step(failure) <= furthest
     free = failure.kind == "peer" and (not no_progress or seconds < _FREE_SECONDS)
@@ -198,6 +200,7 @@ def _unexpired(
     """Return the records that are within the window or at a step that the run has not passed since."""
     kept: list[FailureRecord] = []
     furthest = _step(failure)
+    # From the newest to the oldest: whether the run has passed the step of a failure shows in the later ones.
     for record in reversed(history):
         if window is None or record.age_seconds <= window or furthest <= _step(record):
             kept.append(record)

@@ -56,6 +56,7 @@ class HangResponse:
             return []
         self._known, self._hung, self.until = True, hung, now + _ANSWER_SECONDS
         leads = self._members[0] == self._node
+        # All nodes report to rank 0. Another one that decides knows of its own stacks alone.
         self._missing = set(self._members) if leads else {self._node}
         hang = hung.hang
         actions: list[TrainingAction] = [RecordHang(hang), WriteStacks(hang)]
@@ -65,6 +66,7 @@ class HangResponse:
 
     def received(self, message: DumpStacks) -> list[TrainingAction]:
         """Rank 0's agent has broadcast its verdict."""
+        # The broadcast may be a late one, of the round before.
         if self._known or message.round != self._number:
             return []
         self._known = True
@@ -86,6 +88,7 @@ class HangResponse:
         return self._hung if over else None
 
 
+# Nothing ends by this limit alone, only by an unreachable pair that probes have found: a slow start is no harm.
 _CONNECT_SECONDS = 10.0
 
 
@@ -113,6 +116,7 @@ class PeerDiscovery:
             self._reported = True
             actions.append(ToLeader(Placed()))
         if self.until is not None and not connected and now >= self.until:
+            # Again at each turn: the probes may find the pair later than this.
             actions.append(FindPair())
         return actions
 

@@ -37,7 +37,7 @@ class HubView:
     """State of a hub's round.
 
     Args:
-        absent: those of them that have never connected.
+        absent: lost members that have never connected.
         waiting_since: spares that can be expected to join, with the monotonic seconds at which they began to wait.
         was_given_up: whether members have ended their connections because this process itself did not run.
     """
@@ -166,6 +166,8 @@ class HubState:
         self._lost, self._absent, self._done, self._was_given_up = set(), set(), set(), False
         self._early = []
         unreachable = self.watchers.enter(round_)
+        # Members may have connected before this hub's own node knew of the round. Those of the round before, and former
+        # processes of a node, are not its members.
         self._members = {
             name: link
             for name, link in self._members.items()
@@ -211,6 +213,7 @@ class HubState:
         if round_ is not None and number == round_.number and round_.rank_of(node, incarnation) is None:
             return [Close(link, f"{node} is not a member of round {number} in this incarnation")]
         self._peers[link] = peer
+        # The sealed round may reach a member before it reaches this node. A greeting of an older one is only late.
         if round_ is None or number >= round_.number:
             self._members[node] = link
             self.watchers.remove(node)
@@ -264,6 +267,7 @@ class HubState:
         if peer is None:
             return None
         actions = self.take_positions() if (was_first := self._leave(peer.node, link)) else []
+        # A node that has connected anew since is not lost with its old connection.
         if self._members.get(peer.node) == link:
             del self._members[peer.node]
             if self._round is not None and peer.round == self._round.number:
@@ -298,6 +302,7 @@ class HubState:
                 if link in last_received and self._is_lost(link, last_received[link], now)
             }
             for link in silent.values():
+                # If it returns, its silence was a pause, and the limit for all gets longer.
                 self._silence.gave_up(self._peers[link].incarnation, last_received[link])
             # A member that still waits here is alive, but has not received the seal yet. A node that has died may have
             # returned under its name, which is no sign of the process that was sealed in.
@@ -390,6 +395,8 @@ class HubState:
         for position, member in enumerate(self._queue.first if self._queue is not None else ()):
             watcher = self.watchers.nodes.get(member.node)
             peer = self._peers.get(watcher.link) if watcher is not None else None
+            # The first one gets its position at each change, although it has it: each time it reads the rows again
+            # soon, and the change may be what its decision waits for.
             if watcher is not None and peer is not None and (position == 0 or peer.position != position):
                 peer.position = position
                 actions.append(Send(watcher.link, messages.SealPosition(position)))
@@ -422,10 +429,10 @@ class HubReports:
     """What a member knows of its round from its connection to rank 0's hub.
 
     Attributes:
-        absent: those of them that have never connected to the hub.
+        absent: lost members that have never connected to the hub.
         all_done: whether the workers of all members have succeeded.
         must_read: whether the round has changed, and the hub did not send to what.
-        was_given_up: whether it has ended because this process did not run for so long that the hub has given it up.
+        was_given_up: whether the connection has ended because the hub has given this process up, which did not run.
     """
 
     lost: frozenset[str] = frozenset()
@@ -460,6 +467,7 @@ class HubReports:
         """
         lost = self.lost | view.lost
         was_given_up = view.was_given_up or self.was_given_up
+        # The hub is that of rank 0: its node is gone, unless the one that was away is this one.
         if self.broken and not was_given_up:
             lost |= {round_.members[0].node} - {node}
         spares = view.spares(now, debounce)

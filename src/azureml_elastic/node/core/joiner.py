@@ -186,8 +186,11 @@ class Joiner:
         if round_.is_newer_than(self._seen):
             self._seen, self._repeats = round_, 0
         else:
+            # The table and this node disagree about what follows this version. Acting on it at once, and again, would
+            # keep the agent and the table busy.
             self._repeats += 1
             pause = min(_MAX_BACKOFF_SECONDS, 0.05 * 2.0**self._repeats)
+        # What is between nodes that cannot connect needs time to recover, and each round costs all others a restart.
         if round_.state == "open" and round_.failed_rounds:
             pause += min(_MAX_BACKOFF_SECONDS, 0.1 * 2**round_.failed_rounds)
         if round_.state == "sealed":
@@ -198,6 +201,7 @@ class Joiner:
     def _moved(self, round_: Round, now: float) -> list[on.Action]:
         """Go on with another version of the round, which the nodes at this node's hub may not have."""
         waited = self.state in (JoinState.CANDIDATE, JoinState.RESTORING, JoinState.SPARE)
+        # Not back to the hub that has sent it.
         to_hub = self._link is not None and round_.is_newer_than(self._link.received)
         return [*([on.Forward(round_, to_hub)] if waited else []), *self._go_on(round_, now)]
 
@@ -209,6 +213,7 @@ class Joiner:
         if round_.state == "open":
             return [on.Prepare(round_)]
         rank = round_.rank_of(self.me.node, self.me.incarnation)
+        # The round has this node's port for the store, on which it listens only since it was prepared.
         if rank is not None and self._is_prepared and self._last_round < round_.number:
             self.state, self._waiting = JoinState.ENTERING, self._new_waiting(_RETRY_SECONDS[0])
             self._waiting.rank = rank
@@ -254,6 +259,7 @@ class Joiner:
             case on.Woken():
                 mine.should_seal = event.should_seal
                 mine.schedule.hub_received()
+                # It decides when the last node has come, which it need not read the rows for.
                 if mine.knows_all:
                     return [on.TakeCandidates()]
             case on.HubSent(message=messages.SealPosition(position=int())):
@@ -319,7 +325,10 @@ class Joiner:
             self._must_read = False
             schedule.read_now(now)
         link, is_first = self._link, mine.points.is_first
+        # Few read often: a thousand nodes would read a thousand rows each.
         schedule.set_active(link is None or link.position is not None or (is_first and mine.should_seal), now)
+        # Who is at no hub, and at whose own nobody meets, is known by its row alone. The others write theirs after a
+        # second, since the node of the hub may die with all that it was sent.
         if not mine.written and ((link is None and not is_first) or now >= mine.write_at):
             return [*actions, on.WriteRow(self.me, self.round)]
         if schedule.take_decision(now):
@@ -351,6 +360,7 @@ class Joiner:
     def _sealing(self, mine: Candidacy, event: on.Event, now: float) -> list[on.Action]:
         match event:
             case on.HeartbeatRead() if event.round >= self.round.number:
+                # The row went back in time. Sealing it would begin a second run beside one that may still train.
                 return self._begin_restoring(event.round)
             case on.HeartbeatRead():
                 mine.confirm(self.me)
@@ -438,6 +448,7 @@ class Joiner:
         """Return what a spare does next: connect, read the round's row, or wait."""
         waiting, first = self._waiting, self.round.members[0]
         actions: list[on.Action] = []
+        # On a connection that is there, too: what this node waits for may have changed.
         if now >= waiting.dial_at or self._is_linked_to(first):
             actions = self._connect(first, f"rank 0 of round {self.round.number}")
             if self._dialled is not None:
@@ -457,6 +468,7 @@ class Joiner:
         return [on.Warn(warning), on.EndRound(self.round, self._without_members())]
 
     def _without_members(self) -> Round:
+        # None of them is waited for. Those that live read the row, and come back like new nodes.
         everyone = [member.node for member in self.round.members]
         return reopened(self.round, f"no sign of life from {everyone[0]}", lost=everyone, waiting=[self.me.node])
 
@@ -466,6 +478,8 @@ class Joiner:
         waiting = self._waiting
         match event:
             case on.Entered() | on.EntryFailed():
+                # After a failed attempt, too: this node has its assignment in the round since then, and a reopening
+                # ends that one.
                 self._last_round, self.deadline = self.round.number, float("inf")
         match event:
             case on.Entered(refused=True) if waiting.tries < _KEY_TRIES:
@@ -505,6 +519,7 @@ class Joiner:
     def _stay_outside(self) -> list[on.Action]:
         self.state = JoinState.OUTSIDE
         warning = f"Round {self.round.number} may go on without this node, which keeps trying to enter it."
+        # The row says so, so that a next round does not wait for this node, and rank 0's can say why it never came.
         me = replace(self.me, state="left", reason=self._waiting.reason)
         return [on.Warn(warning), on.WriteRow(me, self.round)]
 

@@ -139,6 +139,7 @@ class MeetingPoints:
         for node in self._order:
             known = self._known[node]
             if isinstance(known, Mapping):
+                # One at a time, as they are needed: of a thousand rows a node needs one or two.
                 known = self._known[node] = Member.from_value(known)
             excluded = known.incarnation in self._excluded
             if node == self._me.node or not known.hub_port or known.state == "left" or excluded:
@@ -175,6 +176,7 @@ class ReadSchedule:
     def candidate_came(self) -> None:
         """Read again soon: a node has come that only the rows name."""
         self._poll = _POLL_SECONDS[0]
+        # Not at once: many nodes come together, and one read shows all of them.
         self._read_at = min(self._read_at, self._read_last + self._poll)
 
     def read_now(self, now: float) -> None:

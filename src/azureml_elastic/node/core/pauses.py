@@ -52,8 +52,10 @@ class PauseDetector:
         elapsed, self._last = now - self._last, now
         if elapsed > 2 * self._interval:
             self._ends.append(now)
+            # One interval without a tick is the plan, the rest a pause.
             self._paused.append(self._paused[-1] + elapsed - self._interval)
             if len(self._ends) > 2 * _MIN_PAUSES:
+                # The totals are one more than the ends, and stay so: the first is that before all ends that are left.
                 del self._ends[:_MIN_PAUSES], self._paused[:_MIN_PAUSES]
 
     def silence(self, since: float, now: float) -> float:
@@ -113,6 +115,7 @@ class SilenceLimit:
     def learn(self, pause: float, now: float) -> None:
         """Take a pause into account. One beyond the largest limit teaches nothing: no limit would outlast it."""
         if self.pause < pause <= self.longest:
+            # Of several pauses in quick succession, others may still use the limit from before the first one.
             if now - self._learned_at >= 2 * self.longest:
                 self._pause_before = self.pause
             self.pause, self._learned_at = pause, now
@@ -128,6 +131,7 @@ class SilenceLimit:
             self.learn(now - since - self.tick, now)
 
     def _for(self, pause: float) -> float:
+        # Twice the longest gap that a living peer has had: its pause, and the tick until its next beat.
         return min(self.longest, max(self.shortest, 2 * (self.tick + pause)))
 
 

@@ -120,6 +120,7 @@ def arranged(
         else:
             row[place] = node
     fill = iter(others)
+    # There are as many as empty places, since the taken nodes are whole replicas.
     made = [[next(fill) if node is None else node for node in row] for row in new]
     if not rows and (first := next((node for node in made[0] if node in place_of), None) if made else None):
         # Rank 0 is one that the others know and can connect to at once, even if its workers then need other shards.

@@ -341,18 +341,12 @@ _ROUND_FIELDS = _kinds(Round)
 class NewestRound:
     """Newest version of the round's row that this node has read or written, or whose seal it has received."""
 
-    def __init__(self) -> None:
-        self._round: Round | None = None
-
-    @property
-    def newest(self) -> Round | None:
-        """The newest version, ``None`` before the first."""
-        return self._round
+    newest: Round | None = None
 
     def observe(self, round_: Round) -> None:
         """Keep this version if it is newer."""
-        if round_.is_newer_than(self._round):
-            self._round = round_
+        if round_.is_newer_than(self.newest):
+            self.newest = round_
 
     def accept(self, round_: Round) -> bool:
         """Keep a received version if it directly follows the one that this node knows, and is not closed.
@@ -360,16 +354,17 @@ class NewestRound:
         Returns:
             Whether it was kept, or nothing newer than what this node knows; otherwise the row must be read.
         """
-        latest = self._round
+        latest = self.newest
         if latest is not None and not round_.is_newer_than(latest):
             return True
+        # Both are harmless if they are not in the table: what follows from them is a compare-and-swap, or a restart.
         following = [(latest.number, "sealed"), (latest.number + 1, "open")] if latest is not None else []
         if (round_.number, round_.state) not in following:
             return False
-        self._round = round_
+        self.newest = round_
         return True
 
     def after(self, round_: Round) -> Round | None:
         """Return the newest version if it is newer than this one."""
-        latest = self._round
+        latest = self.newest
         return latest if latest is not None and latest.is_newer_than(round_) else None

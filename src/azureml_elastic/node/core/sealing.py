@@ -59,11 +59,14 @@ def partitioned_nodes(ranked: Sequence[Member]) -> dict[str, int]:
     unreachable: dict[str, set[str]] = {member.node: set() for member in ranked}
     for member in ranked:
         for incarnation in member.unreached:
+            # Who is no candidate does not count, nor a former process of one.
             peer = names.get(incarnation, member.node)
             if peer != member.node:
                 unreachable[member.node].add(peer)
                 unreachable[peer].add(member.node)
     removed: dict[str, int] = {}
+    # The fewest nodes to leave out would be a minimum vertex cover, which is NP-hard; taking the worst one each time
+    # comes close. Of equals max() takes the first, which in this order has the last rank.
     order = [member.node for member in reversed(ranked)]
     while (worst := max(order, key=lambda node: len(unreachable[node]), default=None)) and unreachable[worst]:
         removed[worst] = len(unreachable[worst])
@@ -89,6 +92,7 @@ def select_members(round_: Round, ranked: Sequence[Member], limits: Limits) -> l
     """
     accepted = [member for member in ranked if not is_quarantined(member, limits)]
     partitioned = partitioned_nodes(accepted)
+    # The sort is stable: among those with as many strikes the order of ranks stays.
     fit = sorted((each for each in accepted if each.node not in partitioned), key=lambda member: member.strikes)
     fit_names = {member.node for member in fit}
     unfit = sorted(
@@ -305,6 +309,8 @@ class Candidacy:
             here = {member.node for member in received if member.round == self._round.number}
             all_are_here = {*self._round.expected} <= here | {me.node}
             return self._seal(self._present) if all_are_here and is_due else Verdict.WAIT
+        # What the hub has received is reason enough to read, not to seal: nodes that cannot reach this hub have only
+        # their rows.
         if confirmed and is_due:
             return Verdict.CONFIRM
         if confirmed:
@@ -344,11 +350,13 @@ class Candidacy:
             received: rows that candidates have sent to the hub.
             confirmed: whether to leave out nodes that have no row of the same incarnation.
         """
+        # A node may have sent its candidacy before it wrote that it leaves.
         left = {row.incarnation for row in self._rows.values() if row.state == "left"}
         is_gone = self.points.is_gone
         known = {node: replace(row, state="left") if is_gone(row) else row for node, row in self._rows.items()}
         here = {member.node: member for member in (*received, me) if member.incarnation not in left}
         if confirmed:
+            # The connection of a node's former process may still be here while the row is that of the new one.
             incarnations = {row.incarnation for row in self._rows.values()}
             here = {node: row for node, row in here.items() if row.incarnation in incarnations or row is me}
         return [*{**known, **here}.values()]

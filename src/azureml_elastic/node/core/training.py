@@ -166,6 +166,7 @@ class Training:
         if self.over or (self.state is State.ENDING and not isinstance(event, ev.RowWritten)):
             return []  # what is decided is being carried out
         self._now, self._out = now, []
+        # First what is known: an answer, and each transition, has to see all of it.
         self._note(event)
         self._answer(event)
         self._look(event)
@@ -381,6 +382,7 @@ class Training:
         """All local workers have stopped: wait for the others, or go."""
         self.state = State.STOPPED
         self._report_stopped()
+        # Rank 0's node stays until all have stopped, or nobody would end the round for the others.
         if self._node in self._boundary.leavers and not self.leads and self._leaves:
             self._do(do.FlushProgress(), do.StopWorkers(self._departure.seconds_left(self._now)), do.Disconnect())
             self.state = State.LEFT  # rank 0's agent ends the round when all have stopped
@@ -401,6 +403,7 @@ class Training:
         elif workers.leaving and self._now < self._until:
             return
         elif self.are_all(workers.stopped):
+            # What they sent before they ended shows that they had stopped at the boundary: they have not failed.
             self.state = State.AT_BOUNDARY
             self._look_at_workers()
         elif failed:

@@ -79,6 +79,7 @@ class Recorder:
                 if not self._warned:
                     _LOG.warning("The ledger cannot be written (%s); the run goes on without it.", error)
                 self._warned = True
+            # Under the lock, too: it gets the events in the order of the file.
             self._subscriber(event)
         if self._thread is not None and event.rare:
             self._queue.put(event)

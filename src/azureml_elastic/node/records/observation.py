@@ -189,6 +189,7 @@ class EventRowReader:
 
 def _parse(rows: Iterable[Row]) -> tuple[list[Event], int]:
     events, skipped = [], 0
+    # By key, then by time: of events at the same moment those of one node keep their order.
     for row in sorted(rows, key=lambda row: row.key):
         try:
             events.append(read_event_value(row.value))

@@ -186,6 +186,7 @@ class Hub:
 
     def _perform(self, actions: Iterable[HubAction]) -> None:
         """Send and close, outside of the lock: encoding a round for a thousand nodes takes time."""
+        # A connection may have ended since the decision, which its own callback tells the state.
         for action in actions:
             match action:
                 case SendAll(message):

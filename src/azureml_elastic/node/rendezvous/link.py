@@ -93,6 +93,7 @@ class Link:
             return
         if isinstance(message, messages.Beat):
             self._context.silence.learn(message.pause, self._last_received)
+            # The first beat is passed on like an answer: it shows that the process of the hub runs.
             if self._has_answered:
                 return
         match message:
@@ -100,6 +101,8 @@ class Link:
                 self._context.inbox.put(self._round, FromLeader(message.body))
             case messages.RoundChanged(round=Round() as round_) if not self._context.latest.accept(round_):
                 self._put(HubSent(message))
+                # The version itself is no reason to act, but to read the row; it is passed on so that it is not sent
+                # back.
                 self._put(HubSent(messages.RoundChanged(None)))
             case _:
                 self._put(HubSent(message))
@@ -295,7 +298,7 @@ class Membership:
 
     def is_in(self, number: int, node: str) -> bool:
         """Return whether this node and another one are still in the round of this number. Thread-safe."""
-        link = self._link
+        link = self._link  # once: the agent's thread may disconnect meanwhile
         if link is None or self.last_round != number or self.over:
             return False
         return not link.broken and node not in self.reports.lost

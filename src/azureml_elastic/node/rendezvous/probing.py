@@ -104,12 +104,15 @@ class PeerProber:
     def begin(self, assignment: Assignment) -> None:
         """Plan the probes of a round whose rank 0 this node has reached."""
         first = assignment.round.members[0]
+        # This node is connected to that hub; a port such as workers take is still to be tried.
         if not first.data_port:
             self._reached.add(first.incarnation)
         self._next, self._next_at = assignment, self._context.clock() + _DELAY_SECONDS
 
     def tick(self) -> None:
         """Start the probes that are due, unless others still run."""
+        # Without a lock: this thread alone sets it, and where the probe's clears it late, the next one only begins
+        # later.
         if self._busy:
             return
         now = self._context.clock()
@@ -163,6 +166,7 @@ class PeerProber:
         for peer, target, port in left:
             if target == "worker_port" and (peer.incarnation, "peer_hub") in errors:
                 continue  # nothing of that machine can be reached
+            # A probe takes seconds: the round may be over by now, and the peer's process with it.
             if self._membership.is_in(round_.number, peer.node):
                 purpose = _PURPOSES[target].format(round_.number)
                 error = errors[peer.incarnation, target]
@@ -216,6 +220,7 @@ class Sleeper:
         self.prober.tick()
         longest = _PROBING_SECONDS if self.prober.reachability.pairs() else _MAX_SECONDS
         woken = self.context.wake.wait(min(seconds, longest))
+        # Cleared before the caller looks at anything, so that what happens from now on wakes it again.
         self.context.wake.clear()
         if self.context.surroundings.must_leave():
             raise NodeLeaving("the node is leaving the run")

@@ -176,6 +176,7 @@ class Reachability:
         pair = UnreachablePair(self._node, self._host, peer.node, peer.host, port, purpose, error_text)
         key, now = (peer.incarnation, target), self._clock()
         with self._lock:
+            # The newest pair is the last one: the first ones are dropped, and the last ones described.
             self._pairs.pop(key, None)
             self._pairs[key] = pair
             while len(self._pairs) > _MAX_PAIRS:
@@ -184,6 +185,7 @@ class Reachability:
             if is_due:
                 self._reported[key] = now
         if is_due:
+            # Not under the lock: the report goes to the ledger and to rank 0's hub.
             _LOG.warning("%s. %s", pair, self._advice_on_workers if target == "worker_port" else self.advice)
             self._report(pair)
         return pair
@@ -296,4 +298,5 @@ def query_members(context: Context, round_: Round, node: str) -> list[bool | Non
     until = runtime.clock() + _TIMEOUT_SECONDS
     for thread in threads:
         thread.join(max(0.0, until - runtime.clock()))
+    # A copy: a thread that is late still writes to the other one.
     return list(answers)

@@ -178,6 +178,7 @@ class Rendezvous:
             for action in actions:
                 if not isinstance(action, on.Call):
                     self._perform(action)
+                # A call takes up to seconds, and one for a version that has passed would be for nothing.
                 elif self._context.latest.after(joiner.round) is None:
                     answer = self._call(action, joiner.me)
 
@@ -260,6 +261,7 @@ class Rendezvous:
     def _enter(self, call: on.Enter, me: Member) -> on.Event:
         round_, first = call.round, call.round.members[0]
         assert self._listener is not None
+        # Rank 0 serves the round before it connects to itself: the others may be there already.
         if call.rank:
             self._heartbeat.stop()
         else:
@@ -350,6 +352,7 @@ class Rendezvous:
 
     def _prepare(self, round_: Round) -> Member:
         """Return the row with which this node wants to be in an open round."""
+        # Listening before the seal: those that connect as soon as they read it wait instead of being refused.
         if self._listener is None:
             self._listener = self._context.runtime.listen(self._interface, 2048)
         # A former member that is not a survivor was lost to the others, which may have written strikes against it.

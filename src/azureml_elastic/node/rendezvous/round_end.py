@@ -67,6 +67,8 @@ class RoundEnd:
         round_ = self.membership.assignment.round
         if self.context.latest.after(round_) is not None:
             return False
+        # The record of a failure, and that this node leaves, are known here alone: the survivor whose turn it is would
+        # write a round without them.
         if not failures and self.membership.me.node not in lost and self._another_node_ends(round_, lost):
             return False
         absent = self._absent() & lost
@@ -112,6 +114,7 @@ class RoundEnd:
         if not timeout:
             return False
         until = self.context.clock() + timeout
+        # That survivor sends the next round to those at its own hub; all others would have to read the row.
         if first != round_.members[0] or not self.membership.connected:
             self.watch.connect(
                 first, greeting_of(self.reachability.marked(me), round_), "the next to end the round", timeout

@@ -127,7 +127,7 @@ class RunKey:
     def _insert(self, key: bytes) -> None:
         try:
             self._table.insert(RUN_KEY, {"key": key.hex(), **({"program": self._program} if self._program else {})})
-        except RowExists:
+        except RowExists:  # another node was first: its key counts
             row = self._table.get(RUN_KEY)
             if row is not None:
                 self._adopt_row(row)
@@ -449,6 +449,7 @@ class Rows:
                 return self._call(call, *arguments)
             except TableUnavailable as error:
                 _LOG.warning("The table is unavailable (%s); trying again in %.1f s.", error, pause)
+                # In short pieces: a notice, or a newer round, must not wait for the table.
                 for _ in range(round(pause / _RETRY_SECONDS[0])):
                     if unless():
                         raise

@@ -16,13 +16,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from azureml_elastic.node.preload.client import PreloadServer
 from azureml_elastic.node.rendezvous.link import Assignment
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 
-__all__ = ["RemoteStore", "RoundStore", "StoreProcess", "enter", "open_round_store", "reaches"]
+__all__ = ["RoundStore", "StoreProcess", "enter", "open_round_store", "reaches"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -40,20 +40,21 @@ _END_SECONDS = 5.0
 _Store = TypeVar("_Store")
 
 
-class RoundStore(Protocol):
-    """The store of a round as its agents see it."""
+class RoundStore:
+    """The store of a round as its agents see it; this one is another node's, whose agent looks after it."""
 
-    ended: bool
+    ended = False
     """Whether the process that this node had for it has ended although it was not closed: no worker can connect."""
 
     def has_keys(self) -> bool:
         """Return whether workers had set keys when the process last reported, and have it report again."""
+        return False
 
     def close(self) -> None:
         """End the process of this node."""
 
 
-class StoreProcess:
+class StoreProcess(RoundStore):
     """Handle of the process that serves the store of a round, on rank 0's node.
 
     The process starts while the workers get their places: those that connect before it serves wait for it.
@@ -74,7 +75,6 @@ class StoreProcess:
         self._closed = False
         self._keys = 0
         self._asked = False
-        self.ended = False
         self._link, self._theirs = socket.socketpair()
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._run, name="store-process", daemon=True)
@@ -82,6 +82,7 @@ class StoreProcess:
 
     def has_keys(self) -> bool:
         """See :class:`RoundStore`."""
+        # One question at a time: a process that hangs must not fill the socket, on which the agent would then wait.
         if not self._asked:
             self._asked = True
             with contextlib.suppress(OSError):
@@ -93,6 +94,7 @@ class StoreProcess:
         self._closed = True
         with contextlib.suppress(OSError):
             self._link.shutdown(socket.SHUT_RDWR)
+        # The thread reads until the connection ends.
         self._thread.join()
         self._link.close()
         if self._process is not None:
@@ -136,20 +138,6 @@ class StoreProcess:
             self._wake.set()
 
 
-class RemoteStore:
-    """The store of a round that another node serves, whose agent looks after it."""
-
-    def __init__(self) -> None:
-        self.ended = False
-
-    def has_keys(self) -> bool:
-        """Return false: only rank 0's agent asks."""
-        return False
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 def open_round_store(
     assignment: Assignment, rendezvous: Rendezvous, preload_server: Callable[[], PreloadServer | None]
 ) -> RoundStore | None:
@@ -164,7 +152,7 @@ def open_round_store(
     if assignment.listener is not None:
         return StoreProcess(assignment, preload_server(), rendezvous.wake)
     reached = reaches(assignment.store_address, lambda: rendezvous.status().broken, rendezvous.store_failed)
-    return RemoteStore() if reached else None
+    return RoundStore() if reached else None
 
 
 def enter(

@@ -60,6 +60,7 @@ class RoundLook:
             except TableUnavailable:
                 self._is_requested = True
                 return False
+        # A request during a look begins another one after it: what is asked for may have changed since.
         if self._is_requested and self._looking is None:
             self._is_requested, self._looking = False, round_
             self._context.runtime.thread(self._look, "look at the round").start()
@@ -128,6 +129,7 @@ class TableHeartbeat:
         """Stop writing."""
         self._stopped.set()
         if self._thread is not None:
+            # A call of the table may take ten seconds. The thread ends after it, by its own event.
             self._thread.join(timeout=1)
             self._thread = None
 
@@ -162,6 +164,8 @@ class TableHeartbeat:
                 etag = row.etag if row is not None else None
                 if confirmed and (row is None or row.value.get("by") != self._me or row.value["beats"] < confirmed):
                     self._look.request()
+                # An answer that was lost leaves the row newer than known: once more at once, else a spare could take
+                # the gap for the end of the round.
                 if not is_repeated:
                     is_repeated = True
                     continue

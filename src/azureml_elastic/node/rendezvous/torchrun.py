@@ -16,7 +16,6 @@ import logging
 import socket
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
@@ -40,18 +39,16 @@ from azureml_elastic.node.preload.store_server import STORE_TIMEOUT
 from azureml_elastic.node.rendezvous.context import LocalNode
 from azureml_elastic.node.rendezvous.link import Assignment
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
-from azureml_elastic.node.rendezvous.store_process import enter
+from azureml_elastic.node.rendezvous.store_process import enter, reaches
 from azureml_elastic.node.table import open_table
 
 __all__ = ["BACKEND", "TableRendezvousHandler", "create_handler", "open_store"]
 
+_LOG = logging.getLogger(__name__)
+
+BACKEND = "azure-table"
+
 _POLL_SECONDS = 0.05
-
-_PROBE_AFTER_SECONDS = 2.0
-"""Time after which a node that is not connected probes the store's port."""
-
-_PROBE_SECONDS = 3.0
-"""Timeout of the probe: long enough for TCP's second attempt."""
 
 
 def open_store(
@@ -64,7 +61,7 @@ def open_store(
 
     ``TCPStore`` blocks forever, whatever its timeout, on a host that accepts connections but never answers, such as a
     stopped process. So it connects on a thread, which is abandoned when the round breaks. A port that a firewall blocks
-    would use up the whole timeout; a probe on another thread finds that earlier.
+    would use up the whole timeout; a probe finds that earlier.
 
     Args:
         timeout: timeout of single operations of the store.
@@ -80,38 +77,19 @@ def open_store(
         return TCPStore(
             host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor
         )
+    if not reaches((host, port), broken, unreachable):
+        return None
     stores: list[TCPStore] = []
-    errors: list[OSError] = []
 
     def connect() -> None:
         with contextlib.suppress(RuntimeError):  # DistNetworkError and DistStoreError: the hub will report why
             stores.append(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
 
-    def probe() -> None:
-        try:
-            socket.create_connection((host, port), _PROBE_SECONDS).close()
-        except OSError as error:
-            errors.append(error)
-
     thread = threading.Thread(target=connect, name="store", daemon=True)
     thread.start()
-    probe_at = time.monotonic() + _PROBE_AFTER_SECONDS
-    probing = False
-    while thread.is_alive() and not broken() and not errors:
+    while thread.is_alive() and not broken():
         thread.join(_POLL_SECONDS)
-        if not probing and time.monotonic() >= probe_at:
-            probing = True
-            threading.Thread(target=probe, name="store probe", daemon=True).start()
-    if stores:
-        return stores[0]
-    if errors and not broken():
-        unreachable(errors[0], _PROBE_SECONDS)
-    return None
-
-
-_LOG = logging.getLogger(__name__)
-
-BACKEND = "azure-table"
+    return stores[0] if stores else None
 
 
 class TableRendezvousHandler(RendezvousHandler):

@@ -168,6 +168,7 @@ class _Node(Surroundings):
         stack.callback(rendezvous.shutdown)
         with contextlib.suppress(NodeLeaving):  # there is a notice already, for which run() ends this node
             rendezvous.announce()
+        # After the row, for which the others wait.
         self._record_start()
         self._watch = HangDetector(HangPolicy.of(plan))
         sender = ShardSender(memory, rendezvous.authenticator)
@@ -177,6 +178,7 @@ class _Node(Surroundings):
             SaveWatch(self._channel.folder, excluded=identity.folder.absolute()), distribution.newcomer_timeout
         )
         stack.callback(self._newcomers.close)
+        # Before the preload server is told what its workers inherit, and before threads that read the environment.
         environment = self._set_inherited_variables(opened, environment)
         self._preload_server: PreloadServer | None = None
         if distribution.preload_workers:
