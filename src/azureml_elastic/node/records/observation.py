@@ -10,7 +10,7 @@ from typing import Any
 from azureml_elastic.ledger.events import Event, NodeStarted, Progress, read_event_value
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.records.event_recorder import EVENT_PREFIX
-from azureml_elastic.node.rendezvous.row_keys import ALL_PREFIX, ROUND_KEY, node_of
+from azureml_elastic.node.rendezvous.row_keys import ALL_PREFIX, ROUND_KEY, node_of, parsed
 from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
 from azureml_elastic.node.table import Row, Table
 from azureml_elastic.node.table.checkpoint_pointer import CHECKPOINT_KEY
@@ -97,11 +97,11 @@ def read_run_state(table: Table) -> RunState | None:
     Raises:
         TableError: the table cannot be read.
     """
-    rows = {row.key: row.value for row in table.query(ALL_PREFIX)}
+    rows = {row.key: row for row in table.query(ALL_PREFIX)}
     if ROUND_KEY not in rows and not any(node_of(key) is not None for key in rows):
         return None
-    round_ = Round.from_value(rows.pop(ROUND_KEY)) if ROUND_KEY in rows else Round()
-    members = [Member.from_value(value) for key, value in rows.items() if node_of(key) is not None]
+    round_ = _read_round(rows.pop(ROUND_KEY, None))
+    members = [parsed(Member.from_value, row) for key, row in rows.items() if node_of(key) is not None]
     heartbeat, checkpoint = _value(table.get(TABLE_HEARTBEAT_KEY)), _value(table.get(CHECKPOINT_KEY))
     pointer = checkpoint.get("pointer") or {}
     steps = [step for step in (heartbeat.get("step"), pointer.get("step")) if step is not None]
@@ -113,6 +113,10 @@ def read_run_state(table: Table) -> RunState | None:
         checkpoint_step=pointer.get("step"),
         waits=(heartbeat.get("waits") or "") if heartbeat.get("round") == round_.number else "",
     )
+
+
+def _read_round(row: Row | None) -> Round:
+    return Round() if row is None else parsed(Round.from_value, row)
 
 
 def _value(row: Row | None) -> Mapping[str, Any]:
@@ -166,8 +170,7 @@ class EventRowReader:
         Raises:
             TableError: the table cannot be read.
         """
-        row = self._table.get(ROUND_KEY)
-        round_ = Round.from_value(row.value) if row is not None else Round()
+        round_ = _read_round(self._table.get(ROUND_KEY))
         rows = [row for prefix in self._prefixes(round_.number) for row in self._table.query(prefix)]
         heartbeat = self._table.get(TABLE_HEARTBEAT_KEY)
         self._round = round_.number

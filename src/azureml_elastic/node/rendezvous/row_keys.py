@@ -1,4 +1,6 @@
-"""Keys of the rendezvous' rows, chosen so that one query reads all rows and a shorter one enough to begin with.
+"""Keys of the rendezvous' rows, and how their values are read.
+
+The keys are chosen so that one query reads all rows, and a shorter one enough to begin with:
 
 ::
 
@@ -14,7 +16,12 @@ there are few nodes, and it reads all rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from azureml_elastic.errors import TableError
 from azureml_elastic.node.core.joining import is_landmark
+from azureml_elastic.node.table import Row
 
 __all__ = [
     "ALL_PREFIX",
@@ -24,7 +31,10 @@ __all__ = [
     "RUN_KEY",
     "member_key",
     "node_of",
+    "parsed",
 ]
+
+_T = TypeVar("_T")
 
 ROUND_KEY = "round.0"
 
@@ -53,3 +63,18 @@ def node_of(key: str) -> str | None:
         if key.startswith(prefix):
             return key[len(prefix) :]
     return None
+
+
+def parsed(parse: Callable[[Mapping[str, Any]], _T], row: Row) -> _T:
+    """Return the row's value as what it stands for.
+
+    Raises:
+        TableError: it does not.
+    """
+    try:
+        return parse(row.value)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise TableError(
+            f"Row {row.key!r} of the table holds no value of this library ({error}): another program writes to this "
+            "table. Give the run a table of its own."
+        ) from error

@@ -21,7 +21,6 @@ from azureml_elastic.errors import (
     ElasticError,
     RowChanged,
     RowExists,
-    TableError,
     TableUnavailable,
     UsageError,
     ValueTooLarge,
@@ -45,6 +44,7 @@ from azureml_elastic.node.rendezvous.row_keys import (
     RUN_KEY,
     member_key,
     node_of,
+    parsed,
 )
 from azureml_elastic.node.table import Row, Table
 
@@ -379,7 +379,7 @@ class Rows:
 
         def read() -> Member | None:
             row = self._table.get(member_key(node))
-            return None if row is None else _parsed(Member.from_value, row)
+            return None if row is None else parsed(Member.from_value, row)
 
         return self._call(read)
 
@@ -392,7 +392,7 @@ class Rows:
                 elif row.key == RUN_KEY:
                     key_row = row
                 elif (node := node_of(row.key)) is not None:
-                    _parsed(require_member, row)
+                    parsed(require_member, row)
                     roster[node] = row.value
             return round_row, key_row, roster
 
@@ -404,7 +404,7 @@ class Rows:
         return self._read(self._table.get(ROUND_KEY))
 
     def _read(self, row: Row | None) -> Round:
-        round_ = _parsed(Round.from_value, row) if row is not None else Round()
+        round_ = parsed(Round.from_value, row) if row is not None else Round()
         self._round_etag = row.etag if row is not None else None
         self._round_seen = round_
         self._latest.observe(round_)
@@ -478,18 +478,3 @@ class Rows:
             describe_loss(row, known),
         )
         self._retry(self.key.check)
-
-
-def _parsed(parse: Callable[[Mapping[str, Any]], _T], row: Row) -> _T:
-    """Return the row's value as what it stands for.
-
-    Raises:
-        TableError: it does not.
-    """
-    try:
-        return parse(row.value)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise TableError(
-            f"Row {row.key!r} of the table holds no value of this library ({error}): another program writes to this "
-            "table. Give the run a table of its own."
-        ) from error

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from azureml_elastic.errors import TableError
 from azureml_elastic.ledger.events import NodeStarted
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.records.observation import read_run_state
@@ -36,6 +37,13 @@ def write_nodes(table, *members):
 
 def test_a_run_without_a_row_has_no_state(table):
     assert read_run_state(table) is None
+
+
+@pytest.mark.parametrize("key", [ROUND_KEY, member_key("a")])
+def test_a_row_of_another_program_is_an_error_that_names_it(table, key):
+    table.insert(key, {"state": "a state of its own"})
+    with pytest.raises(TableError, match=f"Row '{key}' of the table holds no value of this library"):
+        read_run_state(table)
 
 
 def test_nodes_that_start_are_no_round_yet(table):
