@@ -159,6 +159,11 @@ class Joiner:
                 self._must_read |= event.must_read
             case on.Connected():
                 self._link, self._dialled = self._dialled, None
+            case on.LinkEnded():
+                self._ended, self._link = self._link, None
+            case on.Reopened():
+                self.state = JoinState.CHOOSING
+                return [on.ReadRound()]
             case on.MarksChanged():
                 self.me = event.me
             case on.HubSent():
@@ -231,12 +236,10 @@ class Joiner:
                 return self._begin_candidacy(event, now)
             case on.GotReady(took_time=False):
                 return self._begin_spare(now)
-            case on.GotReady() | on.Reopened():
+            case on.GotReady():
                 return [on.ReadRound()]
             case on.RoundRead():
                 return self._go_on(event.round, now)
-            case on.LinkEnded():
-                self._link = None
         return []
 
     # --- a candidate of an open round --------------------------------------------------------------------------------
@@ -270,10 +273,9 @@ class Joiner:
                 mine.written, self._has_left = True, False
             case on.ConnectFailed():
                 return self._connect_failed(mine, event, now)
+            case on.LinkEnded(refused=True):
+                return [on.ReadKey()]
             case on.LinkEnded():
-                self._ended, self._link = self._link, None
-                if event.refused:
-                    return [on.ReadKey()]
                 self._choose_another(mine, now)
             case on.KeyRead(changed=True):
                 mine.schedule.read_now(now)  # the same hub accepts this node now
@@ -401,8 +403,6 @@ class Joiner:
                 return [on.ReadRound()]
             case on.RoundRead():
                 return self._moved(event.round, now) if event.round.is_newer_than(self.round) else [on.ReadHeartbeat()]
-            case on.LinkEnded():
-                self._link = None
         return []
 
     # --- a spare beside a sealed round -------------------------------------------------------------------------------
@@ -423,7 +423,6 @@ class Joiner:
                 self.me, self._dialled = event.me, None
                 waiting.dial_at, waiting.read_at = now + waiting.pause, now
             case on.LinkEnded():
-                self._link = None
                 waiting.dial_at, waiting.read_at = now + waiting.pause, now
                 if event.refused:
                     return [on.ReadKey()]
@@ -505,11 +504,6 @@ class Joiner:
             case on.HeartbeatRead():
                 runs = event.round == self.round.number
                 return self._stay_outside() if runs else self._without_leader(waiting.reason)
-            case on.Reopened():
-                self.state = JoinState.CHOOSING
-                return [on.ReadRound()]
-            case on.LinkEnded():
-                self._link = None
         return []
 
     def _without_leader(self, reason: str) -> list[on.Action]:
@@ -552,11 +546,6 @@ class Joiner:
                 return self._without_leader(event.reason)
             case on.EntryFailed():
                 return [on.ReadHeartbeat()]
-            case on.Reopened():
-                self.state = JoinState.CHOOSING
-                return [on.ReadRound()]
-            case on.LinkEnded():
-                self._link = None
         return []
 
     # --- the connection to another node's hub ------------------------------------------------------------------------
