@@ -216,6 +216,7 @@ class ServerHandshake(Handshake):
 
 
 def _proof(key: bytes, end: bytes, transcript: bytes) -> bytes:
+    # With the end's name, so that a peer cannot send this end's own proof back as its own.
     return hmac.digest(key, b"handshake of the " + end + b":" + transcript, "sha256")
 
 

@@ -167,6 +167,7 @@ class MessageStream:
         data, self._received = self._received, b""
         while (message := next(self._reader.feed(data), None)) is None:
             data = _receive(self._sock)
+        # What follows may be bytes that are no messages, for receive_bytes().
         self._received = self._reader.take_rest()
         return message
 
@@ -185,6 +186,7 @@ class MessageStream:
         except ImportError as error:
             raise MissingExtra("cryptography", "node") from error
         if self._received:
+            # They would be taken for authentic ones that came through TLS.
             raise AuthenticationError("the peer sent bytes before the TLS handshake")
         self._sock = secure(self._sock, self._session.secret, is_server=is_server)
 
@@ -258,6 +260,8 @@ class Connection:
 
     def __init__(self, sock: socket.socket, loop: Loop, handshake: Handshake | None = None) -> None:
         sock.setblocking(False)
+        # Messages are short: Nagle's algorithm would hold one back until the one before is acknowledged, up to 40 ms
+        # later.
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.state: dict[str, Any] = {}

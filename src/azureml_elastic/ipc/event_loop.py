@@ -257,7 +257,7 @@ class Loop:
         with self._lock:
             self._connections.add(connection)
         self._selector.register(connection.socket, selectors.EVENT_READ, connection)
-        self._attention.append(connection)
+        self._attention.append(connection)  # a client's handshake has something to send already
         if connection.established:
             return
         surplus = self._unauthenticated.add(connection, time.monotonic())
@@ -288,6 +288,7 @@ class Loop:
         next_tick = time.monotonic() + self._tick
         try:
             while not self._stopping.is_set():
+                # Only here are connections removed, so that all events of one select() are of sockets that are there.
                 self._settle()
                 times = [self._unauthenticated.next_deadline()]
                 times += [next_tick] if self._on_tick is not None else []

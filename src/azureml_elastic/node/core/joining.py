@@ -39,6 +39,7 @@ _GATHER_SECONDS = 0.02
 
 def is_landmark(node: str) -> bool:
     """Return whether nodes prefer to meet at this node's hub."""
+    # All processes must get the same, which hash() of a text does not give.
     return zlib.crc32(node.encode("utf-8", "surrogatepass")) % _ONE_IN == 0
 
 

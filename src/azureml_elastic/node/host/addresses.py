@@ -118,6 +118,7 @@ def machine_interfaces() -> dict[str, tuple[IPAddress, ...]]:
     interfaces: dict[str, tuple[IPAddress, ...]] = {}
     for name, entries in psutil.net_if_addrs().items():
         used = [each for each in entries if name in up and each.family in (socket.AF_INET, socket.AF_INET6)]
+        # Of IPv6, psutil gives link-local addresses with their zone, as in fe80::1%eth0.
         addresses = (ipaddress.ip_address(each.address.partition("%")[0]) for each in used)
         interfaces[name] = tuple(address for address in addresses if not address.is_link_local)
     return interfaces
@@ -234,6 +235,7 @@ class Ports:
             try:
                 listener = listen((interface, port), backlog=backlog)
             except OSError as error:
+                # A port that only root may have counts as taken.
                 if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                     raise
             else:

@@ -186,6 +186,8 @@ class EventRowReader:
     def _prefixes(self, newest: int) -> list[str]:
         if self._round is None:
             return [EVENT_PREFIX]
+        # Always round 0, in which each node starts, and the round before: its last events are written while the next
+        # one forms.
         numbers = [0, *range(max(1, self._round - 1), newest + 1)]
         return [f"{EVENT_PREFIX}{number:06d}." for number in numbers]
 

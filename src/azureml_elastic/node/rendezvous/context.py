@@ -169,6 +169,7 @@ class Runtime:
             timeout: seconds for all together, from when their names are resolved.
         """
         results: list[OSError | None] = [TimeoutError(errno.ETIMEDOUT, "timed out")] * len(addresses)
+        # One thread for all: the probes of a round of thirty nodes would otherwise be thirty threads on each of them.
         with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
             for index, (host, port) in enumerate(addresses):
                 try:
@@ -273,6 +274,7 @@ class Context:
         self.clock = runtime.clock
         self.wake = wake or runtime.event()
         self.inbox = Inbox()
+        # Without a lock: a deque's append and popleft are atomic.
         self.received: deque[tuple[Link, HubSent | LinkEnded]] = deque()
         self.latest = SharedNewestRound()
         self.heartbeat_timeout = timings.heartbeat_timeout.total_seconds()

@@ -91,6 +91,8 @@ class Rendezvous:
         self.wake = context.wake
         self.inbox = context.inbox
         self.authenticator = context.authenticator
+        # A thousand nodes may connect at once. The kernel drops what its queue does not hold, and TCP tries again only
+        # after a second.
         hub_listener = runtime.listen(self._interface, 4096)
         probes = node.ports is not None and node.probes_other_ports
         self._data_port = DataPort(context, self._interface) if probes else None
@@ -287,6 +289,7 @@ class Rendezvous:
         received = self._context.received
         while received:
             link, event = received.popleft()
+            # What came on earlier connections is of rounds that are over, and is dropped.
             if self.membership.connected and link is self.membership.link:
                 self.membership.reports.take(event)
             elif link is self._watch.link:
@@ -379,6 +382,7 @@ class Rendezvous:
         reports, round_ = membership.reports, membership.assignment.round
         view = self.hub.view() if membership.leads else HubView()
         was_given_up = view.was_given_up or reports.was_given_up
+        # Once over it stays so, although the row that has shown it is not looked at again.
         membership.over = membership.over or was_given_up or reports.broken or self._has_changed(round_)
         return reports.see(
             round_,

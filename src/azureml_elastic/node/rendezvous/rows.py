@@ -248,6 +248,7 @@ class Rows:
         Raises:
             TableUnavailable: the table is unavailable.
         """
+        # Nothing is kept here: the versions that were read last belong to the agent's thread.
         key = self._call(self._table.get, RUN_KEY)
         return RowLook(self._call(self._table.get, ROUND_KEY), key)
 
@@ -272,6 +273,7 @@ class Rows:
             to = restored(row, known)
             if self.replace_round(to):
                 return to
+            # Another node was faster, perhaps with an older version still: until the row is as new as what was known.
             row = self._retry(self._get_round)
         return row
 

@@ -73,6 +73,7 @@ def open_store(
     """
     host, port = assignment.store_address
     if assignment.listener is not None:
+        # The store closes it; the object would close another file of that number later.
         descriptor = assignment.listener.detach()
         return TCPStore(
             host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor

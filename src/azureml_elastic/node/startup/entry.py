@@ -126,6 +126,7 @@ class _Node(Surroundings):
         self._program = program
         timings = plan.rendezvous.timings
         self._slots = 1 if distribution.runs_engine else _slots(distribution.process_count_per_instance, environment)
+        # One for all that the agent's thread waits for: notices, hubs, workers' messages, the round's store.
         wake = threading.Event()
         self._preemption = preemption = PreemptionWatcher(plan.preemption, wake, identity.node)
         stack.callback(preemption.close)
@@ -178,7 +179,7 @@ class _Node(Surroundings):
             SaveWatch(self._channel.folder, excluded=identity.folder.absolute()), distribution.newcomer_timeout
         )
         stack.callback(self._newcomers.close)
-        # Before the preload server is told what its workers inherit, and before threads that read the environment.
+        # Before the preload server, which hands this to its workers, and before threads that read the environment.
         environment = self._set_inherited_variables(opened, environment)
         self._preload_server: PreloadServer | None = None
         if distribution.preload_workers:
