@@ -226,11 +226,15 @@ class SimulatedRuntime(Runtime):
     def listen(self, interface: str, backlog: int) -> SimulatedListener:
         return SimulatedListener(next(self._cluster.ports))
 
-    def serve(self, listener, on_message, on_close, on_tick, tick, authenticator) -> SimulatedServer:
+    def serve(
+        self, listener, on_message, on_close=lambda _: None, on_tick=lambda: None, *, tick=1.0, authenticator
+    ) -> SimulatedServer:
         port = listener.getsockname()[1]
         return SimulatedServer(self._node, port, on_message, on_close, on_tick, tick, authenticator)
 
-    def dial(self, address, on_message, on_close, on_tick, tick, timeout, authenticator, to) -> SimulatedClient:
+    def dial(
+        self, address, on_message, on_close, on_tick=lambda: None, *, tick=1.0, timeout, authenticator, to
+    ) -> SimulatedClient:
         scheduler, costs, node = self._scheduler, self._cluster.costs, self._node
         node.step()
         host, port = address

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc import Authenticator, Connection, MessageClient, MessageServer, Peer
-from azureml_elastic.ipc.event_loop import OnClose, OnMessage, OnTick
 from azureml_elastic.ipc.message import ShardDescription
 from azureml_elastic.node.core.join_events import HubSent, LinkEnded
 from azureml_elastic.node.core.pauses import SilenceLimit
@@ -98,6 +97,12 @@ class Runtime:
         ports: ports on which to listen; any by default.
     """
 
+    serve = MessageServer
+    """What serves the connections of a listening socket."""
+
+    dial = MessageClient
+    """What connects to such a server."""
+
     def __init__(self, ports: Ports | None = None) -> None:
         self._ports = ports or Ports()
 
@@ -129,38 +134,6 @@ class Runtime:
             OSError: no port is free, or the interface is not of this machine.
         """
         return Ports().listen(interface, 2048)
-
-    def serve(
-        self,
-        listener: socket.socket,
-        on_message: OnMessage,
-        on_close: OnClose,
-        on_tick: OnTick,
-        tick: float,
-        authenticator: Authenticator,
-    ) -> MessageServer:
-        """Serve the listener's connections; see :class:`~azureml_elastic.ipc.MessageServer`."""
-        return MessageServer(listener, on_message, on_close, on_tick, tick=tick, authenticator=authenticator)
-
-    def dial(
-        self,
-        address: tuple[str, int],
-        on_message: OnMessage,
-        on_close: OnClose,
-        on_tick: OnTick,
-        tick: float,
-        timeout: float,
-        authenticator: Authenticator,
-        to: Peer,
-    ) -> MessageClient:
-        """Connect to a server; see :class:`~azureml_elastic.ipc.MessageClient`.
-
-        Raises:
-            OSError: the connection was refused, or not accepted within ``timeout`` seconds.
-        """
-        return MessageClient(
-            address, on_message, on_close, on_tick, tick=tick, timeout=timeout, authenticator=authenticator, to=to
-        )
 
     def probe(self, addresses: Sequence[tuple[str, int]], timeout: float) -> list[OSError | None]:
         """Try to connect to all addresses at once; return the error of each, ``None`` where it succeeded.

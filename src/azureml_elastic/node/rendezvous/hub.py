@@ -51,7 +51,12 @@ class Hub:
         self.port: int = listener.getsockname()[1]
         with self._lock:  # the first tick may come before this constructor has returned
             self._server = context.runtime.serve(
-                listener, self._on_message, self._on_close, self._on_tick, context.tick, context.authenticator
+                listener,
+                self._on_message,
+                self._on_close,
+                self._on_tick,
+                tick=context.tick,
+                authenticator=context.authenticator,
             )
 
     def enter(self, round_: Round) -> None:

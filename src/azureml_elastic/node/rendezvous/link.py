@@ -62,10 +62,10 @@ class Link:
             self._on_message,
             self._on_close,
             self._on_tick,
-            context.tick,
-            seconds,
-            context.authenticator,
-            Peer(member.node, member.incarnation),
+            tick=context.tick,
+            timeout=seconds,
+            authenticator=context.authenticator,
+            to=Peer(member.node, member.incarnation),
         )
         self.send(greeting)
         if isinstance(greeting, messages.Hello):

@@ -37,7 +37,6 @@ _ALL = 32
 """Largest round in which every member probes every other one."""
 
 _SAMPLE = 8
-_IDLE_SECONDS = 3600.0
 
 _PURPOSES: dict[Target, str] = {
     "peer_hub": "a member of round {}, to which the workers here connect",
@@ -72,9 +71,7 @@ class DataPort:
         runtime = context.runtime
         listener = runtime.listen_on_any_port(interface)
         self.number: int = listener.getsockname()[1]
-        self._server = runtime.serve(
-            listener, _reject, lambda _: None, lambda: None, _IDLE_SECONDS, context.authenticator
-        )
+        self._server = runtime.serve(listener, _reject, authenticator=context.authenticator)
 
     def close(self) -> None:
         """Stop listening."""

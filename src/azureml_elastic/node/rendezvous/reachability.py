@@ -274,17 +274,14 @@ def query_members(context: Context, round_: Round, node: str) -> list[bool | Non
         def on_close(_: Connection) -> None:
             answered.set()
 
-        address = (member.host, member.hub_port)
         try:
             client = runtime.dial(
-                address,
+                (member.host, member.hub_port),
                 on_message,
                 on_close,
-                lambda: None,
-                _TIMEOUT_SECONDS,
-                _TIMEOUT_SECONDS,
-                context.authenticator,
-                Peer(member.node, member.incarnation),
+                timeout=_TIMEOUT_SECONDS,
+                authenticator=context.authenticator,
+                to=Peer(member.node, member.incarnation),
             )
         except OSError:
             return
