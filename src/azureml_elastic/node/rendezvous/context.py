@@ -127,14 +127,6 @@ class Runtime:
         """
         return self._ports.listen(interface, backlog)
 
-    def listen_on_any_port(self, interface: str) -> socket.socket:
-        """Return a socket that listens on any free port, as workers do, whatever ports are allowed.
-
-        Raises:
-            OSError: no port is free, or the interface is not of this machine.
-        """
-        return Ports().listen(interface, 2048)
-
     def probe(self, addresses: Sequence[tuple[str, int]], timeout: float) -> list[OSError | None]:
         """Try to connect to all addresses at once; return the error of each, ``None`` where it succeeded.
 

@@ -18,6 +18,7 @@ from azureml_elastic.errors import NodeLeaving
 from azureml_elastic.ipc import Connection
 from azureml_elastic.node.core.messages import Reached
 from azureml_elastic.node.core.round import Member, Round
+from azureml_elastic.node.host.addresses import Ports
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.link import Assignment, Membership
 from azureml_elastic.node.rendezvous.reachability import Reachability, Target, is_unreachable
@@ -68,10 +69,10 @@ class DataPort:
     """
 
     def __init__(self, context: Context, interface: str) -> None:
-        runtime = context.runtime
-        listener = runtime.listen_on_any_port(interface)
+        # On any port, as workers listen, whatever ports are allowed.
+        listener = Ports().listen(interface, 2048)
         self.number: int = listener.getsockname()[1]
-        self._server = runtime.serve(listener, _reject, authenticator=context.authenticator)
+        self._server = context.runtime.serve(listener, _reject, authenticator=context.authenticator)
 
     def close(self) -> None:
         """Stop listening."""

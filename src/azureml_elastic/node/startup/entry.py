@@ -102,9 +102,7 @@ class _Node(Surroundings):
     Each part gets only parts that were made before it.
 
     Args:
-        stack: takes the node apart at its end.
-        early_preload: preload server that was started before the plan was read.
-        start_preload: function that starts the preload server.
+        stack: takes the node apart at its end; the other arguments are those of :func:`run_node`.
     """
 
     _group: WorkerGroup | None = None
