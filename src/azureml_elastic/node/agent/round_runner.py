@@ -18,10 +18,9 @@ from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch
 from azureml_elastic.node.agent.worker_processes import Workers
 from azureml_elastic.node.core import training_actions as do
 from azureml_elastic.node.core import training_events as ev
-from azureml_elastic.node.core.hangs import Hang
 from azureml_elastic.node.core.messages import Done, Report
 from azureml_elastic.node.core.training import Training
-from azureml_elastic.node.core.training_events import Hung, Learned, StacksWritten, TrainingEvent
+from azureml_elastic.node.core.training_events import Hang, Hung, Learned, StacksWritten, TrainingEvent
 from azureml_elastic.node.failures.classification import describe_ending, hang_failure, root_cause
 from azureml_elastic.node.failures.host_strikes import HostStrikes, incident_id, worker_fault
 from azureml_elastic.node.hangs.detector import HangDetector

@@ -1,4 +1,4 @@
-"""When a run that still lives no longer trains: how long is too long without a completed step.
+"""When a run that still lives no longer trains: how long is too long without a completed step, and what follows.
 
 Pure functions of what :class:`~azureml_elastic.node.hangs.detector.HangDetector` has seen. Three kinds of time are
 distinguished, because a program that trains well has all three:
@@ -15,24 +15,43 @@ distinguished, because a program that trains well has all three:
       pause_limit = max(4 * floor, 2 * step_limit, 2 * longest(pauses))
 
 - time that is **free**: what a session announces as bounded by something else. Nothing is learned from it.
+
+**From the verdict "it hangs" to the end of the round: all nodes write down their workers' stacks first.** Rank 0's
+agent decides, and broadcasts that. Every agent collects the stacks of its own workers and reports when it has them.
+When all have, or after a few seconds, rank 0's agent ends the round. An agent whose own verdict comes, much later,
+although rank 0's has not, does so alone: what hangs may be that agent.
+
+**Whether the workers of a round connect to each other within a time limit.** Every rank connects to every other one;
+where two nodes cannot reach each other, gloo waits without an error. The limit counts from when the workers of *all*
+nodes connect, so that the imports of a slow node do not matter. Rank 0's agent collects that from the nodes and
+broadcasts it.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 from azureml_elastic.config import Plan
+from azureml_elastic.ipc.agent_messages import AllPlaced, Dumped, DumpStacks, Placed
+from azureml_elastic.node.core.round import Round
+from azureml_elastic.node.core.training_actions import (
+    AdoptVerdict,
+    FindPair,
+    RecordHang,
+    ToLeader,
+    ToMembers,
+    TrainingAction,
+    WriteStacks,
+)
+from azureml_elastic.node.core.training_events import Hang, Hung
 
-__all__ = ["Hang", "HangPolicy", "Phase", "pause_limit", "step_limit"]
+__all__ = ["HangPolicy", "HangResponse", "PeerDiscovery", "pause_limit", "step_limit"]
 
 _TYPICAL_FACTOR = 10.0
 _LONGEST_FACTOR = 2.0
 _PAUSE_FACTOR = 4.0
-
-Phase = Literal["start", "step", "pause", "free"]
 
 
 @dataclass(frozen=True)
@@ -57,30 +76,6 @@ class HangPolicy:
         if timeout is None or timeout == "auto":
             return cls(enabled=timeout is not None, floor=floor)
         return cls(fixed=timeout.total_seconds(), floor=floor)
-
-
-@dataclass(frozen=True)
-class Hang:
-    """A verdict.
-
-    Args:
-        step: the last step that a local worker has completed, 0 before the first.
-        waited: seconds since then.
-        limit: seconds that were allowed.
-        phase: what the workers were doing, as far as is known.
-    """
-
-    step: int
-    waited: float
-    limit: float
-    phase: Phase
-
-    @property
-    def reason(self) -> str:
-        """Why the round ends."""
-        what = f"no step after step {self.step}" if self.phase != "start" else "no first step of the round"
-        pause = ", which a worker had announced to be busy," if self.phase == "pause" else ""
-        return f"hang: {what}{pause} for {self.waited:.1f} s (limit {self.limit:.1f} s)"
 
 
 def step_limit(policy: HangPolicy, steps: Collection[float], longest: float = 0.0) -> float:
@@ -110,3 +105,105 @@ def pause_limit(policy: HangPolicy, step_seconds: float, longest: float = 0.0) -
     """
     minimum = _PAUSE_FACTOR * max(policy.floor, policy.fixed or 0.0)
     return max(minimum, _LONGEST_FACTOR * step_seconds, _LONGEST_FACTOR * longest)
+
+
+_ANSWER_SECONDS = 5.0
+"""For all nodes to collect their stacks; twice what one may take."""
+
+
+class HangResponse:
+    """One agent's part in one round.
+
+    Attributes:
+        until: monotonic seconds at which this agent ends the round at the latest, ``None`` where it does not.
+    """
+
+    def __init__(self, round_: Round, node: str) -> None:
+        self._number = round_.number
+        self._members = [member.node for member in round_.members]
+        self._node = node
+        self._hung: Hung | None = None
+        self._known = False
+        self._missing: set[str] = set()
+        self.until: float | None = None
+
+    def decided(self, hung: Hung, now: float) -> list[TrainingAction]:
+        """This agent's detector has given its verdict."""
+        if self._known:
+            return []
+        self._known, self._hung, self.until = True, hung, now + _ANSWER_SECONDS
+        leads = self._members[0] == self._node
+        # All nodes report to rank 0. Another one that decides knows of its own stacks alone.
+        self._missing = set(self._members) if leads else {self._node}
+        hang = hung.hang
+        actions: list[TrainingAction] = [RecordHang(hang), WriteStacks(hang)]
+        if leads:
+            actions.append(ToMembers(DumpStacks(self._number, hang.step, hang.waited, hang.limit, hang.phase)))
+        return actions
+
+    def received(self, message: DumpStacks) -> list[TrainingAction]:
+        """Rank 0's agent has broadcast its verdict."""
+        # The broadcast may be a late one, of the round before.
+        if self._known or message.round != self._number:
+            return []
+        self._known = True
+        hang = Hang(message.step, message.waited, message.limit, message.phase)
+        return [AdoptVerdict(hang), WriteStacks(hang)]
+
+    def written(self) -> list[TrainingAction]:
+        """The stacks of this node's workers are written."""
+        self._missing.discard(self._node)
+        return [] if self._hung is not None else [ToLeader(Dumped())]
+
+    def dumped(self, node: str) -> None:
+        """A node has written its stacks; for rank 0's agent."""
+        self._missing.discard(node)
+
+    def due(self, now: float) -> Hung | None:
+        """Return the verdict for which this agent must end the round now: all stacks that can be had are written."""
+        over = not self._missing or (self.until is not None and now >= self.until)
+        return self._hung if over else None
+
+
+# Nothing ends by this limit alone, only by an unreachable pair that probes have found: a slow start is no harm.
+_CONNECT_SECONDS = 10.0
+
+
+class PeerDiscovery:
+    """One agent's part in one round.
+
+    Attributes:
+        until: monotonic seconds at which the workers should have connected, ``None`` before all can.
+    """
+
+    def __init__(self, nodes: Iterable[str]) -> None:
+        self._missing = set(nodes)
+        self._reported = False
+        self.until: float | None = None
+
+    def look(self, now: float, *, placed: bool, connected: bool) -> list[TrainingAction]:
+        """Report once that the local workers connect to the others, and look why they have not connected for long.
+
+        Args:
+            placed: whether each local worker has a session and an assignment.
+            connected: whether a local worker has reported that the ranks have connected.
+        """
+        actions: list[TrainingAction] = []
+        if placed and not self._reported:
+            self._reported = True
+            actions.append(ToLeader(Placed()))
+        if self.until is not None and not connected and now >= self.until:
+            # Again at each turn: the probes may find the pair later than this.
+            actions.append(FindPair())
+        return actions
+
+    def reported(self, node: str) -> list[TrainingAction]:
+        """Take a node's report, on rank 0's node; all agents get to know the last one."""
+        if node not in self._missing:
+            return []
+        self._missing.remove(node)
+        return [] if self._missing else [ToMembers(AllPlaced())]
+
+    def all_placed(self, now: float) -> None:
+        """Start the time limit: the workers of all nodes connect to each other from now on."""
+        self.until = now + _CONNECT_SECONDS

@@ -16,7 +16,7 @@ from azureml_elastic.node.core import training_actions as do
 from azureml_elastic.node.core import training_events as ev
 from azureml_elastic.node.core.boundary import BoundaryParticipant, Departure, Leader
 from azureml_elastic.node.core.failures import Failure
-from azureml_elastic.node.core.hang_response import HangResponse, PeerDiscovery
+from azureml_elastic.node.core.hangs import HangResponse, PeerDiscovery
 from azureml_elastic.node.core.pauses import SilenceLimit
 from azureml_elastic.node.core.restarts import KILLED, charge, died_after_training, faulty_members
 from azureml_elastic.node.core.round import Round

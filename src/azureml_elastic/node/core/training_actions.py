@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from azureml_elastic.ipc.agent_messages import BroadcastBody, HangLesson, Prepare, ReportBody
 from azureml_elastic.ipc.worker_messages import Decide
 from azureml_elastic.node.core.failures import Failure, FailureRecord
-from azureml_elastic.node.core.hangs import Hang
+from azureml_elastic.node.core.training_events import Hang
 
 __all__ = [
     "AdoptVerdict",

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from azureml_elastic.ipc.agent_messages import BroadcastBody, HangLesson, ReportBody, Vote
 from azureml_elastic.node.core.failures import Failure
-from azureml_elastic.node.core.hangs import Hang
 
 __all__ = [
     "Failures",
     "FromLeader",
     "FromMember",
+    "Hang",
     "Hung",
     "Learned",
     "Noticed",
     "Pace",
     "PairFound",
+    "Phase",
     "ProgramEnded",
     "ProgramSaved",
     "RoundSeen",
@@ -31,6 +33,34 @@ __all__ = [
     "WorkersHeld",
     "WorkersSeen",
 ]
+
+
+Phase = Literal["start", "step", "pause", "free"]
+"""What workers do, as far as their sessions have announced it."""
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A verdict.
+
+    Args:
+        step: the last step that a local worker has completed, 0 before the first.
+        waited: seconds since then.
+        limit: seconds that were allowed.
+        phase: what the workers were doing, as far as is known.
+    """
+
+    step: int
+    waited: float
+    limit: float
+    phase: Phase
+
+    @property
+    def reason(self) -> str:
+        """Why the round ends."""
+        what = f"no step after step {self.step}" if self.phase != "start" else "no first step of the round"
+        pause = ", which a worker had announced to be busy," if self.phase == "pause" else ""
+        return f"hang: {what}{pause} for {self.waited:.1f} s (limit {self.limit:.1f} s)"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from azureml_elastic.ipc.agent_messages import AllPlaced, Placed
-from azureml_elastic.node.core.hang_response import PeerDiscovery
+from azureml_elastic.node.core.hangs import PeerDiscovery
 from azureml_elastic.node.core.training_actions import FindPair, ToLeader, ToMembers
 
 NODES = ("node-0", "node-1", "node-2")

@@ -12,9 +12,9 @@ from azureml_elastic.ipc.agent_messages import HangLesson, Leaving, RanksConnect
 from azureml_elastic.node.core import training_actions as do
 from azureml_elastic.node.core import training_events as ev
 from azureml_elastic.node.core.failures import FailureRecord
-from azureml_elastic.node.core.hangs import Hang
 from azureml_elastic.node.core.joiner import JoinState
 from azureml_elastic.node.core.training import State
+from azureml_elastic.node.core.training_events import Hang
 from tests.support.paths import ROOT
 from tests.support.training_rounds import TrainingRound, failure
 
