@@ -140,7 +140,7 @@ class HubState:
         self._silence = silence
         self._beats: dict[int, BeatWatch] = {}
         self._join_timeout = timings.join_timeout.total_seconds()
-        self._pauses = PauseDetector(now, timings.heartbeat_interval.total_seconds() / 2)
+        self._pauses = PauseDetector(now, silence.tick)
         self.watchers = Watchers()
         self._peers: dict[int, _Peer] = {}
         self._published: Round | None = None

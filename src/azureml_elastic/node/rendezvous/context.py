@@ -217,9 +217,7 @@ class Context:
         inbox: messages of other agents for the agent's thread.
         received: what hubs have sent on connections of this node, and the ends of these, for the agent's thread.
         latest: newest version of the round that this node has read, written or received.
-        heartbeat_timeout: silence in seconds after which a peer counts as lost.
-        tick: seconds between two heartbeats of a connection.
-        silence: limit of the silence of the nodes of a round.
+        silence: limit of the silence of the nodes of a round, and the time between two heartbeats of a connection.
     """
 
     def __init__(
@@ -242,6 +240,4 @@ class Context:
         # Without a lock: a deque's append and popleft are atomic.
         self.received: deque[tuple[Link, HubSent | LinkEnded]] = deque()
         self.latest = SharedNewestRound()
-        self.heartbeat_timeout = timings.heartbeat_timeout.total_seconds()
-        self.tick = timings.heartbeat_interval.total_seconds() / 2
         self.silence = SilenceLimit(timings)

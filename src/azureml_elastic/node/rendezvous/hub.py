@@ -55,7 +55,7 @@ class Hub:
                 self._on_message,
                 self._on_close,
                 self._on_tick,
-                tick=context.tick,
+                tick=context.silence.tick,
                 authenticator=context.authenticator,
             )
 

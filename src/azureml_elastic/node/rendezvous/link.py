@@ -49,20 +49,20 @@ class Link:
         timeout: float | None = None,
     ) -> None:
         self._context = context
-        self._pauses = PauseDetector(context.clock(), context.tick)
+        self._pauses = PauseDetector(context.clock(), context.silence.tick)
         self._last_received = context.clock()
         self._beats = BeatWatch(context.silence, self._pauses, self._last_received)
         self._round = greeting.round
         self._has_answered = False
         self.broken = False
         self._client: MessageClient | None = None  # the first tick may come before it is set
-        seconds = context.heartbeat_timeout if timeout is None else timeout
+        seconds = context.silence.timeout if timeout is None else timeout
         self._client = context.runtime.dial(
             (member.host, member.hub_port),
             self._on_message,
             self._on_close,
             self._on_tick,
-            tick=context.tick,
+            tick=context.silence.tick,
             timeout=seconds,
             authenticator=context.authenticator,
             to=Peer(member.node, member.incarnation),
@@ -164,7 +164,7 @@ class HubWatch:
             self.link.send(greeting)
             return None
         self.close()
-        seconds = self.context.heartbeat_timeout if timeout is None else timeout
+        seconds = self.context.silence.timeout if timeout is None else timeout
         if self.reachability.is_hub_unreachable(to.incarnation):
             seconds = min(seconds, _SHORT_TIMEOUT_SECONDS)
         try:

@@ -278,7 +278,7 @@ class Rendezvous:
                 return on.EntryFailed(f"{self.node} cannot reach {first.node} at {where}: {error}", False, me)
             if call.again:
                 return on.EntryFailed("", True, me)
-            purpose, seconds = f"rank 0 of round {round_.number}", self._context.heartbeat_timeout
+            purpose, seconds = f"rank 0 of round {round_.number}", self._context.silence.timeout
             reason = str(self._reachability.failed(first, purpose, error, seconds))
             return on.EntryFailed(reason, True, self._reachability.marked(me))
         self._reachability.reached(first.incarnation, "hub")
