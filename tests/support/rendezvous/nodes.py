@@ -10,6 +10,7 @@ from datetime import timedelta
 from azureml_elastic.config import RendezvousTimings, TableRendezvous
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.node.core.round import Limits
+from azureml_elastic.node.core.training_actions import Reopen
 from azureml_elastic.node.rendezvous.context import LocalNode, Runtime, Surroundings
 from azureml_elastic.node.rendezvous.link import Assignment
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
@@ -135,7 +136,7 @@ class Nodes:
             until(lambda: node.status().broken)
             status = node.status()
             if not status.over or status.lost:
-                node.round_end.reopen("lost", lost=status.lost)
+                node.round_end.reopen(Reopen("lost", lost=status.lost))
             return node.join()
 
         return [future.result(TIMEOUT) for future in [self.pool.submit(again, node) for node in nodes]]

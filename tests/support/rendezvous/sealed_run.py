@@ -15,6 +15,7 @@ from azureml_elastic.ipc.authentication import Authenticator, Peer
 from azureml_elastic.node.agent.shard_transfer import ShardReceiver
 from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.round import Limits
+from azureml_elastic.node.core.training_actions import Reopen
 from azureml_elastic.node.rendezvous.context import LocalNode, Surroundings
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY, RUN_KEY
@@ -98,7 +99,7 @@ class Run:
     def change_round(self):
         """Reopen the round, let both nodes join the next one, and return the seconds until both have."""
         began = time.monotonic()
-        self.leader.round_end.reopen("a test")
+        self.leader.round_end.reopen(Reopen("a test"))
         follower = next(node for node in self.nodes if node is not self.leader)
         until(lambda: follower.status().over)
         with ThreadPoolExecutor(2) as pool:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.node.core.round import Limits, Round
+from azureml_elastic.node.core.training_actions import Reopen
 from azureml_elastic.node.rendezvous.context import LocalNode
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY, RUN_KEY, node_of
@@ -147,14 +148,14 @@ class Node:
             rendezvous.wake.clear()
             status = rendezvous.status()
             if status.broken:
-                rendezvous.round_end.reopen("lost" if status.lost else "reopened", lost=status.lost)
+                rendezvous.round_end.reopen(Reopen("lost" if status.lost else "reopened", lost=status.lost))
                 return
             if self._ends is not None:
                 how, self._ends = self._ends, None
-                rendezvous.round_end.reopen("requested by the test", **how)
+                rendezvous.round_end.reopen(Reopen("requested by the test", **how))
                 return
             if rendezvous.membership.leads and status.waiting:
-                rendezvous.round_end.reopen("joining")
+                rendezvous.round_end.reopen(Reopen("joining"))
                 return
 
 

@@ -266,23 +266,11 @@ class RoundPerformer:
     def _change_row(self, action: do.RowAction) -> ev.RowWritten:
         round_end = self._rdzv.round_end
         if isinstance(action, do.Close):
-            mine = round_end.close(
-                succeeded=action.succeeded,
-                message=action.message,
-                exit_code=action.exit_code,
-                failures=action.failures,
-            )
+            mine = round_end.close(action)
             if mine:
                 self.record(RunEnded, succeeded=action.succeeded, message=action.message)
             return ev.RowWritten(mine)
-        mine = round_end.reopen(
-            action.reason,
-            lost=action.lost,
-            finishing=action.finishing,
-            finishing_seconds=action.finishing_seconds,
-            failures=action.failures,
-            round_failed=action.round_failed,
-        )
+        mine = round_end.reopen(action)
         if not mine:
             return ev.RowWritten(mine)
         self.record(RoundReopened, reason=action.reason, lost=tuple(sorted(action.lost)))

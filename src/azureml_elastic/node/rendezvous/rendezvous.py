@@ -25,6 +25,7 @@ from azureml_elastic.node.core.joiner import Joiner, JoinState
 from azureml_elastic.node.core.joining import greeting_of, is_landmark
 from azureml_elastic.node.core.messages import RoundChanged, Unreachable
 from azureml_elastic.node.core.round import Limits, Member, Round, reopened
+from azureml_elastic.node.core.training_actions import Reopen
 from azureml_elastic.node.core.training_events import RoundSeen
 from azureml_elastic.node.host.addresses import Ports, format_address, listening_address
 from azureml_elastic.node.rendezvous.context import Context, LocalNode, Runtime, Surroundings
@@ -150,7 +151,7 @@ class Rendezvous:
         """
         if self.membership.last_round:
             # Before the disconnection, by which the others would take this node for lost and go on without it.
-            self.round_end.reopen(f"{self.node} has left the round", lost=self.status().lost)
+            self.round_end.reopen(Reopen(f"{self.node} has left the round", lost=self.status().lost))
         self.membership.leave()
         try:
             round_, known = self._first_read()
@@ -226,7 +227,7 @@ class Rendezvous:
             case on.ReadHeartbeat():
                 return on.HeartbeatRead(*self._heartbeat.look())
             case on.Reopen():
-                self.round_end.reopen(call.reason, lost=call.lost, round_failed=call.round_failed)
+                self.round_end.reopen(Reopen(call.reason, lost=call.lost, round_failed=call.round_failed))
                 return on.Reopened()
             case on.GetReady():
                 return on.GotReady(self._surroundings.get_ready())
@@ -414,7 +415,7 @@ class Rendezvous:
         if is_unreachable(error):
             purpose = f"the store of round {round_.number}"
             reason = str(self._reachability.failed(first, purpose, error, seconds, target="store", port=port))
-        self.round_end.reopen(reason, round_failed=True)
+        self.round_end.reopen(Reopen(reason, round_failed=True))
 
     def leave(self, reason: str) -> None:
         """Write that this node will not return. Never raises, since a node that leaves cannot handle errors."""

@@ -7,10 +7,10 @@ import logging
 from dataclasses import dataclass, replace
 
 from azureml_elastic.errors import TableError
-from azureml_elastic.node.core.failures import FailureRecord
 from azureml_elastic.node.core.joining import greeting_of
 from azureml_elastic.node.core.messages import RoundChanged
 from azureml_elastic.node.core.round import Member, Round, reopened, turn_of
+from azureml_elastic.node.core.training_actions import Close, Reopen
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub import Hub
 from azureml_elastic.node.rendezvous.link import HubWatch, Membership
@@ -41,38 +41,22 @@ class RoundEnd:
     watch: HubWatch
     reachability: Reachability
 
-    def reopen(
-        self,
-        reason: str,
-        *,
-        lost: frozenset[str] = frozenset(),
-        finishing: frozenset[str] = frozenset(),
-        finishing_seconds: float = 0.0,
-        failures: tuple[FailureRecord, ...] = (),
-        round_failed: bool = False,
-    ) -> bool:
+    def reopen(self, how: Reopen) -> bool:
         """End the current round so that another can form, or the run after too many failed rounds.
-
-        Args:
-            reason: why, for the ledger.
-            lost: members that will not return.
-            finishing: those of them whose workers may still save, for which the next round waits.
-            finishing_seconds: seconds for which it waits for them.
-            failures: the run's failures with the one that ends the round; none when no worker has failed.
-            round_failed: whether the round ends because its nodes could not connect to each other.
 
         Returns:
             Whether this node has ended it; otherwise another one was first, and nothing is charged.
         """
-        round_ = self.membership.assignment.round
+        round_, lost = self.membership.assignment.round, how.lost
         if self.context.latest.after(round_) is not None:
             return False
         # The record of a failure, and that this node leaves, are known here alone: the survivor whose turn it is would
         # write a round without them.
-        if not failures and self.membership.me.node not in lost and self._another_node_ends(round_, lost):
+        if not how.failures and self.membership.me.node not in lost and self._another_node_ends(round_, lost):
             return False
+        reason, round_failed = how.reason, how.round_failed
         absent = self._absent() & lost
-        if absent and not failures:
+        if absent and not how.failures:
             round_failed = round_failed or lost == absent
             reason = f"{reason}: {self._describe_absent(round_, absent)}"
         next_ = reopened(
@@ -80,9 +64,9 @@ class RoundEnd:
             reason,
             lost,
             sorted(self.hub.view().waiting),
-            finishing=finishing,
-            finishing_seconds=finishing_seconds,
-            failures=failures,
+            finishing=how.finishing,
+            finishing_seconds=how.finishing_seconds,
+            failures=how.failures,
             seconds=self.membership.seconds,
             round_failed=round_failed,
         )
@@ -91,19 +75,17 @@ class RoundEnd:
                 f"{next_.failed_rounds} rounds in a row broke because nodes could not reach each other, the last one "
                 f"because {reason}. {self.reachability.advice}"
             )
-            return self.close(succeeded=False, exit_code=1, message=message)
+            return self.close(Close(succeeded=False, exit_code=1, message=message))
         return self._write(next_)
 
-    def close(
-        self, *, succeeded: bool, message: str = "", exit_code: int = 0, failures: tuple[FailureRecord, ...] = ()
-    ) -> bool:
+    def close(self, how: Close) -> bool:
         """End the run for all nodes, and return whether this node has ended it."""
         closed = replace(
             self.membership.assignment.round,
-            state="succeeded" if succeeded else "failed",
-            message=message[:30_000],
-            exit_code=exit_code,
-            failures=failures or self.membership.failures,
+            state="succeeded" if how.succeeded else "failed",
+            message=how.message[:30_000],
+            exit_code=how.exit_code,
+            failures=how.failures or self.membership.failures,
         )
         return self._write(closed)
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from azureml_elastic.node.core.training_actions import Reopen
 from azureml_elastic.node.preload.client import PreloadServer
 from azureml_elastic.node.rendezvous.link import Assignment
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
@@ -175,7 +176,7 @@ def enter(
         status = rendezvous.status()
         if not status.over or status.lost:
             reason = "the round's store cannot be reached"
-            rendezvous.round_end.reopen(reason, lost=status.lost, round_failed=not status.lost)
+            rendezvous.round_end.reopen(Reopen(reason, lost=status.lost, round_failed=not status.lost))
 
 
 def reaches(

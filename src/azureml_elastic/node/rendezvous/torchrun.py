@@ -34,6 +34,7 @@ from azureml_elastic.config import RendezvousTimings, TableRendezvous
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import RunFailed, RunSucceeded, UsageError
 from azureml_elastic.node.core.round import Limits
+from azureml_elastic.node.core.training_actions import Close
 from azureml_elastic.node.host.addresses import advertised_address
 from azureml_elastic.node.preload.store_server import STORE_TIMEOUT
 from azureml_elastic.node.rendezvous.context import LocalNode
@@ -146,7 +147,9 @@ class TableRendezvousHandler(RendezvousHandler):
     def set_closed(self) -> None:
         """End the run as failed, since torchrun gives up."""
         if self._joined and not self._closed:
-            self._rendezvous.round_end.close(succeeded=False, message="torchrun closed the rendezvous.", exit_code=1)
+            self._rendezvous.round_end.close(
+                Close(succeeded=False, message="torchrun closed the rendezvous.", exit_code=1)
+            )
             self._closed = True
 
     def num_nodes_waiting(self) -> int:
@@ -167,7 +170,7 @@ class TableRendezvousHandler(RendezvousHandler):
         if self._joined and not self._closed:
             message = "" if error is None else f"A worker failed under torchrun: {error}"
             exit_code = 0 if error is None else 1
-            self._rendezvous.round_end.close(succeeded=error is None, message=message, exit_code=exit_code)
+            self._rendezvous.round_end.close(Close(succeeded=error is None, message=message, exit_code=exit_code))
             self._closed = True
         self._rendezvous.shutdown()
         return True

@@ -23,6 +23,7 @@ from azureml_elastic.ipc.authentication import Authenticator, Peer
 from azureml_elastic.ipc.event_loop import HANDSHAKE_SECONDS
 from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.round import Member, Round
+from azureml_elastic.node.core.training_actions import Reopen
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.row_keys import RUN_KEY
 from tests.support.descriptors import no_free_descriptor
@@ -265,7 +266,7 @@ def test_a_candidate_without_a_row_is_not_sealed(run):
     client = run.member("a-ghost", "i-ghost")
     client.send(encoded(messages.Watch(run.round.number + 1, is_open=True, candidacy=ghost)))
     until(lambda: any(row.node == "a-ghost" for row in run.leader.hub.candidates()))
-    run.leader.round_end.reopen("a test")
+    run.leader.round_end.reopen(Reopen("a test"))
     follower = next(node for node in run.nodes if node is not run.leader)
     until(lambda: follower.status().over)
     with ThreadPoolExecutor(2) as pool:

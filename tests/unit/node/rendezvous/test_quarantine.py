@@ -12,6 +12,7 @@ from azureml_elastic.config import HealthPolicy, RendezvousTimings, TableRendezv
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import RunSucceeded
 from azureml_elastic.node.core.round import Limits
+from azureml_elastic.node.core.training_actions import Close, Reopen
 from azureml_elastic.node.failures.host_strikes import HostStrikes
 from azureml_elastic.node.rendezvous.context import LocalNode, Surroundings
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
@@ -96,7 +97,7 @@ def test_a_quarantined_node_stays_outside_while_the_minimum_is_present_and_recei
     assert not excluded.done()
     until(lambda: well.hub._state.watchers.nodes.get("a-excluded") is not None)
     assert well.status().waiting == frozenset(), "no room is made for it"
-    assert well.round_end.close(succeeded=True)
+    assert well.round_end.close(Close(succeeded=True))
     with pytest.raises(RunSucceeded):
         excluded.result(TIMEOUT)
 
@@ -121,11 +122,11 @@ def test_a_quarantined_node_makes_room_for_a_node_that_is_well(cluster):
     assert names(assignment) == names(waiting.result(TIMEOUT)) == ["first", "a-excluded"]
     coming = cluster.join(second)
     until(lambda: first.hub.view().waiting == {"second"})
-    assert first.round_end.reopen("joining: second")
+    assert first.round_end.reopen(Reopen("joining: second"))
     assignments = [cluster.join(first), coming]
     outside = cluster.join(excluded)
     assert [names(future.result(TIMEOUT)) for future in assignments] == [["first", "second"]] * 2
-    assert first.round_end.close(succeeded=True)
+    assert first.round_end.close(Close(succeeded=True))
     with pytest.raises(RunSucceeded):
         outside.result(TIMEOUT)
 
@@ -150,12 +151,12 @@ def test_a_node_that_was_lost_reads_what_was_held_against_it(cluster):
     until(lambda: here.live("host-of-there") == 1)
     assert there.mine() == 0, "it has not read the strike yet"
     until(lambda: list(cluster.table.query("strike.")))
-    assert survivor.round_end.reopen("lost there", lost=frozenset({"there"}))
+    assert survivor.round_end.reopen(Reopen("lost there", lost=frozenset({"there"})))
     alone = cluster.join(survivor).result(TIMEOUT)
     assert names(alone) == ["here"]
     back = cluster.join(lost)
     until(lambda: survivor.hub.view().waiting == {"there"})
-    assert survivor.round_end.reopen("joining: there")
+    assert survivor.round_end.reopen(Reopen("joining: there"))
     again = cluster.join(survivor)
     assert names(again.result(TIMEOUT)) == names(back.result(TIMEOUT)) == ["here", "there"]
     assert [member.strikes for member in again.result().round.members] == [0, 1]

@@ -29,6 +29,7 @@ from azureml_elastic.node.core.sealing import (
     partitioned_nodes,
     select_members,
 )
+from azureml_elastic.node.core.training_actions import Reopen
 from azureml_elastic.node.host.addresses import Ports
 from azureml_elastic.node.rendezvous.context import LocalNode, Runtime
 from azureml_elastic.node.rendezvous.link import Assignment, Link
@@ -132,7 +133,7 @@ def test_nodes_of_one_machine_share_a_range_through_many_rounds(tmp_path, free_r
             seen |= {assignments[0].store_address[1]}
             stores["node-0"].set("key", str(number))
             assert stores["node-1"].get("key") == str(number).encode()
-            assert nodes[0].round_end.reopen("again")
+            assert nodes[0].round_end.reopen(Reopen("again"))
     assert len(seen) > 3
     assert all(low <= port <= high for port in seen)
     stores.clear()

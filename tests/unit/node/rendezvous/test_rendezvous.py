@@ -14,6 +14,7 @@ from azureml_elastic.node.core.failures import FailureRecord
 from azureml_elastic.node.core.join_events import HubSent
 from azureml_elastic.node.core.messages import RoundChanged, Watch
 from azureml_elastic.node.core.round import Member, Round, reopened
+from azureml_elastic.node.core.training_actions import Close, Reopen
 from azureml_elastic.node.rendezvous.context import Surroundings
 from azureml_elastic.node.rendezvous.link import Link
 from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY, RUN_KEY, member_key
@@ -73,7 +74,7 @@ def test_nodes_of_another_program_with_the_same_run_id_are_refused(nodes, most):
     nodes.join(first)
     with pytest.raises(UsageError, match=r"another program.*AZUREML_ELASTIC_STEP"):
         other.join()
-    assert first.round_end.close(succeeded=True)
+    assert first.round_end.close(Close(succeeded=True))
     late = nodes.make("node-2", 1, most, program="evaluate")  # has not read the run's key before
     with pytest.raises(UsageError, match="another program"):
         late.given_up()
@@ -124,7 +125,7 @@ def test_a_newcomer_waits_is_seen_and_gets_in(nodes):
     until(lambda: first.status().waiting)
     assert first.status().waiting == {"node-1"}
     assert not first.status().broken
-    first.round_end.reopen("joining")
+    first.round_end.reopen(Reopen("joining"))
     (assignment,) = nodes.rejoin(first)
     assert assignment.rank == 0
     assert pending.result(TIMEOUT).rank == 1
@@ -144,13 +145,13 @@ def test_a_newcomer_that_is_not_ready_is_neither_seen_nor_waited_for(nodes):
 
     (pending,) = nodes.start(nodes.make("node-1", surroundings=Importing()))
     assert importing.wait(TIMEOUT)
-    first.round_end.reopen("a worker failed")
+    first.round_end.reopen(Reopen("a worker failed"))
     (alone,) = nodes.rejoin(first)  # the newcomer still holds the first round
     assert [member.node for member in alone.round.members] == ["node-0"]
     assert first.status().waiting == frozenset()
     ready.set()
     until(lambda: first.status().waiting == {"node-1"})
-    first.round_end.reopen("joining")
+    first.round_end.reopen(Reopen("joining"))
     (assignment,) = nodes.rejoin(first)
     assert assignment.rank == 0
     assert pending.result(TIMEOUT).rank == 1
@@ -243,7 +244,7 @@ def test_a_round_whose_leader_is_lost_too_was_is_no_failed_round(nodes, frozen):
     nodes.join(*pair)
     (leader,), (other,) = ([node for node in pair if node.membership.leads is leads] for leads in (True, False))
     until(lambda: other.status().lost)
-    assert other.round_end.reopen("lost two", lost=other.status().lost | {leader.node})
+    assert other.round_end.reopen(Reopen("lost two", lost=other.status().lost | {leader.node}))
     assert other._rows.read_round().failed_rounds == 0
 
 
@@ -255,7 +256,7 @@ def test_a_round_that_a_member_never_connected_to_has_failed_whichever_node_ends
     nodes.join(*pair)
     (ending,) = (node for node in pair if node.membership.leads is leads)
     until(lambda: ending.status().lost)
-    assert ending.round_end.reopen("lost node-9", lost=ending.status().lost)
+    assert ending.round_end.reopen(Reopen("lost node-9", lost=ending.status().lost))
     round_ = ending._rows.read_round()
     assert round_.failed_rounds == 1
     first = ending.membership.assignment.round.members[0]
@@ -299,7 +300,7 @@ def test_a_newcomer_that_missed_the_seal_is_made_room_for_when_it_sends_that_it_
     context.authenticator.key = first._context.authenticator.key
     slow = Link(context, hub_at(first.hub.port), Watch(1))
     until(lambda: first.status().waiting)
-    first.round_end.reopen("joining")
+    first.round_end.reopen(Reopen("joining"))
     (assignment,) = nodes.rejoin(first)
     assert [member.node for member in assignment.round.members] == ["node-0"]
     until(lambda: any(event == HubSent(RoundChanged(assignment.round)) for _, event in context.received))
@@ -329,7 +330,7 @@ def test_rounds_leave_no_threads_behind(nodes):
 
     before = links()
     for _ in range(4):
-        group[0].round_end.reopen("again")
+        group[0].round_end.reopen(Reopen("again"))
         nodes.rejoin(*group)
     until(lambda: links() <= before)
 
@@ -339,7 +340,7 @@ def test_the_run_is_over_for_late_nodes(nodes):
     nodes.join(first)
     (waiting,) = nodes.start(nodes.make("node-1", 1, 1))
     until(lambda: first.hub.view().waiting)
-    assert first.round_end.close(succeeded=True)
+    assert first.round_end.close(Close(succeeded=True))
     with pytest.raises(RunSucceeded):
         nodes.make("node-2").join()
     with pytest.raises(RunSucceeded):
@@ -349,7 +350,7 @@ def test_the_run_is_over_for_late_nodes(nodes):
 def test_a_failure_reaches_everyone_with_its_message_and_exit_code(nodes):
     first, second = nodes.make("node-0", 2, 2), nodes.make("node-1", 2, 2)
     nodes.join(first, second)
-    assert second.round_end.close(succeeded=False, message="ValueError: no such file", exit_code=7)
+    assert second.round_end.close(Close(succeeded=False, message="ValueError: no such file", exit_code=7))
     until(lambda: first.status().over)
     for node in (first, nodes.make("node-2")):
         with pytest.raises(RunFailed, match="no such file") as failure:
@@ -361,7 +362,7 @@ def test_one_incident_is_charged_once(nodes):
     group = [nodes.make(f"node-{k}", 3, 3) for k in range(3)]
     nodes.join(*group)
     failures = {node: (FailureRecord("same", "user", 5, node.node, rank, 1),) for rank, node in enumerate(group)}
-    reopening = [nodes.pool.submit(node.round_end.reopen, "crash", failures=failures[node]) for node in group]
+    reopening = [nodes.pool.submit(node.round_end.reopen, Reopen("crash", failures=failures[node])) for node in group]
     charged = [future.result(TIMEOUT) for future in reopening]
     assert sorted(charged) == [False, False, True]
     written = failures[group[charged.index(True)]]
@@ -373,14 +374,14 @@ def test_failures_grow_older_by_the_duration_of_rounds(nodes):
     pair = [nodes.make(f"node-{k}", 2, 2) for k in range(2)]
     nodes.join(*pair)
     known = FailureRecord("same", "user", 5, "node-0", 0, 1)
-    assert pair[0].round_end.reopen("crash", failures=(known,))
+    assert pair[0].round_end.reopen(Reopen("crash", failures=(known,)))
     started = time.monotonic()
     nodes.rejoin(*pair)
     until(lambda: pair[0].membership.failures[0].age_seconds > 0.2)
-    assert pair[0].round_end.reopen("joining")
+    assert pair[0].round_end.reopen(Reopen("joining"))
     (first, _) = nodes.rejoin(*pair)
     assert 0.2 < first.round.failures[0].age_seconds < time.monotonic() - started
-    assert pair[1].round_end.close(succeeded=False, message="x", exit_code=1)
+    assert pair[1].round_end.close(Close(succeeded=False, message="x", exit_code=1))
     (last,) = Round.from_value(nodes.table.get(ROUND_KEY).value).failures
     assert last.age_seconds >= first.round.failures[0].age_seconds
 
@@ -457,7 +458,7 @@ def test_another_incarnation_of_a_member_is_a_newcomer(nodes):
     nodes.rejoin(first)
     until(lambda: first.status().waiting or pending.done())
     if not pending.done():
-        first.round_end.reopen("joining")
+        first.round_end.reopen(Reopen("joining"))
         nodes.rejoin(first)
     assert pending.result(TIMEOUT).round.rank_of("node-1", reborn.incarnation) is not None
 

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from azureml_elastic.node.core.training_actions import Reopen
 from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY
 from tests.support.rendezvous.nodes import TIMEOUT, Nodes
 from tests.support.waiting import until
@@ -66,7 +67,7 @@ def test_a_look_at_the_round_before_says_nothing_of_this_one(nodes):
     table.is_held = True
     until(lambda: is_asked(node, table))
     table.is_held = False
-    node.round_end.reopen("another round")
+    node.round_end.reopen(Reopen("another round"))
     (assignment,) = nodes.join(node)
     assert assignment.round.number == 2
     table.answers.set()  # with the row of round 1
