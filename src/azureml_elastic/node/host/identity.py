@@ -75,6 +75,7 @@ def read_identity(environment: NodeEnvironment, *, checkpoint_dir: str | None = 
         plan = _with_checkpoint_dir(plan, checkpoint_dir, run_id)
     if (address := environment.scheduled_events) is not None:
         plan = _with_scheduled_events(plan, address or None)
+    # Several nodes may run on one machine, or in containers that share its name.
     node = environment.node or f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
     advertised = advertised_address(plan.rendezvous, environment)
     return NodeIdentity(
