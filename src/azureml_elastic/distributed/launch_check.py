@@ -44,7 +44,7 @@ def attach_to_spawn(spawn: ModuleType) -> None:
     """Have the module ``torch.multiprocessing.spawn`` make the check in the processes that it starts, too."""
     original = spawn.start_processes
     if isinstance(original, functools.partial):
-        return
+        return  # attached already
     spawn.start_processes = checked = functools.partial(_start_checked, original)  # type: ignore[attr-defined]
     package = sys.modules.get(spawn.__name__.rpartition(".")[0])
     if getattr(package, "start_processes", None) is original:

@@ -309,7 +309,7 @@ class Profiling:
 
     @contextlib.contextmanager
     def _pause(self) -> Iterator[None]:
-        self._agent.report(Busy())
+        self._agent.report(Busy())  # to start the profiler, or to write a trace, may take as long as many steps
         try:
             yield
         finally:
