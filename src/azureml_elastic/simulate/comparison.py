@@ -73,7 +73,6 @@ class _Gang:
             self._starts += 1
             losses, seconds = losses + 1, seconds + self._now - began
             provisioned = {machine for machine in chosen if machine != lost}
-        why = "" if self._training.done else f"The work was not done within {self._scenario.limit_seconds / 3600:g} h."
         return outcome(
             self._strategy,
             self._scenario,
@@ -81,8 +80,7 @@ class _Gang:
             seconds=self._now,
             steps=self._training.steps,
             lost_steps=self._training.lost_steps,
-            restarts=max(0, self._starts - 1),
-            why=why,
+            rounds=self._starts,
         )
 
     def _run_job(self, began: float, chosen: set[Machine], losses: int, seconds: float) -> Machine | None:

@@ -98,7 +98,7 @@ class _Fleet:
             if not run.over and self._look_at <= run.now:
                 self._look()
             self._allot()
-        why = self._why()
+        why = limit_reached(self._pools, scenario.maximum, self._observed(), scenario.replacement)
         if not run.over:
             run.stop()
         return outcome(
@@ -108,15 +108,9 @@ class _Fleet:
             seconds=run.now,
             steps=run.training.steps,
             lost_steps=run.training.lost_steps,
-            restarts=max(0, run.rounds - 1),
+            rounds=run.rounds,
             why=why,
         )
-
-    def _why(self) -> str:
-        jobs = self._observed()
-        limit = limit_reached(self._pools, self._scenario.maximum, jobs, self._scenario.replacement)
-        unfinished = f"The work was not done within {self._scenario.limit_seconds / 3600:g} h."
-        return limit or ("" if self._run.over else unfinished)
 
     def _observed(self) -> list[NodeJob]:
         """Return what the replacement policy knows of the jobs."""

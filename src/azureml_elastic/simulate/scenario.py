@@ -288,10 +288,16 @@ def outcome(
     seconds: float,
     steps: int,
     lost_steps: int,
-    restarts: int,
-    why: str = "",
+    rounds: int,
+    why: str | None = None,
 ) -> Outcome:
-    """Return the result of a run from its accounts."""
+    """Return the result of a run from its accounts.
+
+    Args:
+        rounds: number of times that training has begun.
+        why: what the run's owner should know; by default only that the work was not done.
+    """
+    finished = steps >= scenario.work
     uses: Sequence[NodeUse] = [
         NodeUse(
             seconds=life.seconds,
@@ -306,10 +312,10 @@ def outcome(
         strategy=strategy,
         seconds=seconds,
         steps=steps,
-        finished=steps >= scenario.work,
-        why=why,
+        finished=finished,
+        why=why or ("" if finished else f"The work was not done within {scenario.limit_seconds / 3600:g} h."),
         lost_steps=lost_steps,
-        restarts=restarts,
+        restarts=max(0, rounds - 1),
         node_seconds=accounts.delivered,
         activities=accounts.totals(),
         bill=bill(uses, scenario.prices),

@@ -160,3 +160,10 @@ def test_the_limit_of_replacements_is_named():
 def test_impossible_scenarios_are_refused(fields, words):
     with pytest.raises(UsageError, match=words):
         scenario(Trace((Change(0, 0, True),), 2, 10.0), **fields)
+
+
+def test_a_run_that_has_done_its_work_within_the_time_is_finished_though_its_nodes_have_not_ended():
+    durations = DURATIONS.model_copy(update={"finish_seconds": 1e5})
+    trace = Trace((Change(0.0, 0, True),), 1, 1.0)
+    for result in compare(scenario(trace, parameters=durations, limit_seconds=9e4)):
+        assert (result.finished, result.why) == (True, "")
