@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
@@ -29,13 +29,10 @@ class _Sweep:
     """A sweep whose trials are being run: the points that are left, and the number of trials so far."""
 
     body: SweepBody
-    points: Iterator[Mapping[str, str]] = field(init=False)
+    points: Iterator[Mapping[str, str]]
     begun: bool = False
     trials: int = 0
     exhausted: bool = False
-
-    def __post_init__(self) -> None:
-        self.points = self.body.space.points()
 
     def next_point(self) -> Mapping[str, str] | None:
         """Return the point of the next trial; ``None`` if there is no further one."""
@@ -132,7 +129,7 @@ class Service(threading.Thread):
         """Make a plan's runs known, with an execution that is not started for each command."""
         jobs: Mapping[str, CommandJob] = plan.jobs
         self._executions.update({name: Execution(job, self.setting) for name, job in jobs.items()})
-        self._sweeps.update({name: _Sweep(body) for name, body in plan.sweeps.items()})
+        self._sweeps.update({name: _Sweep(body, body.space.points()) for name, body in plan.sweeps.items()})
         self._runs.add(*plan.runs)
 
     def _start(self, run: Run) -> None:
