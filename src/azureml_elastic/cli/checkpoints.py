@@ -207,6 +207,7 @@ def _choose(folder: str, step: int | None) -> Manifest:
     if not found:
         steps = ", ".join(str(each.name.step) for each in _survey(folder))
         raise UsageError(f"There is no checkpoint of step {step} in {folder}; there are {steps}.")
+    # A step that was trained again after a loss may have been saved by several rounds.
     manifest = max(found, key=lambda each: (each.committed, each.name.round)).manifest
     assert manifest is not None
     problems = catalogue.verify(_storage(folder), manifest)

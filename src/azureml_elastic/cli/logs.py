@@ -154,7 +154,7 @@ class _JobLogs:
     def _texts(self, node: str) -> dict[str, str]:
         from azureml_elastic.submit.run import read_logs
 
-        return read_logs(self._jobs.log_files(node))
+        return read_logs(self._jobs.service.log_files(node))
 
     def _leading_job(self) -> str | None:
         """Return the job of rank 0's node by the run's table, else by the logs of the running nodes."""

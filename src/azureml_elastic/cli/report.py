@@ -70,6 +70,7 @@ class LivePage:
 
     def __call__(self) -> bytes:
         """Return the page."""
+        # Each request has a thread of its own: the first one reads the source, and the others wait for its page.
         with self._lock:
             if not self._final and self._clock() >= self._due:
                 began = self._clock()

@@ -75,7 +75,7 @@ def _ask(options: WorkspaceOptions, found: list[tuple[str, str]]) -> None:
     with contextlib.suppress(ElasticError, ImportError):
         from azureml_elastic.cli.workspace_jobs import open_jobs
 
-        found += open_jobs(find_workspace(options)).newest()
+        found += open_jobs(find_workspace(options)).service.newest()
 
 
 RunArgument = Annotated[

@@ -41,40 +41,32 @@ class Jobs:
     """
 
     def __init__(self, service: WorkspaceJobs) -> None:
-        self._service = service
+        self.service = service
         self._machines: dict[str, Machine] = {}
 
     def job(self, name: str) -> JobRecord | None:
         """Return a job, ``None`` if there is none of this name."""
-        document = self._service.document(name)
+        document = self.service.document(name)
         return None if document is None else _record(name, document)
-
-    def newest(self) -> Sequence[tuple[str, str]]:
-        """Return the names of the workspace's newest jobs with their display names, the newest first."""
-        return self._service.newest()
 
     def steps(self, name: str) -> Sequence[JobRecord]:
         """Return the steps of a pipeline that exist by now."""
-        found = self._service.children(name) or ()
+        found = self.service.children(name) or ()
         return [JobRecord(step.name, step.status, display_name=step.display_name) for step in found]
 
     def times(self, name: str) -> tuple[datetime | None, datetime | None]:
         """Return when a job began and ended to run, ``None`` for what has not happened."""
-        record = self._service.record(name)
+        record = self.service.record(name)
         return (None, None) if record is None else (record.started, record.ended)
 
     def status(self, name: str) -> str | None:
         """Return the status of a job or a step, ``None`` if there is none of this name."""
-        record = self._service.record(name)
+        record = self.service.record(name)
         return None if record is None else record.status
-
-    def log_files(self, name: str) -> Mapping[str, str]:
-        """Return the addresses of a job's log files by name."""
-        return self._service.log_files(name)
 
     def container_url(self, datastore: str) -> str | None:
         """Return the URL of a datastore's container for fsspec; ``None`` if it is none of blobs or does not exist."""
-        found = self._service.datastore(datastore) or {}
+        found = self.service.datastore(datastore) or {}
         if found.get("datastoreType") not in ("AzureBlob", "AzureDataLakeGen2"):
             return None
         container = found.get("containerName") or found.get("filesystem")
@@ -91,7 +83,7 @@ class Jobs:
         name = name.removeprefix("azureml:").rpartition("/")[2]
         if name not in self._machines:
             # It may have been deleted meanwhile.
-            found = {} if name == SERVERLESS else self._service.compute(name) or {}
+            found = {} if name == SERVERLESS else self.service.compute(name) or {}
             tiers: dict[str, Tier] = {"dedicated": "dedicated", "lowpriority": "low_priority"}
             tier_text = str(found.get("vmPriority") or "").lower()
             self._machines[name] = Machine(name, found.get("vmSize"), tiers.get(tier_text))

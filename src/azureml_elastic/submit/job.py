@@ -208,7 +208,7 @@ class ElasticCommandJob(JobFields, Submittable):
 
         if not bindings_of(self.inputs) or has_search(self.inputs):
             return compile_job(self)
-        with outside_pipelines():
+        with outside_pipelines():  # of the pipeline that it will be in, the other steps are not known yet
             return compile_step(self, uuid.uuid4().hex)
 
     def _to_job(self) -> Command | PipelineJob:

@@ -146,6 +146,7 @@ def compile_sweep(job: JobFields, search_space: Mapping[str, Any], options: Mapp
         )
     job = resolved(job)
     text = node_launch.command_text(job, check(job))
+    # In a pipeline any input may come from another step; by itself, a sweep gives values to what it searches alone.
     unset = search if position_in_pipelines() is None else job.inputs
     with outside_pipelines():
         trial: Any = single(job, text, unset=unset)(**{**bindings_of(job.inputs), **search})

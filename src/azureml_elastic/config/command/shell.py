@@ -60,6 +60,7 @@ def fill(arguments: Sequence[str], name: str | None, environ: Mapping[str, str])
     """
     if name is None:
         return tuple(arguments)
+    # "@" stands where the variable will be: re.escape leaves it as it is.
     pattern = re.compile(re.escape(placeholder(name, "@")).replace("@", "([A-Z_]+)"))
     return tuple(pattern.sub(lambda match: environ.get(match[1], ""), word) for word in arguments)
 
