@@ -190,7 +190,7 @@ def series_chart(content: PageContent, series: Series, name: str, title: str, *,
     highs = [b.mean if is_rate else b.high for b in shown]
     low = min((each for each in lows if each is not None), default=0.0)
     high = max((each for each in highs if each is not None), default=1.0)
-    ticks = nice_ticks(0.0 if is_rate else low, high, 4)
+    ticks = nice_ticks(min(low, 0.0) if is_rate else low, high, 4)
     y = Scale(ticks[0], ticks[-1], _SERIES_HEIGHT, TOP)
     line = [(x(b.middle), y(b.mean)) for b in shown if b.mean is not None]
     upper = [(x(b.middle), y(b.high)) for b in shown if b.high is not None]

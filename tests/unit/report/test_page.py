@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from azureml_elastic.errors import UsageError
@@ -280,6 +280,7 @@ ANY_EVENT = st.one_of(
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(ANY_EVENT, max_size=40))
+@example([Progress(time=step, node="a", round=1, step=step, samples=1 - step) for step in (0, 1)])  # a rate below zero
 def test_any_events_have_a_page_with_numbers_as_positions(events):
     made = report_of_events(Paths.of(Path("no-such-run")), events)
     text = run_page(page_content(made, events))
