@@ -55,6 +55,7 @@ def load(
     )
     stored = [each for part in parts for each in part]
     chunks = [entry.chunk for _, entry in stored]
+    # Before anything is overwritten, and on all ranks: one that goes on alone would wait for the others.
     refusals = control.gather(check({each.name: TensorKind(each.shape, each.dtype) for each in chunks}))
     if (refusal := next((each for each in refusals if each is not None), None)) is not None:
         raise refusal

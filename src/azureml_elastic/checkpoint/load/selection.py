@@ -76,6 +76,7 @@ class CheckpointSelector:
         Raises:
             CheckpointDamaged: all are damaged; raised on all ranks.
         """
+        # Rank 0 alone looks for them: mounts of other nodes may show other folders.
         candidates = self._candidates(pointer) if self.control.rank == 0 else iter(())
         damages: list[str] = []
         while True:

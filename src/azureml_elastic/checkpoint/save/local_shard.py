@@ -95,7 +95,7 @@ class StagingBuffer:
         source = tensor.detach()
         size = source.numel() * source.element_size()
         target = self._bytes[begin : begin + size]
-        if begin % source.element_size() == 0:
+        if begin % source.element_size() == 0:  # torch views bytes as wider elements at multiples of these alone
             target = target.view(source.dtype).view(source.shape)
         else:  # such as an element of three bytes
             source = source.contiguous().view(torch.uint8).flatten()
