@@ -60,6 +60,8 @@ class Case:
 CASES = (
     Case("GPT-2 small's shape, DDP", "gpt2.py", session=True),
     Case("GPT-2 small's shape, FSDP2", "gpt2.py", ("--shards",), session=True),
+    Case("the same, DDP, many saves", "gpt2.py", ("--often",), session=True),
+    Case("the same, FSDP2, many saves", "gpt2.py", ("--shards", "--often"), session=True),
     Case("transformers' Trainer", "trainer.py", needs="transformers", block=15, least=0.98),
     Case("Lightning's Trainer", "lightning_fit.py", needs="lightning", block=40, least=0.98),
 )

@@ -91,10 +91,11 @@ def train_with_torch(shards: bool) -> None:
     dist.destroy_process_group()
 
 
-def train_with_session(shards: bool) -> None:
+def train_with_session(shards: bool, often: bool) -> None:
     from azureml_elastic import CheckpointPolicy, train
 
-    run = train.start(CheckpointPolicy(every=None, every_steps=CHECKPOINT_STEPS, snapshot_every_steps=SNAPSHOT_STEPS))
+    many = CheckpointPolicy(every=None, every_steps=CHECKPOINT_STEPS, snapshot_every_steps=SNAPSHOT_STEPS)
+    run = train.start(many if often else None)
     model = sharded(Model()) if shards else run.wrap(Model())
     optimizer = torch.optim.AdamW(model.parameters())
     run.track(model=model, optimizer=optimizer)
@@ -113,9 +114,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--session", action="store_true")
     parser.add_argument("--shards", action="store_true")
+    parser.add_argument("--often", action="store_true", help="with a session: take many checkpoints and snapshots")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    (train_with_session if arguments.session else train_with_torch)(arguments.shards)
+    if arguments.session:
+        train_with_session(arguments.shards, arguments.often)
+    else:
+        train_with_torch(arguments.shards)
 
 
 if __name__ == "__main__":
