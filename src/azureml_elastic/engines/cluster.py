@@ -69,15 +69,20 @@ class Child:
         return result
 
     def stop(self, timeout: float = 2.0) -> None:
-        """Have it end by itself, and kill what is left after some seconds. What it has started ends, too."""
-        tree = self.tree()  # before the signal: the children of a process that has ended cannot be found from it
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout)
-        for process in {*tree, *self.tree()}:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        """Have it end by itself, and kill what is left after some seconds. What it has started ends, too.
+
+        Args:
+            timeout: seconds to end by itself, 0 for a kill at once.
+        """
+        found = set(self.tree())  # before the signal: the children of a process that has ended cannot be found from it
+        until = time.monotonic() + timeout
+        if timeout > 0:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+        while self.exit_code is None and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+            found.update(self.tree())  # what drains may still start processes, such as Ray's workers
+        _kill(found | set(self.tree()))
         self._process.wait()
 
     def tree(self) -> list[psutil.Process]:
@@ -87,6 +92,31 @@ class Child:
             return [process, *process.children(recursive=True)]
         except psutil.NoSuchProcess:
             return []
+
+
+def _kill(processes: set[psutil.Process]) -> None:
+    """Kill processes and all that they have started."""
+    stopped: set[psutil.Process] = set()
+    # Stopped before they are killed: one that runs may start another one after a look at its children, which cannot be
+    # found once its parent is dead. A signal takes a moment: the last look is one that finds no new process.
+    while processes:
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                process.suspend()
+        stopped |= processes
+        processes = _children(stopped) - stopped
+    for process in stopped:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+def _children(parents: set[psutil.Process]) -> set[psutil.Process]:
+    found, pids = set(), {parent.pid for parent in parents}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.ppid() in pids:
+                found.add(process)
+    return found
 
 
 def _end_with_parent() -> None:
