@@ -182,7 +182,8 @@ def main() -> int:
             load=f"{load:.1f}",
             runs=arguments.runs,
             blocks=arguments.blocks,
-            checkpoint=CheckpointPolicy(every_steps=CHECKPOINT_STEPS, snapshot_every_steps=SNAPSHOT_STEPS),
+            checkpoint_steps=CHECKPOINT_STEPS,
+            snapshot_steps=SNAPSHOT_STEPS,
             table=table(found),
         )
         PAGE.write_text(page, "utf-8")
