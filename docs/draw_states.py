@@ -60,7 +60,8 @@ def step_calls() -> dict[str, Callable[[Any], object]]:
     return {
         "batch taken": StepMachine.take,
         "loop left": StepMachine.leave,
-        "optimizer stepped": StepMachine.update,
+        "optimizer steps": StepMachine.update,
+        "update undone": StepMachine.revert_update,
         "commit": lambda machine: machine.complete(pending=False),
         "commit, code follows": lambda machine: machine.complete(pending=True),
         "save": StepMachine.begin_boundary,

@@ -190,6 +190,20 @@ def test_what_follows_a_collective_that_has_failed_is_done_by_the_next_process(t
     assert_same_steps(observed(found), observed(expected), 1e-6)
 
 
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [("closures", "--die_in_update 9"), ("ema_evaluated", "--die_in_evaluation 0")],
+    ids=["in an update", "with other weights in their place"],
+)
+def test_weights_that_are_those_of_no_step_are_not_trained_on(tmp_path, undisturbed, case, options):
+    expected = undisturbed(case)
+    found = run(f"{case} {options}", tmp_path / "run", nodes=(2, 2))
+    assert found.report.audit.rolled_back_steps == 0
+    assert len(found.report.rounds) > len(expected.report.rounds)
+    assert_same(found.record, expected.record, {})
+    assert_same_steps(observed(found), observed(expected), 1e-6)
+
+
 @pytest.mark.parametrize("options", ["", " --resume"])
 def test_a_folder_whose_writing_was_cut_short_is_written_by_the_next_process(tmp_path, options):
     found = run(f"clm --die_in_save{options}", tmp_path / "run", nodes=(2, 2))

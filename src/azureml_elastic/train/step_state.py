@@ -23,7 +23,7 @@ class StepState(Enum):
     ACCUMULATING = "accumulating"
     """Batches of the next step were taken. The weights are still those of the last one."""
     STEPPED = "stepped"
-    """The optimizer has stepped: until the commit, the weights are those of no completed step."""
+    """The optimizer steps, or has stepped: until the commit, the weights are those of no completed step."""
     AT_BOUNDARY = "at a boundary"
     """The step is counted. The agent is asked what is due; checkpoints are taken, or the round is left."""
     DEFERRED = "deferred"
@@ -102,11 +102,13 @@ class StepMachine:
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
-    def take(self) -> None:
-        """A loader yields a batch of the next step, or another one of this step."""
+    def take(self) -> bool:
+        """A loader yields a batch of the next step, or another one of this step; return whether it begins a step."""
         self._refuse("a batch was taken", StepState.DEFERRED)  # what waits would be forgotten
-        if self.state is StepState.BETWEEN:
-            self.state = StepState.ACCUMULATING
+        if self.state is not StepState.BETWEEN:
+            return False
+        self.state = StepState.ACCUMULATING
+        return True
 
     def leave(self) -> None:
         """The script has left the loop over its batches before the step was complete."""
@@ -114,9 +116,14 @@ class StepMachine:
             self.state = StepState.BETWEEN
 
     def update(self) -> None:
-        """An optimizer has stepped."""
+        """An optimizer begins to change the weights, or has changed them."""
         if not self.reading and self.state in (StepState.BETWEEN, StepState.ACCUMULATING, StepState.DEFERRED):
             self.state = StepState.STEPPED
+
+    def revert_update(self) -> None:
+        """What the first optimizer of the step has changed is undone: the weights are those of the last step."""
+        if self.state is StepState.STEPPED:
+            self.state = self._settled
 
     def complete(self, *, pending: bool) -> bool:
         """The script has committed a step that counts; return whether its boundary follows at once.

@@ -9,6 +9,7 @@ from contextlib import closing, suppress
 
 import psutil
 import pytest
+import torch
 
 from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot
 from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST
@@ -108,6 +109,29 @@ def test_a_device_behind_the_host_hands_over_completed_steps_alone(agent, tmp_pa
     assert kept.step == agent.memory["step"] == 2
     assert all(tensor.abs().max() < 10 for tensor in kept.tensors.values())
     assert '"lr": 0.05' in json.dumps(kept.state["optimizer"]), "the rate is not that of the step, which is scaled"
+
+
+@pytest.mark.parametrize("kind", ["closure", "update", "exchanged"])
+def test_weights_are_handed_over_if_they_are_those_of_a_step(agent, tmp_path, kind, capfd):
+    world = World(2, recovering.within_an_update, tmp_path / "c", kind, **environment(agent, 1, victim=1))
+    agent.wait_for_all(connected=2, step=2 * 2)
+    until_hit(world.processes[1])
+    agent.interrupt(victim=1)
+    agent.wait_for_all(gave_way=1, gone=1)
+    codes = [outcome.code for outcome in world.outcomes()]
+    assert codes == [EXIT_AGENT_LOST, -signal.SIGKILL]
+    if kind != "closure":
+        assert agent.memory is None, "the update is half done, or the weights are others"
+        return
+    kept = Snapshot.from_memory(agent.memory["path"])
+    assert kept.step == agent.memory["step"] == 2
+    model, optimizer = torch.load(tmp_path / "step-2-0")
+    assert model["0.num_batches_tracked"] > 0
+    for name, value in model.items():
+        assert torch.equal(kept.tensors[f"model/{name}"], value), name
+    (state,) = optimizer["state"].values()
+    (directions,) = [each for name, each in kept.tensors.items() if name.endswith("/prev_flat_grad")]
+    assert torch.equal(directions, state["prev_flat_grad"])
 
 
 def test_after_a_shrink_the_expected_steps_are_reported_again(agent, tmp_path):

@@ -11,7 +11,7 @@ from torch import nn
 
 from azureml_elastic import CheckpointPolicy, train
 from azureml_elastic.errors import CheckpointError, NonFiniteError, RollbackRequired
-from azureml_elastic.train.session.step_checks import FinitenessWatch
+from azureml_elastic.train.session.step_checks import WeightsWatch
 from tests.support.train import workers
 
 NAN, INFINITE = float("nan"), float("inf")
@@ -123,8 +123,8 @@ def test_the_run_rolls_back_for_weights_but_not_for_a_loss(loop):
 def test_a_scaled_loss_that_overflows_does_not_count(caplog):
     model = nn.Linear(1, 1)
 
-    watch = FinitenessWatch("stop")
-    watch.attach(SimpleNamespace(modules=[model], scales_gradients=True))
+    watch = WeightsWatch("stop")
+    watch.attach(SimpleNamespace(optimizers=[], modules=[model], scales_gradients=True))
     watch.observe(torch.tensor(INFINITE))
     watch.end_step(1)
     with torch.no_grad():
@@ -136,8 +136,8 @@ def test_a_scaled_loss_that_overflows_does_not_count(caplog):
 def test_all_weights_count_for_a_checkpoint():
     model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 1))
 
-    state = SimpleNamespace(modules=[model], scales_gradients=False)
-    watch = FinitenessWatch("stop")
+    state = SimpleNamespace(optimizers=[], modules=[model], scales_gradients=False)
+    watch = WeightsWatch("stop")
     watch.attach(state)
     assert watch.weights_are_finite()
     with torch.no_grad():
@@ -152,8 +152,10 @@ def test_all_weights_count_for_a_checkpoint():
 
 
 def test_a_module_without_trained_weights_is_always_finite():
-    watch = FinitenessWatch("stop")
-    watch.attach(SimpleNamespace(modules=[nn.Linear(1, 1).requires_grad_(False)], scales_gradients=False))
+    watch = WeightsWatch("stop")
+    watch.attach(
+        SimpleNamespace(optimizers=[], modules=[nn.Linear(1, 1).requires_grad_(False)], scales_gradients=False)
+    )
     watch.end_step(1)
     assert watch.weights_are_finite()
 

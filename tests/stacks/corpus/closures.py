@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--output_dir", type=Path)
+parser.add_argument("--die_in_update", type=int, help="step in which rank 0 dies once, between two changes of weights")
 args = parser.parse_args()
 
 accelerator = Accelerator()
@@ -23,8 +24,12 @@ model, optimizer, train_dataloader = accelerator.prepare(model, optimizer, train
 steps = 0
 for _ in range(4):
     for x, y in train_dataloader:
+        calls = []
 
-        def closure(x=x, y=y):
+        def closure(x=x, y=y, calls=calls, step=steps + 1):
+            calls.append(None)
+            if step == args.die_in_update and len(calls) == 2:
+                toy.die_once(accelerator, args.output_dir / "died")
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(x), y)
             accelerator.backward(loss)

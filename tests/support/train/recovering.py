@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +37,16 @@ from azureml_elastic.train.step_state import StepMachine
 from tests.support.deferred import DeferredDevice, DeferredSGD, reduce_later
 from tests.support.train import workers
 from tests.support.waiting import until
+
+
+@contextmanager
+def uncaught():
+    """End a block as the interpreter ends a script by an error; multiprocessing does not call the hook."""
+    try:
+        yield
+    except RuntimeError:
+        sys.excepthook(*sys.exc_info())
+        raise
 
 
 def train_on(folder, epochs, fault=None, at=0, normalised=False):
@@ -116,6 +126,64 @@ def on_a_deferred_device(folder, kind):
             run.commit()
 
 
+@uncaught()
+def within_an_update(folder, kind):
+    """Train with L-BFGS; the victim dies in step 3, and the other ranks wait for it with weights that are of no step.
+
+    It dies where the closure computes gradients again, in the update (``"closure"``) or between two changes of an
+    optimizer (``"update"``), or with weights that the script has exchanged for others (``"exchanged"``). What a rank
+    hands over is compared with a file beside the checkpoints.
+    """
+    victim = os.environ["LOCAL_RANK"] == os.environ["VICTIM"]
+    run = train.start(workers.policy(folder))
+    inner = nn.Sequential(nn.BatchNorm1d(6).double(), workers.network())
+    model = run.wrap(inner)
+
+    def die(calls):
+        if victim and run.steps + 1 == 3 and calls == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    class Averaging(torch.optim.SGD):
+        """Changes the weights, and averages them over all ranks."""
+
+        def step(self):
+            super().step()
+            die(2)
+            dist.all_reduce(inner[1][0].weight.data)
+            inner[1][0].weight.data /= run.world_size
+
+    if kind == "closure":
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=2)
+    else:
+        optimizer = (Averaging if kind == "update" else torch.optim.SGD)(model.parameters(), lr=0.1)
+    run.track(model=model, optimizer=optimizer)
+    loader = run.loader(workers.dataset(48), global_batch_size=12)
+    for _ in run.epochs(1):
+        for x, y in loader:
+            calls = 0
+
+            def closure(x=x, y=y):
+                nonlocal calls
+                calls += 1
+                die(calls)
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(model(x), y)
+                run.backward(loss)
+                return loss
+
+            if kind == "closure":
+                optimizer.step(closure)
+            else:
+                closure()
+                if kind == "exchanged" and run.steps + 1 == 3:
+                    for weight in inner.parameters():
+                        weight.data.mul_(0.5)
+                    closure()
+                optimizer.step()
+            run.commit()
+            torch.save((inner.state_dict(), optimizer.state_dict()), folder.parent / f"step-{run.steps}-{run.rank}")
+
+
 def with_a_batch_per_worker(folder, at):
     """Train an epoch of 2 samples a worker and step, and kill one worker in a step; return the completed steps."""
     run = train.start(workers.policy(folder), batch=FixedPerWorkerBatch(scaling="none"))
@@ -190,11 +258,8 @@ def user_collective(folder, at):
         if run.steps == at:
             if os.environ["LOCAL_RANK"] == os.environ["VICTIM"]:
                 os.kill(os.getpid(), signal.SIGKILL)
-            try:
+            with uncaught():
                 dist.all_reduce(torch.zeros(3))
-            except RuntimeError:
-                sys.excepthook(*sys.exc_info())  # as for a script; multiprocessing does not call it
-                raise
 
 
 def different_steps(folder):

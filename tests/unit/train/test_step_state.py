@@ -14,6 +14,7 @@ CALLS = {
     "take": StepMachine.take,
     "leave": StepMachine.leave,
     "update": StepMachine.update,
+    "revert update": StepMachine.revert_update,
     "complete": lambda machine: machine.complete(pending=False),
     "complete, code follows": lambda machine: machine.complete(pending=True),
     "begin boundary": StepMachine.begin_boundary,
@@ -59,6 +60,10 @@ def after(*calls):
         (["complete, code follows", "update"], STEPPED),
         (["complete, code follows", "update", "end code"], STEPPED),
         (["complete, code follows", "update", "complete"], DEFERRED),
+        (["take", "update", "update", "revert update"], BETWEEN),
+        (["complete, code follows", "update", "revert update"], DEFERRED),
+        (["complete, code follows", "update", "end code", "revert update"], BETWEEN),
+        (["take", "revert update"], ACCUMULATING),
         (["defer"], DEFERRED),
         (["take", "discard"], DISCARDED),
         (["take", "discard", "update"], DISCARDED),
@@ -114,6 +119,7 @@ def test_a_checkpoint_waits_only_while_code_of_the_step_runs():
     [
         (["take"], True),
         (["take", "update"], False),
+        (["take", "update", "revert update"], True),
         (["take", "update", "complete"], True),
         (["take", "update", "complete, code follows"], True),
         (["complete, code follows", "update"], False),
@@ -139,6 +145,18 @@ def test_the_empty_step_of_an_optimizer_whose_state_is_read_is_none():
     assert machine.first_update(has_loader=True)
     machine.update()
     assert machine.state is STEPPED
+
+
+def test_the_first_batch_of_a_step_begins_it():
+    machine = StepMachine()
+    assert [machine.take(), machine.take()] == [True, False]
+    machine.update()
+    assert not machine.take(), "the batch of a second model, whose optimizer steps in the same step"
+    machine.complete(pending=False)
+    machine.end_boundary()
+    machine.take()
+    machine.discard()
+    assert not machine.take()
 
 
 def test_reading_ends_with_an_error():
@@ -206,7 +224,7 @@ def test_no_order_of_calls_loses_what_was_deferred_or_hands_a_part_of_a_step_ove
             counts = before in (BETWEEN, ACCUMULATING, DEFERRED, STEPPED)
             if name == "update" and counts:
                 complete = False
-            elif name.startswith(("complete", "restored")):
+            elif name.startswith(("complete", "restored")) or (name == "revert update" and before is STEPPED):
                 complete = True
             elif name == "restore":
                 complete = False

@@ -11,12 +11,13 @@ import contextlib
 import copy
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
@@ -124,7 +125,6 @@ class TrackedState:
     """The state of the tracked objects.
 
     Args:
-        on_step: callback after each step of a tracked optimizer.
         partial: names of objects of which a checkpoint may fit a part alone.
 
     Raises:
@@ -134,7 +134,6 @@ class TrackedState:
     def __init__(
         self,
         objects: Mapping[str, Any],
-        on_step: Callable[[], None] = lambda: None,
         partial: Collection[str] = (),
     ) -> None:
         self.names = sorted(objects)
@@ -146,8 +145,6 @@ class TrackedState:
         modules = {name: each for name, each in values.items() if isinstance(each, nn.Module) and name not in engines}
         self._tracked = [_tracked(name, value, modules, engines) for name, value in values.items()]
         self._engine = next((each for each in self._tracked if isinstance(each, EngineState)), None)
-        for optimizer in self.optimizers:
-            optimizer.register_step_post_hook(lambda *_: on_step())
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -219,9 +216,12 @@ class TrackedState:
         """Return the weights of modules that no optimizer changes, such as moving averages, with CPU copies of them."""
         trained = {id(each) for optimizer in self.optimizers for group in optimizer.param_groups
                    for each in group["params"]}  # fmt: skip
-        modules = (module for module in self.modules if not any(id(each) in trained for each in module.parameters()))
-        weights = (weight for module in modules for weight in module.parameters())
-        return [(weight, weight.detach().to("cpu", copy=True)) for weight in weights]
+        modules = (each for each in self.modules if not any(id(weight) in trained for weight in each.parameters()))
+        return _with_copies(modules)
+
+    def weights(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return this rank's part of the weights of all modules, with CPU copies of them."""
+        return _with_copies(self.modules)
 
     def others(self) -> dict[str, Any]:
         """Return a copy of the states of schedulers and other objects than modules and optimizers."""
@@ -399,3 +399,9 @@ def _fitting(tracked: Tracked) -> Iterator[None]:
             f"The checkpoint's {tracked.name!r} does not fit this script: {error} "
             "Restore the former definition, or start anew with an empty checkpoint folder."
         ) from error
+
+
+def _with_copies(modules: Iterable[nn.Module]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    weights = (weight for module in modules for weight in module.parameters())
+    parts = [(each.to_local() if isinstance(each, DTensor) else each).detach() for each in weights]
+    return [(part, part.to("cpu", copy=True)) for part in parts]

@@ -17,11 +17,12 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
@@ -116,6 +117,12 @@ class ProcessGroupLifecycle:
         for optimizer in tracked.optimizers:
             optimizer.register_step_pre_hook(self._before_update)
 
+    def follow_updates(self, tracked: TrackedState) -> None:
+        """Know from when to when an update changes the weights. After all other hooks: those may discard the step."""
+        for optimizer in tracked.optimizers:
+            optimizer.register_step_pre_hook(self._begin_update)
+            optimizer.register_step_post_hook(self._end_update)
+
     def complete_update(self) -> None:
         """Wait for a step whose update was not guarded, or has collectives behind it, before it is counted."""
         if not self.updates.step_is_covered():
@@ -126,15 +133,7 @@ class ProcessGroupLifecycle:
 
     def discard_step(self) -> None:
         """Discard the current step: :meth:`end_discarded_step` undoes its changes."""
-        undo, copies = _capture(self._tracked, self.device), self._tracked.untrained_weights()
-
-        def undo_all() -> None:
-            undo()
-            with torch.no_grad():
-                for weight, value in copies:
-                    weight.copy_(value)
-
-        self._undo = undo_all
+        self._undo = _capture(self._tracked, self.device, self._tracked.untrained_weights())
         self._steps.discard()
 
     def end_discarded_step(self) -> None:
@@ -148,8 +147,18 @@ class ProcessGroupLifecycle:
         """Prepare for the script's code that follows a step; if it changes the state, capture what it may change."""
         if not changes_state:
             self._undo = lambda: None
+        elif not self._hands_over:
+            self._undo = None
         else:
-            self._undo = _capture(self._tracked, self.device) if self._hands_over else None
+            # The code may evaluate with other weights in their place. Local rank 0 alone hands a whole state over.
+            hands_weights_over = self.world.identity.local_rank == 0 or not self._tracked.replicated
+            weights = self._tracked.weights() if self.world.identity.world_size > 1 and hands_weights_over else []
+            self._undo = _capture(self._tracked, self.device, weights)
+
+    def end_pending_code(self) -> None:
+        """Release what was captured for the script's code that follows a step."""
+        if not self._steps.discarded:
+            self._undo = None
 
     def leave_round(self, *, save: bool) -> None:
         """Leave the round at a step boundary, after a checkpoint if ``save`` or if a rank cannot keep its state.
@@ -239,6 +248,33 @@ class ProcessGroupLifecycle:
         with self.guard():
             self.updates.before_update()
 
+    def _begin_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note that an optimizer changes the weights from now on, or once its closure has computed gradients."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure) or torch.compiler.is_compiling():
+            self._steps.update()
+            return None
+        if self._steps.whole and not self._steps.discarded:
+            self.updates.begin_update(optimizer)
+        calls = 0
+
+        def compute_gradients(*given: Any, **named: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                self.updates.expect_repetition(optimizer)
+            result = closure(*given, **named)
+            self._steps.update()
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": compute_gradients}
+        return (args[0], compute_gradients, *args[2:]), kwargs
+
+    def _end_update(self, *_: Any) -> None:
+        self.updates.end_update()
+        self._steps.update()
+
     def _absorb(self, error: RuntimeError) -> bool:
         """Enter the next round after an error of the forward pass; return whether a lost peer was its cause."""
         if not is_peer_error(error) or not self._agent.wait_interrupted(_PEER_SECONDS) or not self._can_stay():
@@ -324,9 +360,10 @@ class ProcessGroupLifecycle:
         """Exit, so that a new process continues from the state that this one hands over."""
         undo = self._undo if self._steps.discarded or self._steps.pending else lambda: None
         # Without an undo the script's code may have changed the state halfway: it is the state of no step.
-        if self._settle_device() and self._hands_over and undo is not None:
+        if self._settle_device() and undo is not None:
             undo()
-            self.state.hand_over()
+            if self._hands_over:
+                self.state.hand_over()
         self._exit()
 
     def _settle_device(self) -> bool:
@@ -343,7 +380,8 @@ class ProcessGroupLifecycle:
                 _DRAIN_SECONDS,
             )
             return False
-        self.updates.undo_step()
+        if self.updates.undo_step():
+            self._steps.revert_update()
         return True
 
     def _exit(self) -> NoReturn:
@@ -353,10 +391,15 @@ class ProcessGroupLifecycle:
         os._exit(EXIT_AGENT_LOST)
 
 
-def _capture(state: TrackedState, device: torch.device) -> Callable[[], None]:
-    """Copy everything besides weights that the script's code changes; return a function that restores it.
+def _capture(
+    state: TrackedState, device: torch.device, weights: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> Callable[[], None]:
+    """Copy everything that the script's code changes; return a function that restores it.
 
     The copy has schedulers, other tracked objects, optimizer settings, buffers and random number generators.
+
+    Args:
+        weights: weights that it may change, with copies
     """
     others = state.others()
     groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
@@ -373,8 +416,8 @@ def _capture(state: TrackedState, device: torch.device) -> Callable[[], None]:
             else:
                 group[key] = value
         with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for target, value in (*buffers, *weights):
+                target.copy_(value)
         random_state.restore(random, device)
 
     return restore

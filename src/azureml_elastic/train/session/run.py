@@ -189,7 +189,7 @@ class Run:
             require_averaging(objects, self._not_averaged, world_size)
         if unknown := sorted(set(partial) - objects.keys()):
             raise UsageError(f"partial={unknown} is not among the tracked objects {sorted(objects)}. Give their names.")
-        tracked = TrackedState(dict(objects), self.machine.update, partial)
+        tracked = TrackedState(dict(objects), partial)
         if isinstance(self.context.batch, FixedPerWorkerBatch) and any(
             not isinstance(scheduler, Schedule) for scheduler in tracked.schedulers_of_engines
         ):
@@ -211,6 +211,7 @@ class Run:
             # The last of the hooks: a rank knows by the others that its own gradients are complete before it says so.
             for optimizer in tracked.optimizers:
                 optimizer.register_step_pre_hook(self._before_update)
+        self.lifecycle.follow_updates(tracked)
         return self.state.steps
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The checks of a step: its gradients are complete before an update, and its losses and weights are finite.
+"""The checks of a step: its gradients are complete before an update, its weights are those of a step, and finite.
 
 **The guard before an update.** The host of a GPU queues the backward pass, its all-reduces and the optimizer's update
 long before the device gets to them. When a peer is lost, the all-reduces that wait for it are aborted: their kernels
@@ -20,6 +20,14 @@ A kernel whose peer is gone does not end by itself: it waits for data in its mem
 A collective that is complete with the flag set is discarded, too. Another survivor may have taken the same step for
 complete; then its state is a step further, and all continue from that, as after any loss.
 
+**An update that a lost peer interrupts.** A step of an optimizer may have collectives of its own: in a closure that
+computes gradients several times (``LBFGS``), or between its changes. Where one of them fails, the weights are those of
+no step. They are copied before the step of an optimizer that is known to call its closure more than once, and restored.
+
+**Weights that change outside of a step**, such as those that a script exchanges for their moving average while it
+evaluates, or disturbs before another backward pass, are those of no step either. Nothing says so: the sum of one small
+weight of each module is compared with the one at the last moment at which the weights were those of a step.
+
 **Losses and weights that are NaN or infinite** are noticed without waiting for the device, and kept out of checkpoints.
 After a step, the loss and one small weight of each module are tested on the device, and the result is read when the
 device has got that far. Gradients are averaged over the ranks before each step, so a NaN on one rank is in the weights
@@ -28,13 +36,16 @@ of all ranks after it. All weights are tested before a checkpoint or a snapshot 
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import time
 from collections import deque
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import LBFGS, Optimizer
 
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.config.policies import NonFinitePolicy
@@ -42,7 +53,7 @@ from azureml_elastic.distributed.device import Device, Fetched, device_of
 from azureml_elastic.errors import NonFiniteError, RollbackRequired, RoundBroken
 from azureml_elastic.ipc.agent_interface import Agent
 
-__all__ = ["FinitenessWatch", "UpdateGuard"]
+__all__ = ["UpdateGuard", "WeightsWatch"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -72,16 +83,22 @@ class UpdateGuard:
         self._buffers: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
         self._in_step = False
+        self._repeating: set[int] = set()  # optimizers that have called a closure more than once in a step
+        self._kept: _OptimizerCopy | None = None
+
+    @property
+    def _hands_over(self) -> bool:
+        # Without an agent that holds states nobody interrupts a round, and nothing would be handed over.
+        return self._several and self._agent.holds_snapshots
 
     @property
     def _needed(self) -> bool:
-        # Without an agent that holds states nobody interrupts a round, and nothing would be handed over.
-        return self._several and self._device.runs_behind and self._agent.holds_snapshots
+        return self._hands_over and self._device.runs_behind
 
     def enter(self, world_size: int) -> None:
         """Begin a round, whose groups are new."""
         self._several = world_size > 1
-        self._covered = None
+        self._covered = self._kept = None
         self._announced = self._in_step = False
 
     def attach(self, state: TrackedState) -> None:
@@ -129,7 +146,7 @@ class UpdateGuard:
 
     def begin_step(self) -> None:
         """Keep the buffers as they are before a step, whose forward pass may be broken off while it receives them."""
-        if self._in_step or not (self._needed and self._buffers):
+        if not (self._hands_over and self._buffers):
             return
         if not self._copies:
             self._copies = [torch.empty_like(each) for each in self._buffers]
@@ -148,11 +165,32 @@ class UpdateGuard:
             )
         self._announced = self._in_step = False
 
-    def undo_step(self) -> None:
-        """Restore the buffers of the last complete step, if another one has begun."""
+    def begin_update(self, optimizer: Optimizer) -> None:
+        """Copy weights that are those of a step, before an update whose closure is called between several changes."""
+        if self._hands_over and (isinstance(optimizer, LBFGS) or id(optimizer) in self._repeating):
+            self._kept = _OptimizerCopy(optimizer)
+
+    def expect_repetition(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer has called its closure again, and will do so in later steps."""
+        self._repeating.add(id(optimizer))
+
+    def end_update(self) -> None:
+        """Note that an update is complete."""
+        self._kept = None
+
+    def undo_step(self) -> bool:
+        """Restore the buffers of the last complete step if another one has begun, and what was copied for its update.
+
+        Returns:
+            Whether an update was undone.
+        """
         if self._in_step:
             self._device.copy(self._buffers, self._copies)
             self._in_step = False
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.restore()
+        return kept is not None
 
     def _require_sound(self) -> None:
         error = self._device.communicator_error()
@@ -160,12 +198,37 @@ class UpdateGuard:
             raise RuntimeError(error)
 
 
-class FinitenessWatch:
-    """The test of one rank."""
+class _OptimizerCopy:
+    """A copy of an optimizer's weights, states and settings."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = [
+            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        self._weights = [(each, each.detach().clone()) for group in optimizer.param_groups for each in group["params"]]
+        # A parameter is a key of the states, and must stay the same object.
+        self._states: dict[Any, Any] = {key: copy.deepcopy(state) for key, state in optimizer.state.items()}
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for weight, value in self._weights:
+                weight.copy_(value)
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._states)
+        for group, settings in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update(settings)
+
+
+class WeightsWatch:
+    """The test of one rank: whether weights are finite, and those of a completed step."""
 
     def __init__(self, policy: NonFinitePolicy) -> None:
         self._policy = policy
         self._probes: list[torch.Tensor] = []
+        self._trained: list[int] = []  # those of the probes that an optimizer changes
+        self._known: torch.Tensor | None = None  # their sums while the weights were those of a completed step
         self._weights: list[torch.Tensor] = []
         self._watches_loss = True
         self._losses: list[torch.Tensor] = []
@@ -174,13 +237,19 @@ class FinitenessWatch:
 
     def attach(self, state: TrackedState) -> None:
         """Test the weights of the tracked modules from now on."""
-        self._weights, self._probes = [], []
+        self._weights, self._probes, self._trained, self._known = [], [], [], None
+        by_optimizers = {
+            id(each) for optimizer in state.optimizers for group in optimizer.param_groups for each in group["params"]
+        }
         for module in state.modules:
-            parts = [_local(each) for each in module.parameters() if each.requires_grad]
-            weights = [each for each in parts if each.numel()]
+            pairs = [(_local(each), id(each) in by_optimizers) for each in module.parameters() if each.requires_grad]
+            weights = [weight for weight, _ in pairs if weight.numel()]
             self._weights += weights
             if weights:
-                probe = min(weights, key=torch.Tensor.numel)  # the sum of its numbers costs least
+                trained = [weight for weight, by_optimizer in pairs if by_optimizer and weight.numel()]
+                probe = min(trained or weights, key=torch.Tensor.numel)  # the sum of its numbers costs least
+                if trained:
+                    self._trained.append(len(self._probes))
                 self._probes.append(torch.view_as_real(probe) if probe.is_complex() else probe)
         # A scaled loss may overflow by design: the scaler then leaves the step out, and the weights stay finite.
         self._watches_loss = not state.scales_gradients
@@ -202,6 +271,7 @@ class FinitenessWatch:
             with torch.no_grad():
                 # A sum is finite where all of its terms are, and on the CPU it takes a fifth of the time of isfinite().
                 sums = torch.stack([each.sum(dtype=torch.float64) for each in (*losses, *self._probes)])
+                self._known = sums[len(losses) :]
                 self._pending.append((step, len(losses), device_of(sums.device).fetch(sums)))
         while self._pending:
             number, count, values = self._pending[0]
@@ -211,10 +281,33 @@ class FinitenessWatch:
             finite = [math.isfinite(each) for each in values.read().tolist()]
             self._respond(number, loss=not all(finite[:count]), weights=not all(finite[count:]))
 
+    def note_weights(self) -> None:
+        """Note that the weights are those from which a run may continue, whatever has changed them."""
+        if self._probes:
+            with torch.no_grad():
+                self._known = torch.stack([each.sum(dtype=torch.float64) for each in self._probes])
+
+    def forget_weights(self) -> None:
+        """Note that the weights are about to be replaced."""
+        self._known = None
+
     def weights_are_sound(self) -> bool:
         """Return whether this process may pass its weights on to the next round. Waits for the device."""
         with torch.no_grad():
-            return self._policy == "warn" or all(bool(torch.isfinite(each).all()) for each in self._probes)
+            if self._policy != "warn" and not all(bool(torch.isfinite(each).all()) for each in self._probes):
+                return False
+            if self._known is None or not self._trained:
+                return True
+            now = torch.stack([self._probes[index].sum(dtype=torch.float64) for index in self._trained])
+            same = torch.isclose(now, self._known[self._trained], rtol=0, atol=0, equal_nan=True).all()
+        if not same and "changed" not in self._reported:
+            self._reported.add("changed")
+            _LOG.warning(
+                "The round ended while the weights of this process were not those of a completed step: something other "
+                "than an optimizer's step() has changed them, such as an exchange for their moving average. They are "
+                "not handed over; the run continues from another process's, or from the last snapshot."
+            )
+        return bool(same)
 
     def weights_are_finite(self) -> bool:
         """Return whether all weights of this rank are finite. Waits for the device."""

@@ -87,8 +87,9 @@ class Steps:
             if generation != self._position.generation:
                 return False
         self._position.take(loader, micro)
-        self._machine.take()
-        self._lifecycle.updates.begin_step()
+        if self._machine.take():
+            self._state.note_weights()
+            self._lifecycle.updates.begin_step()
         self._gradients.begin(micro)
         if self._schedule_check is not None:
             self._schedule_check.begin_step(self._state.tracked)
@@ -245,7 +246,9 @@ class Steps:
     def end_code(self) -> None:
         """Do what was deferred until the end of the script's code that follows a step. A collective at times."""
         due = self._machine.end_code()
+        self._lifecycle.end_pending_code()
         if due.boundary:
+            self._state.note_weights()
             self._boundary()
         if due.save is not None:
             self._save(wait=due.save)
@@ -253,6 +256,7 @@ class Steps:
     def advance_code(self, *, changes_state: bool) -> None:
         """Note how far the code has got that belongs to the last step: if it is interrupted, it continues from here."""
         self._machine.defer()
+        self._state.note_weights()
         self._lifecycle.begin_pending_code(changes_state=changes_state)
 
     def finish(self) -> None:

@@ -32,7 +32,7 @@ from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.optim.learning_rate import LearningRate
 from azureml_elastic.train.session.records import Audit, Profiling
-from azureml_elastic.train.session.step_checks import FinitenessWatch
+from azureml_elastic.train.session.step_checks import WeightsWatch
 from azureml_elastic.train.step_state import StepMachine
 
 __all__ = ["SessionContext", "TrainingState"]
@@ -92,7 +92,7 @@ class TrainingState:
         self._pending: tuple[int, str] | None = None
         self._entered_at = 0
         self._save_pending = False
-        self._finiteness = FinitenessWatch(policy.on_nonfinite)
+        self._weights_watch = WeightsWatch(policy.on_nonfinite)
         self._origin = 0  # round that has trained the last step: parts of a step that two rounds trained are not mixed
         self.finite = True
         self.weights_restored = False
@@ -102,7 +102,7 @@ class TrainingState:
     def holds_full_state(self) -> bool:
         """Whether this process alone holds the full state of a completed step."""
         whole = self.tracked is not None and self.tracked.replicated and self._machine.whole
-        return whole and self._finiteness.weights_are_sound()
+        return whole and self._weights_watch.weights_are_sound()
 
     @property
     def hands_over(self) -> bool:
@@ -115,7 +115,7 @@ class TrainingState:
         tracked = self.tracked
         if tracked is None or tracked.replicated or not self._machine.whole or not self.steps:
             return False
-        return tracked.copies > 1 and self._finiteness.weights_are_sound()
+        return tracked.copies > 1 and self._weights_watch.weights_are_sound()
 
     @property
     def _objects(self) -> TrackedState:
@@ -142,7 +142,7 @@ class TrainingState:
     def track(self, tracked: TrackedState) -> None:
         """Set the tracked objects, and restore them if the run has a state. A collective."""
         self.tracked = tracked
-        self._finiteness.attach(tracked)
+        self._weights_watch.attach(tracked)
         inherited, self._inherited = self._inherited, None
         try:
             # find() did not know yet whether the model is sharded: then a whole state does not count.
@@ -176,7 +176,11 @@ class TrainingState:
 
     def observe(self, loss: torch.Tensor) -> None:
         """Take the loss of a backward pass into account."""
-        self._finiteness.observe(loss)
+        self._weights_watch.observe(loss)
+
+    def note_weights(self) -> None:
+        """Note that the run may continue from the weights as they are: no step is in progress, and no code of one."""
+        self._weights_watch.note_weights()
 
     def complete_step(self) -> None:
         """Count a step.
@@ -185,7 +189,7 @@ class TrainingState:
             NonFiniteError: a step was not finite, and the policy ends the run.
             RollbackRequired: the weights are not finite, and the policy restarts the run.
         """
-        self._finiteness.end_step(self.steps + 1)  # raises before the step counts: what is not finite is not saved
+        self._weights_watch.end_step(self.steps + 1)  # raises before the step counts: what is not finite is not saved
         self.steps += 1
         self._origin = self._identity.round
 
@@ -285,7 +289,7 @@ class TrainingState:
 
     def _check_finite(self, what: str) -> bool:
         """Return whether the weights of all ranks are finite. A collective."""
-        before, self.finite = self.finite, self._world.control.all_true(self._finiteness.weights_are_finite())
+        before, self.finite = self.finite, self._world.control.all_true(self._weights_watch.weights_are_finite())
         if before and not self.finite and self._identity.rank == 0:
             _LOG.warning("No %s is taken of step %d: its weights are NaN or infinite.", what, self.steps)
         return self.finite
@@ -472,6 +476,7 @@ class TrainingState:
         self._restored()
 
     def _restored(self) -> None:
+        self._weights_watch.forget_weights()
         self._machine.restored(in_step=bool(self._position.opened))
 
     def _find_parts(self, reference: Reference | None) -> CompleteParts | None:

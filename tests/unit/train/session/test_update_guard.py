@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
+from azureml_elastic.distributed.device import Device
 from azureml_elastic.distributed.process_groups import abort_gloo, is_peer_error
 from azureml_elastic.errors import RoundBroken
-from azureml_elastic.train.session.step_checks import UpdateGuard
+from azureml_elastic.train.session.step_checks import UpdateGuard, WeightsWatch
 from tests.support.deferred import DeferredDevice, DeferredSGD, Ended
 
 RANKS, STEPS = 3, 4
@@ -348,3 +350,127 @@ def test_one_process_waits_for_nothing(guard, device):
     guard.before_update()
     assert device.marks == 0
     assert guard.step_is_covered()
+
+
+class Disturbing(torch.optim.SGD):
+    """Computes gradients where the weights are, and again beside them."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        with torch.enable_grad():
+            closure()
+        super().step()
+        with torch.enable_grad():
+            return closure()
+
+
+def copied(optimizer):
+    """Return what an update may change, by value."""
+    state = copy.deepcopy(optimizer.state_dict())
+    return state, [each.detach().clone() for group in optimizer.param_groups for each in group["params"]]
+
+
+def equal(one, other):
+    return all(map(torch.equal, one[1], other[1])) and str(one[0]) == str(other[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "known"), [(torch.optim.LBFGS, True), (Disturbing, False)], ids=["LBFGS", "of the script"]
+)
+def test_an_update_that_calls_its_closure_again_is_undone(kind, known):
+    """That of another class than ``LBFGS`` from the second step on, in which it is known to do so."""
+    model = nn.Linear(3, 1)
+    optimizer = kind(model.parameters(), lr=0.1)
+    guard = UpdateGuard(Device(torch.device("cpu")), Agent())
+    guard.attach(TrackedState({"model": model, "optimizer": optimizer}))
+    guard.enter(2)
+    optimizer.register_step_pre_hook(lambda each, *_: guard.begin_update(each))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(3)).pow(2).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    guard.end_update()
+    for _ in range(2):
+        before = copied(optimizer)
+        optimizer.param_groups[0]["lr"] *= 0.9
+        before[0]["param_groups"][0]["lr"] *= 0.9
+        optimizer.step(closure)
+        assert not equal(before, copied(optimizer))
+        assert guard.undo_step() is known
+        assert equal(before, copied(optimizer)) is known
+        assert not guard.undo_step(), "once"
+        guard.expect_repetition(optimizer)
+        known = True
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_nothing_is_copied_where_nothing_is_handed_over(holds):
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    agent = Agent()
+    agent.holds_snapshots = holds
+    guard = UpdateGuard(Device(torch.device("cpu")), agent)
+    guard.enter(1 if holds else 2)
+    guard.begin_update(optimizer)
+    assert not guard.undo_step()
+
+
+def test_buffers_of_a_step_that_is_broken_off_are_restored_on_each_device():
+    model = nn.BatchNorm1d(3)
+    guard = UpdateGuard(Device(torch.device("cpu")), Agent())
+    guard.attach(TrackedState({"model": model}))
+    guard.enter(2)
+    for steps in range(3):
+        guard.begin_step()
+        model(torch.randn(4, 3))
+        assert model.num_batches_tracked == steps + 1
+        guard.end_step()
+    guard.begin_step()
+    model(torch.randn(4, 3))
+    assert not guard.undo_step()
+    assert model.num_batches_tracked == 3
+
+
+def watched(policy="stop", **options):
+    """Return a model, the average of its weights, and what watches them."""
+    model = nn.Linear(4, 2)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    watch = WeightsWatch(policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch.attach(TrackedState({"model": model, "average": average, "optimizer": optimizer}, **options))
+    return model, average, watch
+
+
+def test_weights_that_are_exchanged_for_others_are_those_of_no_step(caplog):
+    model, average, watch = watched()
+    watch.note_weights()
+    watch.end_step(1)
+    own = copy.deepcopy(model.state_dict())
+    model.load_state_dict({name: value * 0.9 for name, value in own.items()})
+    assert not watch.weights_are_sound()
+    assert not watch.weights_are_sound()
+    assert len(caplog.records) == 1, "it is said once"
+    for parameter, value in zip(model.parameters(), own.values(), strict=True):
+        parameter.data.copy_(value)
+    assert watch.weights_are_sound(), "they are exchanged back"
+    with torch.no_grad():
+        model.bias.clamp_(0.0, 0.01)
+    watch.note_weights()
+    assert watch.weights_are_sound(), "the code that has changed them has ended"
+    average.update_parameters(model)
+    assert watch.weights_are_sound(), "no optimizer trains the average, which may change later than the step"
+    watch.forget_weights()
+    model.load_state_dict(own)
+    assert watch.weights_are_sound(), "another state is restored"
+
+
+def test_weights_that_are_not_finite_are_handed_over_if_the_run_goes_on_with_them():
+    model, _, watch = watched("warn")
+    with torch.no_grad():
+        model.bias.fill_(float("nan"))
+    watch.end_step(1)
+    assert watch.weights_are_sound()

@@ -52,7 +52,7 @@ class CheckpointFolders:
 
     @cached_property
     def _objects(self) -> TrackedState:
-        return TrackedState({"engine": self._engine}, lambda: None, ())
+        return TrackedState({"engine": self._engine})
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
