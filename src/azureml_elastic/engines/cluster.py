@@ -8,123 +8,16 @@ the program are started again.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import logging
-import signal
-import subprocess
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
-import psutil
-
+from azureml_elastic.engines.child import Child
 from azureml_elastic.engines.engine import RoundStore
-from azureml_elastic.environment.engine import EngineEnvironment
 from azureml_elastic.errors import EngineError
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 
-__all__ = ["Child", "Cluster", "ClusterEngine"]
-
-_T = TypeVar("_T")
-_POLL_SECONDS = 0.02
-_PR_SET_PDEATHSIG = 1
-
-_libc = ctypes.CDLL(None)
-
-
-class Child:
-    """A process of this node, with all processes that it has started.
-
-    It stays in the process group of this process, which the agent ends as a whole, and is killed when this process
-    dies.
-
-    Args:
-        variables: environment variables, in addition to those of this process, but for its place as a worker.
-    """
-
-    def __init__(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
-        self._process = subprocess.Popen(
-            command,
-            env=EngineEnvironment.read().for_child(variables),
-            preexec_fn=_end_with_parent,  # noqa: PLW1509 - two system calls, which take no lock of another thread
-        )
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        return self._process.pid
-
-    @property
-    def exit_code(self) -> int | None:
-        """Exit code; negative for the signal that ended it, ``None`` while it runs."""
-        return self._process.poll()
-
-    def wait_for(self, condition: Callable[[], _T], timeout: float) -> _T:
-        """Call a function until its result is true, the process has ended or some seconds are over; return the last."""
-        until = time.monotonic() + timeout
-        while not (result := condition()) and self.exit_code is None and time.monotonic() < until:
-            time.sleep(_POLL_SECONDS)
-        return result
-
-    def stop(self, timeout: float = 2.0) -> None:
-        """Have it end by itself, and kill what is left after some seconds. What it has started ends, too.
-
-        Args:
-            timeout: seconds to end by itself, 0 for a kill at once.
-        """
-        found = set(self.tree())  # before the signal: the children of a process that has ended cannot be found from it
-        until = time.monotonic() + timeout
-        if timeout > 0:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
-        while self.exit_code is None and time.monotonic() < until:
-            time.sleep(_POLL_SECONDS)
-            found.update(self.tree())  # what drains may still start processes, such as Ray's workers
-        _kill(found | set(self.tree()))
-        self._process.wait()
-
-    def tree(self) -> list[psutil.Process]:
-        """Return the process and all that it has started, as far as they run."""
-        try:
-            process = psutil.Process(self._process.pid)
-            return [process, *process.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
-
-
-def _kill(processes: set[psutil.Process]) -> None:
-    """Kill processes and all that they have started."""
-    stopped: set[psutil.Process] = set()
-    # Stopped before they are killed: one that runs may start another one after a look at its children, which cannot be
-    # found once its parent is dead. A signal takes a moment: the last look is one that finds no new process.
-    while processes:
-        for process in processes:
-            with contextlib.suppress(psutil.Error):
-                process.suspend()
-        stopped |= processes
-        processes = _children(stopped) - stopped
-    for process in stopped:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-
-
-def _children(parents: set[psutil.Process]) -> set[psutil.Process]:
-    found, pids = set(), {parent.pid for parent in parents}
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.ppid() in pids:
-                found.add(process)
-    return found
-
-
-def _end_with_parent() -> None:
-    # The kernel sends it at the end of the thread that has forked, not of its process: the main thread starts children.
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # Were it ignored in this process, it would be in the program as well, and stop() could not ask that to end.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
+__all__ = ["Cluster", "ClusterEngine"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -239,7 +132,7 @@ class ClusterEngine:
         if self._program is not None:
             self._cluster.check()
             if (code := self._program.exit_code) is not None:
-                return 128 - code if code < 0 else code  # of a signal, as a shell names it
+                return code
         address = self._store.get(_ADDRESS)
         if address is not None:
             self._follow(address.decode())

@@ -23,7 +23,8 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from azureml_elastic.engines.cluster import Child, Cluster
+from azureml_elastic.engines.child import Child
+from azureml_elastic.engines.cluster import Cluster
 from azureml_elastic.errors import EngineError
 from azureml_elastic.ipc import tls
 

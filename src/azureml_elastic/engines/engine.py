@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from typing_extensions import Self
 
+from azureml_elastic.engines.child import kill_children
 from azureml_elastic.environment.engine import EngineEnvironment, take_engine_key
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.ipc.worker_messages import Connected, Finished, Stopped
@@ -139,13 +140,16 @@ _POLL_SECONDS = 0.05
 
 
 class NodeEngine:
-    """Runs an engine on one node until the program has ended. For the main thread: see ``_end_with_parent``."""
+    """Runs an engine on one node until the program has ended. For the main thread, which starts all children."""
 
     def __init__(self, engine: Engine, agent: ChannelAgent) -> None:
         self._engine = engine
         self._agent = agent
         self._must_leave = False
-        agent.when_asked_to_leave(self._on_leave)  # from a thread of the agent's client: the loop below acts on it
+        # Both from a thread of the agent's client. The loop below acts on the first. It may block for longer than the
+        # agent waits after the second.
+        agent.when_asked_to_leave(self._on_leave)
+        agent.when_lost(kill_children)
 
     def run(self) -> int:
         """Take part in all rounds until the program has ended, and return the exit code: the program's, or 0.

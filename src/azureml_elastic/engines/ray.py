@@ -15,7 +15,8 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from azureml_elastic.engines.cluster import Child, Cluster
+from azureml_elastic.engines.child import Child
+from azureml_elastic.engines.cluster import Cluster
 from azureml_elastic.errors import EngineError
 
 __all__ = ["Ray"]

@@ -27,6 +27,14 @@ def square(number):
     return number * number
 
 
+@ray.remote(num_cpus=0)
+class Service:
+    """An actor that outlives the program, in a process that the raylet has put into a group of its own."""
+
+    def ready(self):
+        return True
+
+
 @ray.remote(num_cpus=1)
 def hold(began, seconds):
     """Hold a CPU for some seconds, and return the node's id."""
@@ -109,6 +117,9 @@ def main(folder, mode):
         until(lambda: other not in nodes() and len(nodes()) == 2)
         assert ray.get(held) == other  # it has ended before its node has left
     total += squares(range(TASKS // 2, TASKS), nodes())
+    for index, node in enumerate(sorted(nodes())):  # they run when the cluster ends
+        actor = Service.options(scheduling_strategy=on(node), name=f"service-{index}", lifetime="detached").remote()
+        ray.get(actor.ready.remote())
     (folder / "result").write_text(str(total))
 
 

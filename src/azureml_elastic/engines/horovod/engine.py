@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from azureml_elastic.engines.cluster import Child
+from azureml_elastic.engines.child import Child
 from azureml_elastic.engines.engine import RoundStore
 from azureml_elastic.engines.horovod.rendezvous import LocalRendezvous, Slot, Status, slots_of
 from azureml_elastic.engines.horovod.server import HOST, Notifications, WorkerServer
@@ -116,7 +116,7 @@ class HorovodEngine:
         assert round_ is not None
         for child in self._children:
             if child is not None and (code := child.exit_code):
-                return 128 - code if code < 0 else code
+                return code
         if not self._all_known(round_):
             return None
         if self._all_ended(round_):

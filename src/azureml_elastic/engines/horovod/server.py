@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from azureml_elastic.checkpoint_reference import Reference
-from azureml_elastic.engines.cluster import Child
+from azureml_elastic.engines.child import Child
 from azureml_elastic.engines.horovod.rendezvous import LocalRendezvous
 from azureml_elastic.errors import ElasticError
 from azureml_elastic.ipc.agent_interface import Agent

@@ -131,6 +131,7 @@ class ChannelAgent:
         self._interrupted = False
         self._interrupt: Callable[[], None] = lambda: None
         self._leave: Callable[[], None] = lambda: None
+        self._lost: Callable[[], None] = lambda: None
         self._assignment: messages.Assign | None = None
         self._handed_over: list[HandedOverState] | None = None
         self._released = False
@@ -188,6 +189,10 @@ class ChannelAgent:
     def when_asked_to_leave(self, callback: Callable[[], None]) -> None:
         """Call a function when the node is being preempted; for engines, as training loops leave at a step boundary."""
         self._leave = callback
+
+    def when_lost(self, callback: Callable[[], None]) -> None:
+        """Call a function, on another thread, before this process ends with its agent's connection; for engines."""
+        self._lost = callback
 
     def wait_interrupted(self, timeout: float) -> bool:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
@@ -325,5 +330,6 @@ class ChannelAgent:
             file=sys.stderr,
             flush=True,
         )
+        self._lost()
         end_group()
         os._exit(EXIT_AGENT_LOST)
