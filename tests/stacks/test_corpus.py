@@ -180,7 +180,7 @@ def test_a_step_in_which_one_of_two_models_is_updated_does_not_count(tmp_path, u
 
 
 @pytest.mark.xdist_group("one_cycle")
-@pytest.mark.parametrize("step", [9, 20], ids=["within", "end_of_epoch"])
+@pytest.mark.parametrize("step", [9, 20, 33], ids=["within", "end_of_epoch", "later_epoch"])
 def test_what_follows_a_collective_that_has_failed_is_done_by_the_next_process(tmp_path, undisturbed, step):
     """The optimizer has stepped, and the learning rate has not, when the ranks gather and one is gone."""
     expected = undisturbed("one_cycle")

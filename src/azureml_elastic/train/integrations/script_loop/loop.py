@@ -178,7 +178,6 @@ class ScriptLoop(ABC):
             if self._begun:
                 yield from self._repeat(current)
                 yield from self._earlier_epochs(current)
-                self.repeats = self._session.epoch > current.epoch
                 if not self.repeats and (current.trains or not current.behind):
                     yield from self._rest(current)
         except _Superseded as superseded:
@@ -264,6 +263,8 @@ class ScriptLoop(ABC):
         # may believe to be further than the state: then the rest of the earlier epochs comes first.
         while session.epoch < current.epoch and (self._has_trained or session.epoch_ending):
             session.end_epoch()
+        # Before its steps are repeated: what the last one of them is still to do is not left out.
+        self.repeats = session.epoch > current.epoch
         current.window = self._first_window
         current.behind = max(0, self._history.steps(current.epoch) - current.window)
 
