@@ -278,6 +278,15 @@ def stacks(session: nox.Session) -> None:
 
 
 @nox.session(tags=[FULL])
+def corpus(session: nox.Session) -> None:
+    """Run scripts in the shapes of public examples under a hundred random schedules of faults."""
+    extras = ("node", "transformers", "accelerate", "lightning")
+    install_wheel(session, *extras, groups=("test",), others=("pytorch-lightning", "jsonargparse[signatures]"))
+    tests = "tests/stacks/test_corpus.py::test_a_script_trains_under_random_faults_as_without"
+    session.run("python", "-m", "pytest", *(session.posargs or TWO), *LONG, tests, env={"CORPUS_SEEDS": "0:100"})
+
+
+@nox.session(tags=[FULL])
 def t5_sample(session: nox.Session) -> None:
     """Run the T5 sample, which costs as much as a fifth of the stacks' tests and is a Trainer's script as theirs."""
     install_wheel(session, "node", "transformers", groups=("test", "samples"))

@@ -1,12 +1,16 @@
 """Scripts in the shapes of public examples train under faults as they do without, by an observer outside of them.
 
-Rank 0's node is killed, and another arrives. See ``corpus/observer.py`` for what is observed.
+Rank 0's node is killed, and another arrives. Or faults come at random, a few seeds with the other tests and a hundred
+by ``python -m nox -s corpus``; ``CORPUS_SEEDS=17:18 python -m pytest tests/stacks/test_corpus.py`` replays one. What
+is observed is in ``corpus/observer.py``.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
+import random
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -20,6 +24,7 @@ pytest.importorskip("transformers")
 CORPUS = Path(__file__).with_name("corpus")
 OBSERVER = CORPUS / "observer.py"
 RESULTS = "all_results.json"
+FIRST, LAST = (int(number) for number in os.environ.get("CORPUS_SEEDS", "0:2").split(":"))
 
 CASES = [
     "checkpointing",
@@ -167,6 +172,55 @@ def test_a_script_trains_under_faults_as_without(tmp_path, undisturbed, case):
     assert files(found) == files(expected)
     for folder in found.folder.glob("step_*"):
         assert json.loads((folder / "azureml-elastic.json").read_text())["steps"] == int(folder.name[5:])
+
+
+RANDOM = [
+    "checkpointing",
+    "clm",
+    "clm --resume",
+    "closures",
+    "early_stopping",
+    "ema",
+    "ema_evaluated",
+    "glue",
+    "lightning_callbacks",
+    "lightning_cli",
+    "ner",
+    "new_loaders",
+    "new_loaders --in_order",
+    "one_cycle",
+    "own_optimizer",
+    "plateau",
+    "tokens_accumulated",
+    "trainer_clm",
+    "trainer_subclass",
+    "translation",
+]
+"""Scripts whose record does not depend on the number of ranks at the end, and whose steps update one model."""
+
+
+@pytest.mark.parametrize("seed", range(FIRST, LAST))
+def test_a_script_trains_under_random_faults_as_without(tmp_path, undisturbed, seed, record_property):
+    """One node or the other is lost or preempted before an arrival; some lose rank 0's node after it again."""
+    draw = random.Random(seed)
+    case = draw.choice(RANDOM)
+    expected = undisturbed(case)
+    last = expected.report.last_step
+    first = draw.randint(2, last // 2)
+    arrival = first + draw.randint(2, 8)
+    verb, victim = draw.choice(["kill", "kill", "freeze", "preempt"]), draw.choice(["rank0", "any"])
+    chaos = f"{verb}={victim}@step:{first},add@step:{arrival}"
+    # A node that comes takes part after a second or two; were the other one lost before, all would be lost.
+    if arrival + 14 < last and draw.random() < 0.5:
+        chaos += f",kill=rank0@step:{arrival + 14}"
+    record_property("faults", f"{case}: {chaos}")
+    found = run(case, tmp_path / "run", "--full", "2", nodes=(1, 2), chaos=chaos)
+    trail = f"seed {seed}: {case}: {chaos}; files in {found.folder.parent}"
+    assert found.report.audit.rolled_back_steps == 0, trail
+    assert found.report.last_step == last, trail
+    assert_same(found.record, expected.record, {name: 2 * limit for name, limit in CLOSE.get(case, {}).items()})
+    assert_same_steps(observed(found), observed(expected), WEIGHTS.get(case, 1e-6))
+    assert files(found) == files(expected), trail
 
 
 @pytest.mark.xdist_group("gan")
