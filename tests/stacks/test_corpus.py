@@ -226,8 +226,12 @@ def test_what_follows_a_collective_that_has_failed_is_done_by_the_next_process(t
 
 @pytest.mark.parametrize(
     ("case", "options"),
-    [("closures", "--die_in_update 9"), ("ema_evaluated", "--die_in_evaluation 0")],
-    ids=["in an update", "with other weights in their place"],
+    [
+        ("closures", "--die_in_update 9"),
+        ("ema_evaluated", "--die_in_evaluation 0"),
+        ("own_optimizer", "--die_in_evaluation 1"),
+    ],
+    ids=["in an update", "with other weights in their place", "in another mode of the optimizer"],
 )
 def test_weights_that_are_those_of_no_step_are_not_trained_on(tmp_path, undisturbed, case, options):
     expected = undisturbed(case)

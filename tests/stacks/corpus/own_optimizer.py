@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--output_dir", type=Path)
+parser.add_argument("--die_in_evaluation", type=int, help="epoch whose evaluation rank 0 does not survive, once")
 args = parser.parse_args()
 
 
@@ -70,7 +71,7 @@ encoder, head, optimizer, train_dataloader, eval_dataloader = accelerator.prepar
     encoder, head, optimizer, train_dataloader, eval_dataloader
 )
 steps, loss = 0, 0.0
-for _ in range(2):
+for epoch in range(2):
     encoder.train()
     head.train()
     optimizer.train()
@@ -82,6 +83,8 @@ for _ in range(2):
     encoder.eval()
     head.eval()
     optimizer.eval()
+    if epoch == args.die_in_evaluation:
+        toy.die_once(accelerator, args.output_dir / "died")
     with torch.no_grad():
         parts = [accelerator.gather_for_metrics((head(encoder(x)) - y).square()) for x, y in eval_dataloader]
     loss = torch.cat(parts).mean().item()

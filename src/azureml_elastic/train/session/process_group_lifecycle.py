@@ -37,7 +37,7 @@ from azureml_elastic.ipc.worker_messages import Connected, GaveWay, Stopped
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.optim.learning_rate import LearningRate
 from azureml_elastic.train.session.exit_hooks import leave_quickly
-from azureml_elastic.train.session.step_checks import UpdateGuard
+from azureml_elastic.train.session.step_checks import OptimizerCopy, UpdateGuard
 from azureml_elastic.train.session.training_state import SessionContext, TrainingState
 from azureml_elastic.train.step_state import StepMachine
 
@@ -145,15 +145,24 @@ class ProcessGroupLifecycle:
 
     def begin_pending_code(self, *, changes_state: bool) -> None:
         """Prepare for the script's code that follows a step; if it changes the state, capture what it may change."""
+        tracked = self._tracked
         if not changes_state:
             self._undo = lambda: None
-        elif not self._hands_over:
-            self._undo = None
+        elif not self._hands_over or (tracked.replicated and self.world.identity.local_rank):
+            self._undo = None  # local rank 0 alone hands a whole state over
         else:
-            # The code may evaluate with other weights in their place. Local rank 0 alone hands a whole state over.
-            hands_weights_over = self.world.identity.local_rank == 0 or not self._tracked.replicated
-            weights = self._tracked.weights() if self.world.identity.world_size > 1 and hands_weights_over else []
-            self._undo = _capture(self._tracked, self.device, weights)
+            # The code may evaluate with other weights in their place, by an optimizer with modes of its own, too.
+            several = self.world.identity.world_size > 1
+            with_modes = [each for each in tracked.optimizers if several and callable(getattr(each, "eval", None))]
+            optimizers = [OptimizerCopy(each, torch.device("cpu")) for each in with_modes]
+            undo = _capture(tracked, self.device, tracked.weights() if several else [])
+
+            def undo_all() -> None:
+                undo()
+                for each in optimizers:
+                    each.restore()
+
+            self._undo = undo_all
 
     def end_pending_code(self) -> None:
         """Release what was captured for the script's code that follows a step."""

@@ -41,11 +41,12 @@ import logging
 import math
 import time
 from collections import deque
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
+from torch.utils._pytree import tree_map_only
 
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.config.policies import NonFinitePolicy
@@ -53,7 +54,7 @@ from azureml_elastic.distributed.device import Device, Fetched, device_of
 from azureml_elastic.errors import NonFiniteError, RollbackRequired, RoundBroken
 from azureml_elastic.ipc.agent_interface import Agent
 
-__all__ = ["UpdateGuard", "WeightsWatch"]
+__all__ = ["OptimizerCopy", "UpdateGuard", "WeightsWatch"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class UpdateGuard:
         self._copies: list[torch.Tensor] = []
         self._in_step = False
         self._repeating: set[int] = set()  # optimizers that have called a closure more than once in a step
-        self._kept: _OptimizerCopy | None = None
+        self._kept: OptimizerCopy | None = None
 
     @property
     def _hands_over(self) -> bool:
@@ -168,7 +169,7 @@ class UpdateGuard:
     def begin_update(self, optimizer: Optimizer) -> None:
         """Copy weights that are those of a step, before an update whose closure is called between several changes."""
         if self._hands_over and (isinstance(optimizer, LBFGS) or id(optimizer) in self._repeating):
-            self._kept = _OptimizerCopy(optimizer)
+            self._kept = OptimizerCopy(optimizer)
 
     def expect_repetition(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has called its closure again, and will do so in later steps."""
@@ -198,27 +199,52 @@ class UpdateGuard:
             raise RuntimeError(error)
 
 
-class _OptimizerCopy:
-    """A copy of an optimizer's weights, states and settings."""
+class OptimizerCopy:
+    """A copy of an optimizer's weights, states and settings.
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    Args:
+        device: where the copy is kept, ``None`` for the devices of what is copied
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device | None = None) -> None:
         self._optimizer = optimizer
         self._groups = [
             {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         ]
-        self._weights = [(each, each.detach().clone()) for group in optimizer.param_groups for each in group["params"]]
+        weights = [each for group in optimizer.param_groups for each in group["params"]]
+        self._weights = [(each, _Kept.of(each, device)) for each in weights]
         # A parameter is a key of the states, and must stay the same object.
-        self._states: dict[Any, Any] = {key: copy.deepcopy(state) for key, state in optimizer.state.items()}
+        self._states = {
+            key: tree_map_only(torch.Tensor, lambda each: _Kept.of(each, device), state)
+            for key, state in optimizer.state.items()
+        }
 
     def restore(self) -> None:
+        """Give the optimizer back what it had."""
         with torch.no_grad():
-            for weight, value in self._weights:
-                weight.copy_(value)
+            for weight, kept in self._weights:
+                weight.copy_(kept.value)
+        states = tree_map_only(_Kept, _Kept.given_back, list(self._states.values()))
         self._optimizer.state.clear()
-        self._optimizer.state.update(self._states)
+        self._optimizer.state.update(zip(self._states, states, strict=True))
         for group, settings in zip(self._optimizer.param_groups, self._groups, strict=True):
             group.update(settings)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A copy of a tensor, and the device that it belongs to."""
+
+    value: torch.Tensor
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, device: torch.device | None) -> _Kept:
+        return cls(tensor.detach().to(device or tensor.device, copy=True), tensor.device)
+
+    def given_back(self) -> torch.Tensor:
+        return self.value.to(self.device)
 
 
 class WeightsWatch:

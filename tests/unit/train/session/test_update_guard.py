@@ -19,7 +19,7 @@ from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.distributed.device import Device
 from azureml_elastic.distributed.process_groups import abort_gloo, is_peer_error
 from azureml_elastic.errors import RoundBroken
-from azureml_elastic.train.session.step_checks import UpdateGuard, WeightsWatch
+from azureml_elastic.train.session.step_checks import OptimizerCopy, UpdateGuard, WeightsWatch
 from tests.support.deferred import DeferredDevice, DeferredSGD, Ended
 
 RANKS, STEPS = 3, 4
@@ -405,6 +405,25 @@ def test_an_update_that_calls_its_closure_again_is_undone(kind, known):
         assert not guard.undo_step(), "once"
         guard.expect_repetition(optimizer)
         known = True
+
+
+def test_what_an_optimizer_has_is_restored_whatever_has_become_of_it():
+    """As by modes of its own, which exchange weights and states."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    optimizer.state[model.weight]["others"] = [torch.ones(2), {"number": 3}]
+    before, kept = copied(optimizer), OptimizerCopy(optimizer, torch.device("cpu"))
+    optimizer.state[model.weight]["exp_avg"].fill_(5.0)
+    optimizer.state[model.weight]["others"][0].fill_(5.0)
+    optimizer.state[model.weight]["others"][1]["number"] = 4
+    optimizer.param_groups[0]["lr"] = 0.2
+    del optimizer.state[model.bias]
+    with torch.no_grad():
+        model.weight.zero_()
+    kept.restore()
+    assert equal(before, copied(optimizer))
 
 
 @pytest.mark.parametrize("holds", [True, False])
