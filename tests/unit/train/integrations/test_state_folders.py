@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from azureml_elastic.train.integrations.script_loop import state_folders
@@ -53,6 +55,16 @@ def test_a_folder_that_is_made_has_its_position_from_the_beginning(tmp_path):
     assert meanwhile == [PLACE]
     assert [each.name for each in folder.parent.iterdir()] == ["step_50"]
     assert folder.stat().st_mode & 0o777 == folder.parent.stat().st_mode & 0o777
+
+
+def test_a_process_that_is_killed_while_it_makes_a_folder_leaves_nothing_to_the_next_one(tmp_path, monkeypatch):
+    folder = tmp_path / "step_50"
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        save(folder, PLACE, lambda: None, is_main=True, make=True)
+    assert not folder.exists()
+    save(folder, PLACE, lambda: None, is_main=True, make=True)
+    assert [each.name for each in tmp_path.iterdir()] == ["step_50"]
 
 
 def test_a_script_does_not_find_an_incomplete_folder_again(tmp_path):

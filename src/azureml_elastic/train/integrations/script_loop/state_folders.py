@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -105,16 +104,11 @@ def set_aside(folder: Path, *, is_main: bool) -> Path:
 def _make(folder: Path, place: Place) -> None:
     """Make a folder that has its position from the beginning: a script would take one without for another library's."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
-    temporary.chmod(0o777 & ~_umask())  # mkdtemp leaves out all other users, with whom a script may share its folders
+    # The same name each time: where this process is killed before the new name is there, the next one takes the folder.
+    temporary = folder.with_name(f".{folder.name}.new")
+    temporary.mkdir(exist_ok=True)
     _write(temporary, place)
     temporary.rename(folder)
-
-
-def _umask() -> int:
-    mask = os.umask(0)  # it can only be read by setting it
-    os.umask(mask)
-    return mask
 
 
 def _write(folder: Path, place: Place) -> None:
