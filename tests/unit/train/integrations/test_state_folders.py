@@ -57,11 +57,20 @@ def test_a_folder_that_is_made_has_its_position_from_the_beginning(tmp_path):
     assert folder.stat().st_mode & 0o777 == folder.parent.stat().st_mode & 0o777
 
 
+class Killed(BaseException):
+    """Ends a process where it is."""
+
+
 def test_a_process_that_is_killed_while_it_makes_a_folder_leaves_nothing_to_the_next_one(tmp_path, monkeypatch):
     folder = tmp_path / "step_50"
-    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
-        killed.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        save(folder, PLACE, lambda: None, is_main=True, make=True)
+
+    def rename(self, target):
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", rename)
+        with pytest.raises(Killed):
+            save(folder, PLACE, lambda: None, is_main=True, make=True)
     assert not folder.exists()
     save(folder, PLACE, lambda: None, is_main=True, make=True)
     assert [each.name for each in tmp_path.iterdir()] == ["step_50"]
