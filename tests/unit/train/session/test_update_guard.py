@@ -23,7 +23,10 @@ from azureml_elastic.train.session.step_checks import OptimizerCopy, UpdateGuard
 from tests.support.deferred import DeferredDevice, DeferredSGD, Ended
 
 RANKS, STEPS = 3, 4
-TIMEOUT_S = 20.0
+TIMEOUT_S = 30.0
+GLOO_S = 5.0
+"""Less: gloo does not fail each collective whose connections are closed, and a worker exits where its thread is stuck."""
+
 KINDS = ("keep", "fill", "broadcast", "gradient", "gradient", "reduce", "reduce", "clip", "update", "update")
 """Operations of a step on the device: in this order, the same on all ranks."""
 
@@ -205,7 +208,7 @@ def train(loss, *, guarded=True):
     groups = [None] * RANKS
 
     def join(rank):
-        groups[rank] = dist.ProcessGroupGloo(store, rank, RANKS, timedelta(seconds=TIMEOUT_S))
+        groups[rank] = dist.ProcessGroupGloo(store, rank, RANKS, timedelta(seconds=GLOO_S))
 
     joining = [threading.Thread(target=join, args=(rank,)) for rank in range(RANKS)]
     for thread in joining:
