@@ -25,7 +25,7 @@ from tests.support.deferred import DeferredDevice, DeferredSGD, Ended
 RANKS, STEPS = 3, 4
 TIMEOUT_S = 30.0
 GLOO_S = 5.0
-"""Less: gloo does not fail each collective whose connections are closed, and a worker exits where its thread is stuck."""
+"""Less: gloo does not fail each collective whose connections are closed. A worker exits where its thread is stuck."""
 
 KINDS = ("keep", "fill", "broadcast", "gradient", "gradient", "reduce", "reduce", "clip", "update", "update")
 """Operations of a step on the device: in this order, the same on all ranks."""
