@@ -2,7 +2,7 @@
 
 Rank 0's node is killed, and another arrives. Or faults come at random, a few seeds with the other tests and a hundred
 by ``python -m nox -s corpus``; ``CORPUS_SEEDS=17:18 python -m pytest tests/stacks/test_corpus.py`` replays one. What
-is observed is in ``corpus/observer.py``.
+is observed is in ``tests/support/observer.py``.
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ import functools
 import json
 import os
 import random
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
-from tests.support.stacks import run_stock
+from tests.support.observed import assert_same, assert_same_steps, files, observed, run_observed
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
 CORPUS = Path(__file__).with_name("corpus")
-OBSERVER = CORPUS / "observer.py"
-RESULTS = "all_results.json"
 FIRST, LAST = (int(number) for number in os.environ.get("CORPUS_SEEDS", "0:2").split(":"))
 
 CASES = [
@@ -78,78 +76,7 @@ WEIGHTS = {
 
 def run(case, folder, *more, **options):
     name, *arguments = case.split()
-    return run_stock(
-        OBSERVER,
-        folder,
-        "--script",
-        f"{name}.py",
-        *arguments,
-        *more,
-        imports=CORPUS / "toy.py",
-        results=RESULTS,
-        **options,
-    )
-
-
-def observed(run):
-    """Return the lines of all processes by optimizer and step."""
-    lines = [json.loads(line) for file in run.folder.glob("observed.*") for line in file.read_text().splitlines()]
-    found = defaultdict(list)
-    for line in lines:
-        found[line["optimizer"], line["step"]].append(line)
-    return found
-
-
-def samples(lines):
-    """Return how often each sample was trained."""
-    return Counter(sample for line in lines for sample in line["samples"])
-
-
-def files(run):
-    """Return the files that the script has left."""
-    names = (path.relative_to(run.folder).as_posix() for path in run.folder.rglob("*") if path.is_file())
-    by_process = ("observed.", "random_states_", "rng_state", "events.out.tfevents.")
-    return {name for name in names if not Path(name).name.startswith(by_process)}
-
-
-def assert_same(found, expected, close):
-    """Compare what a script has counted."""
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
-        number = isinstance(value, float) or (isinstance(value, list) and value and isinstance(value[0], float))
-        limit = close.get(name, 1e-6)
-        assert value == (pytest.approx(expected[name], rel=limit) if number else expected[name]), name
-
-
-def share(lines):
-    """Return how often a step is complete, by the lines of its ranks."""
-    return sum(1 / line["ranks"] for line in lines)
-
-
-def assert_same_steps(found, expected, weights, rolled_back=0):
-    """Compare each optimizer step: its samples, learning rate and weights.
-
-    A step is complete once one rank has completed it, so rank 0 may be killed before its line of that step is written:
-    in one step at most.
-    """
-    assert found.keys() == expected.keys()
-    short, twice = set(), set()
-    for key, lines in found.items():
-        wanted = expected[key]
-        assert share(lines) <= share(wanted) * (2 if rolled_back else 1), f"{key} was trained more than once"
-        if share(lines) > share(wanted):
-            twice.add(key[1])
-        elif share(lines) < share(wanted):
-            short.add(key[1])
-            assert samples(lines) < samples(wanted), key
-        else:
-            assert samples(lines) == samples(wanted), key
-        for line in lines:
-            assert line["rate"] == pytest.approx(wanted[0]["rate"], abs=1e-12), key
-            assert line["weights"] == pytest.approx(wanted[0]["weights"], rel=weights), key
-    assert len(short) <= 1, f"lines are missing of the steps {short}"
-    # With the one whose first model alone was updated.
-    assert len(twice) <= rolled_back + bool(rolled_back), f"the steps {twice} were trained again"
+    return run_observed(CORPUS / f"{name}.py", folder, *arguments, *more, imports=CORPUS / "toy.py", **options)
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ import runpy
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 parser = argparse.ArgumentParser(add_help=False)
 parser.add_argument("--folder", type=Path, required=True)
-parser.add_argument("--script", required=True)
+parser.add_argument("--script", type=Path, required=True)
 parser.add_argument("--full", type=int, default=0, help="go slowly while there are fewer ranks")
 parser.add_argument("--pause", type=float, default=0.03, help="seconds after each step")
 observed, rest = parser.parse_known_args()
@@ -38,17 +39,26 @@ now = {"pause": observed.pause, "epoch": None, "passes": 0, "depth": 0}
 
 
 def tensors(value):
+    """Yield the tensors of a batch, or of a call's arguments, in whatever they are nested."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (dict, list, tuple)) or hasattr(value, "items"):
-        for each in value.values() if hasattr(value, "values") else value:
+    elif isinstance(value, Mapping):
+        for each in value.values():
             yield from tensors(each)
+    elif not isinstance(value, (str, bytes)) and hasattr(value, "__iter__") and hasattr(value, "__getitem__"):
+        for each in value:  # graphs yield pairs of name and tensor
+            yield from tensors(each)
+
+
+def same(inputs, given):
+    """Return whether a model was given this batch. One without tensors is prepared by the trainer."""
+    return inputs is not None and inputs.shape == given.shape and inputs.dtype == given.dtype and inputs.equal(given)
 
 
 def fetch(self, ids, _fetch=_MapDatasetFetcher.fetch):
     """Note which samples a batch has."""
     batch = _fetch(self, ids)
-    fetched.append((next(tensors(batch)), list(map(int, ids))))
+    fetched.append((next(tensors(batch), None), list(map(int, ids))))
     if not now["depth"]:  # the first forward pass of a process fetches its batch once more
         computed.clear()
     return batch
@@ -58,7 +68,7 @@ def call(self, *args, _call=nn.Module.__call__, **kwargs):
     """Note the batches that a model computes with gradients: known by what they hold, as stacks copy them."""
     if torch.is_grad_enabled() and not now["depth"]:
         given = list(tensors((args, kwargs)))
-        computed.extend(ids for inputs, ids in fetched if any(torch.equal(inputs, each) for each in given))
+        computed.extend(ids for inputs, ids in fetched if any(same(inputs, each) for each in given))
     now["depth"] += 1
     try:
         return _call(self, *args, **kwargs)
@@ -121,6 +131,6 @@ torch.Tensor.backward = backward
 Optimizer.add_param_group = add_param_group
 DistributedSampler.set_epoch = set_epoch
 register_optimizer_step_post_hook(stepped)
-script = Path(__file__).with_name(observed.script)
-sys.argv = [str(script), "--output_dir", str(observed.folder), *rest]
-runpy.run_path(str(script), run_name="__main__")
+sys.argv = [str(observed.script), "--output_dir", str(observed.folder), *rest]
+sys.path[0] = str(observed.script.parent)
+runpy.run_path(str(observed.script), run_name="__main__")
