@@ -1,4 +1,7 @@
-"""Trains some steps in a loop with ``Accelerator``, and ends within it in one of several ways."""
+"""Trains some steps in a loop with ``Accelerator``, and ends within it in one of several ways.
+
+Before, it opens a process group of its own and closes it again, as libraries of metrics do.
+"""
 
 import argparse
 import json
@@ -26,6 +29,10 @@ for steps, (x, y) in enumerate(loader, start=1):
     accelerator.backward(nn.functional.mse_loss(model(x), y))
     optimizer.step()
     optimizer.zero_grad()
+    if steps == 2:
+        group = dist.new_group()
+        dist.all_reduce(torch.ones(1), group=group)
+        dist.destroy_process_group(group)
     if steps < 5:
         continue
     (args.folder / "record.json").write_text(json.dumps(accelerator.unwrap_model(model).weight.tolist()))

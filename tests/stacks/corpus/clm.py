@@ -18,6 +18,7 @@ parser.add_argument("--max_train_steps", type=int, default=45)
 parser.add_argument("--checkpointing_steps", type=int, default=10)
 parser.add_argument("--resume", action="store_true")
 parser.add_argument("--die_in_save", action="store_true")
+parser.add_argument("--save_on_main", action="store_true", help="as the scripts of diffusion models do")
 args = parser.parse_args()
 
 
@@ -96,7 +97,9 @@ for epoch in range(starting_epoch, num_train_epochs):
             optimizer.zero_grad()
         if accelerator.sync_gradients:
             completed_steps += 1
-            if completed_steps % args.checkpointing_steps == 0:
+            if completed_steps % args.checkpointing_steps == 0 and (
+                accelerator.is_main_process or not args.save_on_main
+            ):
                 accelerator.save_state(str(args.output_dir / f"step_{completed_steps}"))
         if completed_steps >= args.max_train_steps:
             break

@@ -71,9 +71,14 @@ class StackSession:
         return self._lifecycle.world.identity.world_size
 
     @property
+    def rank(self) -> int:
+        """Number of this process in the round."""
+        return self._lifecycle.world.identity.rank
+
+    @property
     def is_main(self) -> bool:
         """Whether this is rank 0."""
-        return self._lifecycle.world.identity.rank == 0
+        return self.rank == 0
 
     @property
     def over(self) -> bool:
@@ -358,9 +363,14 @@ def _group_is_whole(settings: WorkerSettings) -> bool:
 
 
 def _finish_first(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-    """Finish the session before a script or a stack closes the process group, without which that is impossible."""
+    """Finish the session before a script or a stack closes the process group, without which that is impossible.
+
+    Libraries of metrics open and close groups of their own in the middle of a training.
+    """
     # Between two rounds this library closes the group itself.
     session, caller = stack_session(), str(sys._getframe(1).f_globals.get("__name__"))  # noqa: SLF001
-    if session is not None and caller.partition(".")[0] != "azureml_elastic":
+    group = args[0] if args else kwargs.get("group")
+    ends_all = group is None or group is dist.group.WORLD
+    if session is not None and ends_all and caller.partition(".")[0] != "azureml_elastic":
         session.finish_before_end()
     return wrapped(*args, **kwargs)

@@ -17,11 +17,15 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from azureml_elastic.train.data.map_loader import loader_options
 from azureml_elastic.train.integrations.nested import rebuilt, tensors_of
+from azureml_elastic.train.integrations.script_loop import state_folders
 from azureml_elastic.train.integrations.script_loop.loop import ScriptLoop
 from azureml_elastic.train.integrations.wrapping import Wrapped
 from azureml_elastic.train.session.stack_session import StackSession
 
 __all__ = ["TrainingLoop", "batches_of_epoch"]
+
+_TOGETHER = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+"""Kinds of training whose folders all ranks write: each has a part of the state."""
 
 _NESTED = (torch.Tensor, Mapping, list, tuple)
 
@@ -224,13 +228,17 @@ class TrainingLoop(ScriptLoop):
             return alone()
         if not self._updates.missing:  # else the call stands between two updates of the step
             self.complete_step()
-        self._in_call = True
-        try:
-            result = call()
-        finally:
-            self._in_call = False
+        result = self._within(call)
         self._results.stands_at = None  # not where the call has failed
         return result
+
+    def _within(self, call: Callable[[], Any]) -> Any:
+        """Make a call whose own calls are accelerate's alone."""
+        self._in_call = True
+        try:
+            return call()
+        finally:
+            self._in_call = False
 
     def gather(self, wrapped: Wrapped, value: Any, *args: Any, **kwargs: Any) -> Any:
         """Gather values from all ranks; repeated steps, which each takes alone, have the values of that time."""
@@ -290,22 +298,44 @@ class TrainingLoop(ScriptLoop):
     # --- folders -----------------------------------------------------------------------------------------------------
 
     def save_state(self, wrapped: Wrapped, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Save a folder with the position in the data."""
-        save = partial(self._save_state, partial(wrapped, output_dir, *args, **kwargs), output_dir)
-        return self._call(save, save)
+        """Save a folder with the position in the data.
 
-    def _save_state(self, write: Callable[[], Any], output_dir: str | None) -> Any:
+        Under data parallelism accelerate needs no other rank for that, and scripts may save on the main process alone.
+        """
+        write = partial(wrapped, output_dir, *args, **kwargs)
+        if self._names_folders:
+            save_next = partial(self._within, partial(self._save_next, write))
+            return self._call(save_next, save_next)
+        if output_dir is None:
+            return wrapped(output_dir, *args, **kwargs)
+        together = self._accelerator.distributed_type.value in _TOGETHER
+        # Folders on a disk of each node have the mark of rank 0 on its own alone.
+        make = self._session.is_main or not self._accelerator.project_configuration.save_on_each_node
+        folder = Path(output_dir).expanduser()
+
+        def save() -> Any:
+            return self._within(lambda: self._save(folder, self._here, write, together=together, make=make))
+
+        if together:
+            return self._call(save, save)
+        if not (self._answers_alone or self._updates.missing):
+            self.complete_step()
+        return save()
+
+    @property
+    def _names_folders(self) -> bool:
+        """Whether accelerate numbers the folders by itself, for which it waits for all ranks."""
+        return bool(self._accelerator.project_configuration.automatic_checkpoint_naming)
+
+    def _save_next(self, write: Callable[[], Any]) -> Any:
         accelerator = self._accelerator
-        if accelerator.project_configuration.automatic_checkpoint_naming:
-            if self.silent:
+        folder = Path(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}")
+        if self.silent:
+            if self._is_saved(folder):
                 accelerator.project_configuration.iteration += 1  # as the folder's own call would
                 return None
-            folder = Path(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}")
-        elif output_dir is None:
-            return write()
-        else:
-            return self._save(Path(output_dir).expanduser(), self._here, write, make=True)
-        return self._save(folder, self._here, write)
+            state_folders.remove(folder, is_main=self._session.is_main)  # accelerate writes no folder that exists
+        return state_folders.save(folder, self._here, write, rank=self._session.rank)
 
     def load_state(self, wrapped: Wrapped, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Load a folder where it is further than the state of the run, and take over its position.
@@ -313,11 +343,18 @@ class TrainingLoop(ScriptLoop):
         Raises:
             ValueError: the folder is not complete, and further than the state of the run.
         """
-        folder = None if input_dir is None else Path(input_dir).expanduser()
+        folder = self._newest() if input_dir is None else Path(input_dir).expanduser()
         result = self._load(folder, partial(wrapped, input_dir, *args, **kwargs))
         if self._place is not None and not self._place.complete:
             self._unfinished = folder
         return result
+
+    def _newest(self) -> Path | None:
+        """Return the folder that accelerate loads where the script names none."""
+        if not self._names_folders:
+            return None
+        numbered = Path(self._accelerator.project_dir, "checkpoints").glob("checkpoint_*")
+        return max(numbered, key=lambda path: int(path.name.rpartition("_")[2]), default=None)
 
     def _begin(self) -> None:
         """Restore the state of the run, and write the folder whose writing the end of a process has cut short."""

@@ -509,16 +509,28 @@ class ScriptLoop(ABC):
         """The position in the data after the last step."""
         return Place(self._session.steps, *self._session.place)
 
-    def _save(self, folder: Path, place: Place, write: Callable[[], Any], *, make: bool = False) -> Any:
+    def _save(self, folder: Path, place: Place, write: Callable[[], Any], **options: bool) -> Any:
         """Have a folder written with a position in the data, unless the state is that of a later step.
 
-        The round may have ended between a step and the script's saving of it: the last repeated step is saved then.
+        Args:
+            options: further arguments of ``state_folders.save``
         """
+        return (
+            None
+            if self._is_saved(folder)
+            else state_folders.save(folder, place, write, rank=self._session.rank, **options)
+        )
+
+    def _is_saved(self, folder: Path) -> bool:
+        """Return whether a folder that the script saves again, in a step that is trained, is left as it is.
+
+        The round may have ended between a step and the script's saving of it: that of the last step is saved then.
+        """
+        if not (self.repeating or self.repeats):
+            return False
+        later = not self._repeats_last_step if self.repeating else self._history.steps_from(self._next_epoch) > 0
         saved = state_folders.read(folder)
-        whole = saved is not None and saved.complete
-        if (self.repeating and (whole or not self._repeats_last_step)) or (self.repeats and whole):
-            return None
-        return state_folders.save(folder, place, write, is_main=self._session.is_main, make=make)
+        return later or (saved is not None and saved.complete)
 
     def _load(self, folder: Path | None, load: Callable[[], Any]) -> Any:
         """Have a folder loaded where it is further than the state of the run, and take over its position.
@@ -529,7 +541,8 @@ class ScriptLoop(ABC):
         if self._begun:
             return load()
         found = self._session.find(_PROGRESS)
-        place = None if folder is None else state_folders.read(folder)
+        # What rank 0 has read: it alone writes these files, perhaps to a disk of its own.
+        place = self._session.from_main(None if folder is None else state_folders.read(folder))
         self._place = place
         if place is not None:
             self._next_epoch, self._first_window = place.epoch, place.windows

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from glob import escape
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["Place", "flush", "read", "save", "set_aside", "write_together"]
+__all__ = ["Place", "flush", "read", "remove", "save", "set_aside", "write_together"]
 
 _NAME = "azureml-elastic.json"
 
@@ -57,21 +59,39 @@ def read(folder: Path) -> Place | None:
         return None
 
 
-def save(folder: Path, place: Place, write: Callable[[], Any], *, is_main: bool, make: bool = False) -> Any:
-    """Have a folder written with its position in the data, marked as incomplete meanwhile. A collective.
+def save(
+    folder: Path,
+    place: Place,
+    write: Callable[[], Any],
+    *,
+    rank: int,
+    together: bool = True,
+    make: bool = False,
+) -> Any:
+    """Have a folder written with its position in the data, marked as incomplete meanwhile.
 
     Args:
+        together: whether all ranks write it, in a collective: the mark vouches for the files of all. Otherwise rank 0
+            may be the only one, and the mark vouches for what rank 0 has written
         make: whether a folder that does not exist is made first, and not by the stack
     """
 
     def begin() -> None:
         if folder.is_dir():
             _write(folder, place)
+            for unfinished in folder.parent.glob(_temporary(Path(escape(str(folder))), "*")):
+                shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed while it made the folder
         elif make:
-            _make(folder, place)
+            _make(folder, place, rank)
 
     complete = functools.partial(_write, folder, replace(place, complete=True))
-    return write_together(folder, write, begin, complete, is_main=is_main)
+    if together:
+        return write_together(folder, write, begin, complete, is_main=rank == 0)
+    if rank == 0:
+        return _write_between(folder, write, begin, complete)
+    if make and not folder.is_dir():  # before rank 0 has come to it, or on a disk that rank 0 does not write to
+        _make(folder, place, rank)
+    return write()
 
 
 def write_together(
@@ -84,11 +104,26 @@ def write_together(
     result = write()
     all_arrive()
     if is_main:
-        for path in folder.rglob("*"):
-            flush(path)  # a machine that ends at once must not keep the mark and lose a file that it vouches for
-        complete()
+        _complete(folder, complete)
     all_arrive()  # were the others to go on and rank 0 lost before this, nobody would write the folder again
     return result
+
+
+def _write_between(
+    folder: Path, write: Callable[[], Any], begin: Callable[[], Any], complete: Callable[[], Any]
+) -> Any:
+    begin()
+    result = write()
+    _complete(folder, complete)
+    return result
+
+
+def _complete(folder: Path, complete: Callable[[], Any]) -> None:
+    # A machine that ends at once must not keep the mark and lose a file that it vouches for.
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another rank may be replacing a file of its own
+            flush(path)
+    complete()
 
 
 def set_aside(folder: Path, *, is_main: bool) -> Path:
@@ -101,14 +136,33 @@ def set_aside(folder: Path, *, is_main: bool) -> Path:
     return aside
 
 
-def _make(folder: Path, place: Place) -> None:
+def remove(folder: Path, *, is_main: bool) -> None:
+    """Remove a folder, if it is there. A collective."""
+    all_arrive()  # all ranks have looked at it
+    if is_main:
+        shutil.rmtree(folder, ignore_errors=True)
+    all_arrive()
+
+
+def _make(folder: Path, place: Place, rank: int) -> None:
     """Make a folder that has its position from the beginning: a script would take one without for another library's."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # The same name each time: where this process is killed before the new name is there, the next one takes the folder.
-    temporary = folder.with_name(f".{folder.name}.new")
-    temporary.mkdir(exist_ok=True)
-    _write(temporary, place)
-    temporary.rename(folder)
+    temporary = folder.with_name(_temporary(folder, rank))
+    try:
+        temporary.mkdir(exist_ok=True)
+        _write(temporary, place)
+        temporary.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+        shutil.rmtree(temporary, ignore_errors=True)  # another rank has made it meanwhile
+        if not rank:
+            _write(folder, place)
+
+
+def _temporary(folder: Path, rank: int | str) -> str:
+    """Return the name of a folder that is being made; the same each time, so that the next process takes it over."""
+    return f".{folder.name}.new-{rank}"
 
 
 def _write(folder: Path, place: Place) -> None:
