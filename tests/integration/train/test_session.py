@@ -218,6 +218,11 @@ def test_a_plain_module_is_refused_where_the_run_can_have_several_ranks(tmp_path
     with train.start(workers.policy(tmp_path)) as run:
         wrapped = run.wrap(nn.Linear(1, 1))
         require_averaging({"model": wrapped, "pair": nn.ModuleList([wrapped])}, [], 2)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        optimizer = torch.optim.SGD(wrapped.parameters())
+        require_averaging({"model": wrapped, "average": average, "optimizer": optimizer}, [], 2)
+        with pytest.raises(UsageError, match="of average=AveragedModel are not averaged"):
+            require_averaging({"model": wrapped, "average": average}, [], 2)
         plain = run.wrap(model, average_gradients=False)
         assert plain is model
         run.track(model=plain)

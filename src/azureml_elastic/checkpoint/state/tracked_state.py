@@ -126,6 +126,7 @@ class TrackedState:
 
     Args:
         partial: names of objects of which a checkpoint may fit a part alone.
+        found: state beside them that nobody has declared: a checkpoint may have none, or another one.
 
     Raises:
         UsageError: an object has no state, or an optimizer has parameters of no tracked module.
@@ -135,6 +136,7 @@ class TrackedState:
         self,
         objects: Mapping[str, Any],
         partial: Collection[str] = (),
+        found: Tracked | None = None,
     ) -> None:
         self.names = sorted(objects)
         self._partial = frozenset(partial)
@@ -145,6 +147,9 @@ class TrackedState:
         modules = {name: each for name, each in values.items() if isinstance(each, nn.Module) and name not in engines}
         self._tracked = [_tracked(name, value, modules, engines) for name, value in values.items()]
         self._engine = next((each for each in self._tracked if isinstance(each, EngineState)), None)
+        self._undeclared = frozenset() if found is None else frozenset([found.name])
+        if found is not None:
+            self._tracked.append(found)
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -222,6 +227,14 @@ class TrackedState:
     def weights(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return this rank's part of the weights of all modules, with CPU copies of them."""
         return _with_copies(self.modules)
+
+    def owned(self) -> tuple[list[torch.Tensor], list[Any]]:
+        """Return the tensors of the tracked modules, with their gradients, and the tracked objects."""
+        parts = [each for module in self.modules for each in (*module.parameters(), *module.buffers())]
+        gradients = [each.grad for each in parts if each.grad is not None]
+        tensors = [each.to_local() if isinstance(each, DTensor) else each for each in (*parts, *gradients)]
+        objects = [each.value for each in self._tracked if isinstance(each, OtherState)]
+        return tensors, [*objects, *map(unwrap_scheduler, objects), *self.optimizers]
 
     def others(self) -> dict[str, Any]:
         """Return a copy of the states of schedulers and other objects than modules and optimizers."""
@@ -329,7 +342,7 @@ class TrackedState:
         for each in self._tracked:
             with _fitting(each):
                 if each.name not in plain:
-                    missing.append(each.name)
+                    missing += {each.name} - self._undeclared
                 elif each.name in differing and each.name in self._other_class:
                     missing += each.begin_anew()
                 elif each.name in differing:
@@ -340,10 +353,10 @@ class TrackedState:
         return missing
 
     def _require_names(self, saved: Mapping[str, Any]) -> None:
-        if not {*saved} ^ {*self.names} <= self._partial:
+        if not ({*saved} - self._undeclared) ^ {*self.names} <= self._partial:
             raise UsageError(
-                f"The checkpoint holds {sorted(saved)}, but this script tracks {self.names}. Track the same names, or "
-                "start anew with an empty checkpoint folder."
+                f"The checkpoint holds {sorted({*saved} - self._undeclared)}, but this script tracks {self.names}. "
+                "Track the same names, or start anew with an empty checkpoint folder."
             )
 
 

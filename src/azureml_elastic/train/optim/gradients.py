@@ -21,8 +21,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from azureml_elastic.checkpoint.state import random_state
+from azureml_elastic.checkpoint.state.tracked import unwrap_optimizer
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.distributed.process_groups import ProcessGroups
 from azureml_elastic.errors import UsageError
@@ -54,9 +56,16 @@ def _averages_gradients(module: nn.Module) -> bool:
 
 
 def require_averaging(objects: Mapping[str, Any], exempt: Sequence[nn.Module], world_size: int) -> None:
-    """Raise ``UsageError`` if a module among the objects does not average its gradients and is not exempt."""
+    """Raise ``UsageError`` if a module among the objects does not average its gradients and is not exempt.
+
+    A module beside those that the optimizers among the objects train is state, such as a moving average of one.
+    """
+    optimizers = [each for each in map(unwrap_optimizer, objects.values()) if isinstance(each, Optimizer)]
+    trained = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
     for name, value in objects.items():
         if not isinstance(value, nn.Module) or any(value is each for each in exempt) or _averages_gradients(value):
+            continue
+        if trained and not any(id(each) in trained for each in value.parameters()):
             continue
         when = "" if world_size > 1 else " as soon as the run has more than 1 rank"
         raise UsageError(

@@ -123,6 +123,11 @@ class ProcessGroupLifecycle:
             optimizer.register_step_pre_hook(self._begin_update)
             optimizer.register_step_post_hook(self._end_update)
 
+    def begin_step(self) -> None:
+        """Keep what a step may change before its update, as it is at the step's beginning."""
+        self.updates.begin_step()
+        self.state.found.begin_step(undone=self.world.identity.world_size > 1)
+
     def complete_update(self) -> None:
         """Wait for a step whose update was not guarded, or has collectives behind it, before it is counted."""
         if not self.updates.step_is_covered():
@@ -133,7 +138,8 @@ class ProcessGroupLifecycle:
 
     def discard_step(self) -> None:
         """Discard the current step: :meth:`end_discarded_step` undoes its changes."""
-        self._undo = _capture(self._tracked, self.device, self._tracked.untrained_weights())
+        weights = [*self._tracked.untrained_weights(), *self.state.found.with_copies()]
+        self._undo = _capture(self._tracked, self.device, weights)
         self._steps.discard()
 
     def end_discarded_step(self) -> None:
@@ -145,17 +151,20 @@ class ProcessGroupLifecycle:
 
     def begin_pending_code(self, *, changes_state: bool) -> None:
         """Prepare for the script's code that follows a step; if it changes the state, capture what it may change."""
-        tracked = self._tracked
+        tracked, found = self._tracked, self.state.found
+        several = self.world.identity.world_size > 1
         if not changes_state:
-            self._undo = lambda: None
+            if several and not (tracked.replicated and self.world.identity.local_rank):
+                found.begin_code()
+            self._undo = found.undo_code
         elif not self._hands_over or (tracked.replicated and self.world.identity.local_rank):
             self._undo = None  # local rank 0 alone hands a whole state over
         else:
             # The code may evaluate with other weights in their place, by an optimizer with modes of its own, too.
-            several = self.world.identity.world_size > 1
             with_modes = [each for each in tracked.optimizers if several and callable(getattr(each, "eval", None))]
             optimizers = [OptimizerCopy(each, torch.device("cpu")) for each in with_modes]
-            undo = _capture(tracked, self.device, tracked.weights() if several else [])
+            found.end_code()
+            undo = _capture(tracked, self.device, [*tracked.weights(), *found.with_copies()] if several else [])
 
             def undo_all() -> None:
                 undo()
@@ -166,6 +175,7 @@ class ProcessGroupLifecycle:
 
     def end_pending_code(self) -> None:
         """Release what was captured for the script's code that follows a step."""
+        self.state.found.end_code()
         if not self._steps.discarded:
             self._undo = None
 
@@ -212,6 +222,7 @@ class ProcessGroupLifecycle:
     def on_uncaught(self, error: BaseException) -> None:
         """Exit with the state handed over if the script ends because one of its own collectives has lost a peer."""
         if is_peer_error(error) and not self._steps.over and self._agent.wait_interrupted(_PEER_SECONDS):
+            self.state.found.left_by(error)
             self._give_way()
 
     @property
@@ -254,6 +265,7 @@ class ProcessGroupLifecycle:
     def _before_update(self, *_: Any) -> None:
         if torch.compiler.is_compiling() or self._steps.discarded or self._steps.reading:
             return  # a compiled step would wait when it is compiled, and never again: complete_update() does
+        self.state.found.begin_update()
         with self.guard():
             self.updates.before_update()
 
@@ -389,6 +401,7 @@ class ProcessGroupLifecycle:
                 _DRAIN_SECONDS,
             )
             return False
+        self.state.found.undo_step()
         if self.updates.undo_step():
             self._steps.revert_update()
         return True

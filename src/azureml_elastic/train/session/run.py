@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, IterableDataset
 
 from azureml_elastic.checkpoint.load.selection import EarlierCheckpoint
+from azureml_elastic.checkpoint.state.deepspeed_engine import is_engine
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.locations import open_storage
 from azureml_elastic.checkpoint_reference import Reference
@@ -189,7 +190,10 @@ class Run:
             require_averaging(objects, self._not_averaged, world_size)
         if unknown := sorted(set(partial) - objects.keys()):
             raise UsageError(f"partial={unknown} is not among the tracked objects {sorted(objects)}. Give their names.")
-        tracked = TrackedState(dict(objects), partial)
+        found = self.state.found
+        tracked = TrackedState(dict(objects), partial, found)
+        if not any(map(is_engine, objects.values())):  # whose state is in partitions
+            found.attach(tracked)
         if isinstance(self.context.batch, FixedPerWorkerBatch) and any(
             not isinstance(scheduler, Schedule) for scheduler in tracked.schedulers_of_engines
         ):

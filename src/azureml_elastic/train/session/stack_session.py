@@ -131,12 +131,14 @@ class StackSession:
     def drive(self, complete_step: Callable[[], None]) -> None:
         """Have a loop of the script's own say which samples it trains, and count its last step before the end."""
         self._steps.complete_loop = complete_step
+        self._state.found.repeated = True
 
     def leave_data(self) -> None:
         """Give up the loader of :meth:`windows`, before anything of it is trained."""
         self._position.loaders.clear()
         self._position.in_epochs = False
         self._steps.complete_loop = None
+        self._state.found.repeated = False
 
     def record_samples(self) -> None:
         """Record the samples of the current step, which the script trains now."""
@@ -288,9 +290,15 @@ class StackSession:
         """Begin steps that are trained already: nothing that they change is kept."""
         self._lifecycle.discard_step()
 
-    def end_repeated_steps(self) -> None:
-        """Undo what those steps have changed."""
+    def end_repeated_steps(self, *, arrived: bool) -> None:
+        """Undo what those steps have changed.
+
+        Args:
+            arrived: whether the script's own code has got as far as it had in the former process
+        """
         self._lifecycle.end_discarded_step()
+        if arrived:
+            self._state.found.copy_restored(finally_=True)
 
     def expects(self, steps: int) -> None:
         """Report the number of steps that the whole run will have."""

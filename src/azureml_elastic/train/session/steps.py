@@ -89,7 +89,7 @@ class Steps:
         self._position.take(loader, micro)
         if self._machine.take():
             self._state.note_weights()
-            self._lifecycle.updates.begin_step()
+            self._lifecycle.begin_step()
         self._gradients.begin(micro)
         if self._schedule_check is not None:
             self._schedule_check.begin_step(self._state.tracked)

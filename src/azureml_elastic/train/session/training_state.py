@@ -30,6 +30,7 @@ from azureml_elastic.ipc.agent_interface import Agent, WorkerIdentity
 from azureml_elastic.ipc.worker_messages import Busy, Free
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from azureml_elastic.train.data.position import Position
+from azureml_elastic.train.found.state import FoundState
 from azureml_elastic.train.optim.learning_rate import LearningRate
 from azureml_elastic.train.session.records import Audit, Profiling
 from azureml_elastic.train.session.step_checks import WeightsWatch
@@ -41,6 +42,9 @@ _LOG = logging.getLogger(__name__)
 
 _SETTLED_STEPS = 2
 """Steps after which optimizers have all of their state, so that its size is known."""
+
+_COMPARED_STEPS = (2, 4, 8, 16, 32)
+"""Steps of a round after which the script's own state is compared, beside each snapshot and checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class TrainingState:
 
     Attributes:
         tracked: tracked objects, ``None`` before ``run.track()``
+        found: state that the script keeps beside them
         steps: optimizer steps completed, over all rounds
         finite: whether the weights were finite at the last save or snapshot
         weights_restored: whether the last restore was that of a state in memory, so that all ranks have its weights
@@ -87,6 +92,7 @@ class TrainingState:
         self._schedule = CheckpointSchedule(policy, world.control, clock=time.monotonic)
         self._snapshot_schedule = SnapshotSchedule(policy, world.control, clock=time.monotonic)
         self.tracked: TrackedState | None = None
+        self.found = FoundState()
         self._inherited: tuple[RecoverableState | None, Snapshot | None] | None = None
         self._last_saved: tuple[int, str] | None = None
         self._pending: tuple[int, str] | None = None
@@ -196,7 +202,10 @@ class TrainingState:
     def after_step(self, *, save: bool) -> None:
         """Take a checkpoint if it is requested or due, or else a snapshot if that is due. A collective if one is."""
         self.settle(0)
-        if self.steps == self._entered_at + _SETTLED_STEPS:
+        entered = self.steps - self._entered_at
+        if entered in _COMPARED_STEPS:
+            self.found.agree(self._world.control)
+        if entered == _SETTLED_STEPS:
             with self._machine.read():
                 self._checkpoints.prepare(self._objects)
         if self._schedule.due(self.steps) or save:
@@ -230,6 +239,7 @@ class TrainingState:
             self._agent.report(Free())
             return False
         self._save_pending = True  # before it begins: if the round ends meanwhile, the next one saves this step
+        self.found.agree(self._world.control)
         with self._machine.read():
             self._checkpoints.begin(self.steps, self._objects, self._data(), must_commit=must_commit)
         self._pending = self._here
@@ -282,6 +292,7 @@ class TrainingState:
             if not self._check_finite("snapshot"):
                 self._snapshot_schedule.saved()
                 return
+            self.found.agree(self._world.control)
             with self._machine.read():
                 self._checkpoints.begin_snapshot(self.steps, self._objects, self._data())
             self._pending = None

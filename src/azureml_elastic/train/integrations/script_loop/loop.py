@@ -207,7 +207,8 @@ class ScriptLoop(ABC):
             return
         assert self._windows is not None
         if self._repeated is not None:
-            self._end_repeating()
+            # Code at the end of an epoch follows, which the former process has not run.
+            self._end_repeating(arrived=current.trains and not self.repeats)
         self.complete_step()
         self._micro = self._opened = None
         self._finishing = False
@@ -303,7 +304,7 @@ class ScriptLoop(ABC):
                 self._set_repeated(current)
                 # scripts take keys out of batches
                 yield from self._offered(current, copy.copy(filler), cursor)
-        self._end_repeating()
+        self._end_repeating(arrived=current.trains and not self.repeats)
 
     def _begin_repeating(self, current: _Pass) -> None:
         if self._repetition is not None:
@@ -339,19 +340,19 @@ class ScriptLoop(ABC):
             counts: whether it is one of a fixed number in each step, other than those of evaluations
         """
         if self._repeats_last_step and self._results.stands_at == self._calls:
-            self._end_repeating()
+            self._end_repeating(arrived=True)
             self._finishing = True
         if self._finishing or (self._micro is not None and self._micro.last and (self._stepped or self._completed)):
             self._results.stands_at = self._calls
         self._calls += counts
 
-    def _end_repeating(self) -> None:
+    def _end_repeating(self, *, arrived: bool) -> None:
         if self._repeated is None:
             return
         assert self._repeated_models is not None
         self._repeated = None
         self._repeated_models.end()
-        self._session.end_repeated_steps()
+        self._session.end_repeated_steps(arrived=arrived)
 
     def _rest(self, current: _Pass) -> Iterator[Any]:
         """Yield the rest of the session's epoch."""

@@ -1,0 +1,1 @@
+"""State that a script keeps beside its model and optimizer, found instead of declared."""

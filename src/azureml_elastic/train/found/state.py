@@ -1,0 +1,271 @@
+"""State that was found, as a tracked object: in snapshots and checkpoints, handed over, exchanged and restored.
+
+It is not declared, so it cannot be refused. What is not found again in a process, what differs between ranks, and what
+is bound anew in each step is named in the log, once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from azureml_elastic.checkpoint.state import tree
+from azureml_elastic.checkpoint.state.tracked import Tensors, Tracked
+from azureml_elastic.checkpoint.state.tracked_state import TrackedState
+from azureml_elastic.distributed.control_group import ControlGroup
+from azureml_elastic.train.found.comparison import Change, Changes, Comparison, agreed
+from azureml_elastic.train.found.search import Found, FoundTensor, frames_of, memory_key, search
+from azureml_elastic.train.found.step_parts import StepPart
+
+__all__ = ["FoundState"]
+
+_LOG = logging.getLogger(__name__)
+
+_SHOWN = 4
+
+
+class FoundState(Tracked):
+    """The state that the script keeps beside the tracked objects.
+
+    Attributes:
+        repeated: whether the script repeats trained steps, and its own code in them, after a restart
+    """
+
+    def __init__(self) -> None:
+        super().__init__("found")
+        self.repeated = False
+        self._thread = threading.get_ident()
+        self._error: BaseException | None = None
+        self._tracked: TrackedState | None = None
+        self._comparison = Comparison()
+        self._begun = False
+        self._state: dict[str, torch.Tensor] = {}  # also what the script has left behind when it ends
+        self._buffers: set[str] = set()
+        self._others: dict[str, list[str]] = {}
+        self._apart: set[str] = set()
+        self._waited: Counter[str] = Counter()
+        self._values: dict[str, torch.Tensor] = {}  # restored, and not copied to where they belong yet
+        self._named: set[str] = set()
+        self._forward = StepPart()
+        self._code = StepPart()
+
+    def attach(self, tracked: TrackedState) -> None:
+        """Look for state beside tracked objects from now on."""
+        self._tracked = tracked
+
+    def left_by(self, error: BaseException) -> None:
+        """Take the script's frames from an error that has left them."""
+        self._error = error
+
+    # --- moments of a step -------------------------------------------------------------------------------------------
+
+    def begin_step(self, *, undone: bool) -> None:
+        """Note the beginning of a step, when its first batch is taken.
+
+        Args:
+            undone: whether the step may have to be undone
+        """
+        if self._tracked is None:
+            return
+        self._thread = threading.get_ident()
+        if self._values:
+            self.copy_restored(finally_=True)
+        if not self._begun:
+            self._begun = True
+            self._comparison.compare(self._search(), {*self._state})
+        if undone and self._state:
+            self._forward.begin({**self._state})
+
+    def begin_update(self) -> None:
+        """Note that the forward and backward pass of a step are complete."""
+        if not self._begun:  # a loop without a loader, whose batches are not seen
+            self.begin_step(undone=False)
+        self._forward.end()
+
+    def undo_step(self) -> None:
+        """Undo what the forward pass of a step has changed."""
+        self._name("undone", self._forward.undo(),
+                   "%s changed in the step that was interrupted, for the first time before its update: it continues "
+                   "from there, one change ahead.")  # fmt: skip
+
+    def begin_code(self) -> None:
+        """Note the beginning of code that belongs to the last step."""
+        if self._state and not self.repeated:
+            self._code.begin({**self._state})
+
+    def end_code(self) -> None:
+        """Note its end."""
+        self._code.end()
+
+    def undo_code(self) -> None:
+        """Undo what that code has changed."""
+        self._name("undone", self._code.undo(),
+                   "%s changed in code after a step that was interrupted and runs again, for the first time: it "
+                   "continues from there, one change ahead.")  # fmt: skip
+
+    def with_copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the tensors, with CPU copies of them; none where the script's loop repeats what has changed them."""
+        if self.repeated:
+            return []
+        return [(each.detach(), each.detach().to("cpu", copy=True)) for each in self._state.values()]
+
+    # --- what is state -----------------------------------------------------------------------------------------------
+
+    def agree(self, control: ControlGroup) -> None:
+        """Find out what is state, and the same on all ranks. A collective."""
+        if self._tracked is None:
+            return
+        changes = Changes()
+        mine: dict[str, Change] = {}
+        if self._begun:
+            try:
+                changes, mine = self._changes()
+            except Exception:  # noqa: BLE001 - the other ranks wait for this one
+                _LOG.exception("The script's state beside the tracked objects cannot be compared.")
+        found = control.gather(mine) if control.world_size > 1 else [mine]
+        same, apart = agreed(found, self._waited)
+        self._apart.update(apart)
+        for path in same:
+            if path in changes.state:
+                self._keep(path, changes.state[path])
+        if control.rank == 0:
+            self._name_the_rest(changes)
+
+    def _changes(self) -> tuple[Changes, dict[str, Change]]:
+        found = self._search()
+        changes = self._comparison.compare(found, {*self._state, *self._apart})
+        self._name("sharded", found.sharded,
+                   "%s: parts of sharded tensors beside the tracked objects. If they change, as an average of sharded "
+                   "weights does, they begin anew after a restart: track the module that holds them.")  # fmt: skip
+        if not found.complete:
+            self._name("incomplete", ["the script's objects"],
+                       "%s are more than are looked into for state beside the tracked objects: what is not found "
+                       "begins anew after a restart, unless it is tracked.")  # fmt: skip
+        sums = self._comparison.checksums_of(changes.state)
+        return changes, {path: Change(sums[path], each.buffer) for path, each in changes.state.items()}
+
+    def _keep(self, path: str, each: FoundTensor) -> None:
+        self._state[path] = each.tensor
+        self._others[path] = [*each.others, each.path] if each.path != path else [*each.others]
+        if each.buffer:
+            self._buffers.add(path)
+
+    def _name_the_rest(self, changes: Changes) -> None:
+        self._name("apart", sorted(self._apart),
+                   "%s: changed by the script in its loop, and not the same on all ranks. It begins anew in new "
+                   "processes, after each change of the nodes.")  # fmt: skip
+        self._name("too large", changes.too_large,
+                   "%s: changed by the script in its loop, and too large to be looked after. It begins anew in new "
+                   "processes: track the object that holds it.")  # fmt: skip
+        shapes = {each.shape for module in self._objects.modules for each in module.parameters() if each.dim()}
+        likely = [each for each in changes.rebound if each.tensor.is_floating_point()]
+        likely = [each for each in likely if not each.local or each.tensor.shape in shapes]
+        self._name("rebound", [each.path for each in likely],
+                   "%s: bound to another tensor in each step. If it is computed from its former value, as a running "
+                   "average is, it begins anew in new processes: change it in place, as by average.lerp_(value, 0.1), "
+                   "or track the object that holds it.")  # fmt: skip
+
+    def _name(self, kind: str, paths: Iterable[str], text: str) -> None:
+        new = [path for path in paths if f"{kind} {path}" not in self._named]
+        self._named.update(f"{kind} {path}" for path in new)
+        if new:
+            shown = ", ".join(new[:_SHOWN])
+            _LOG.warning(text, f"{shown} and {len(new) - _SHOWN} more" if len(new) > _SHOWN else shown)
+
+    # --- the tracked object ------------------------------------------------------------------------------------------
+
+    @override
+    def collect(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        if self._state:
+            self._follow(self._search())
+        values = {**self._values, **self._state}
+        plain, tensors = tree.split(self.name, values)
+        details = {
+            path: {
+                "shape": list(each.shape),
+                "dtype": str(each.dtype).removeprefix("torch."),
+                "others": self._others.get(path, []),
+                "buffer": path in self._buffers,
+            }
+            for path, each in values.items()
+        }
+        return {"tensors": plain, "details": details}, {name: each.detach() for name, each in tensors.items()}
+
+    @override
+    def common(self, tensors: Tensors) -> set[str]:
+        return {name for name in tensors if name.removeprefix(f"{self.name}/") not in self._buffers}
+
+    @override
+    def targets(self, plain: Any) -> dict[str, torch.Tensor]:
+        values = {
+            path: torch.empty(each["shape"], dtype=getattr(torch, each["dtype"]))
+            for path, each in plain["details"].items()
+        }
+        return tree.split(self.name, values)[1]
+
+    @override
+    def restore(self, plain: Any, tensors: Tensors) -> None:
+        values = tree.join(plain["tensors"], tensors)
+        self._state.clear()
+        self._values = {path: each.detach().clone() for path, each in values.items()}
+        self._others = {path: list(each["others"]) for path, each in plain["details"].items()}
+        self._buffers = {path for path, each in plain["details"].items() if each["buffer"]}
+        if not self.repeated:
+            self.copy_restored(finally_=False)
+
+    def copy_restored(self, *, finally_: bool) -> None:
+        """Copy what was restored to where the same paths lead to.
+
+        Args:
+            finally_: whether what is not found by now is given up
+        """
+        if not self._values:
+            return
+        by_path: dict[str, FoundTensor] = {}
+        for each in self._search().tensors:
+            for path in (each.path, *each.others):
+                by_path.setdefault(path, each)
+        with torch.no_grad():
+            for path, value in list(self._values.items()):
+                # What a container holds lives longer than a variable, which a loop over it may have bound.
+                found = (by_path.get(each) for each in (*self._others.get(path, ()), path))
+                fits = next((each for each in found if each is not None and _fits(each.tensor, value)), None)
+                if fits is not None:
+                    fits.tensor.detach().copy_(value)
+                    self._state[path] = fits.tensor
+                    del self._values[path]
+        if finally_:
+            missing, self._values = sorted(self._values), {}
+            self._name("missing", missing,
+                       "%s: state that the script has kept in its loop, and that is not there in this process when "
+                       "its first batch is taken. It begins anew: make it before, or track the object that holds "
+                       "it.")  # fmt: skip
+
+    @property
+    def _objects(self) -> TrackedState:
+        assert self._tracked is not None
+        return self._tracked
+
+    def _search(self) -> Found:
+        tensors, objects = self._objects.owned()
+        memory = {memory_key(each) for each in tensors}
+        return search(frames_of(self._thread, self._error), memory, {*map(id, objects)})
+
+    def _follow(self, found: Found) -> None:
+        """Take over the tensors to which the paths of the state lead now, where the script has bound them anew."""
+        present = {id(each.tensor) for each in found.tensors}
+        gone = [path for path, tensor in self._state.items() if id(tensor) not in present]
+        by_path = {path: each.tensor for each in found.tensors for path in (*each.others, each.path)} if gone else {}
+        for path in gone:
+            if path in by_path and _fits(by_path[path], self._state[path]):
+                self._state[path] = by_path[path]
+
+
+def _fits(target: torch.Tensor, value: torch.Tensor) -> bool:
+    return target.shape == value.shape and target.dtype == value.dtype

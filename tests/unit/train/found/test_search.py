@@ -1,0 +1,221 @@
+"""What a script keeps is found by path, and nothing of the script's is called."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import sys
+import threading
+import types
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from azureml_elastic.train.found.search import frames_of, memory_key, search
+
+
+class Slotted:
+    __slots__ = ("held", "unset")
+
+    def __init__(self):
+        self.held = torch.zeros(2)
+
+
+@dataclass
+class Held:
+    value: torch.Tensor
+
+
+class Forbidding:
+    """Whoever runs its code has called the script."""
+
+    def __init__(self):
+        self.__dict__["inner"] = torch.zeros(3)
+
+    def __getattr__(self, name):
+        raise AssertionError(name)
+
+    @property
+    def total(self):
+        raise AssertionError
+
+    def __iter__(self):
+        raise AssertionError
+
+    def __len__(self):
+        raise AssertionError
+
+    def __eq__(self, other):
+        raise AssertionError
+
+    __hash__ = None
+
+
+class OwnDict(dict):
+    def items(self):
+        raise AssertionError
+
+
+def script(look):
+    """A function whose variables are looked for."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    module.note = torch.zeros(1)
+    slotted, held, forbidding = Slotted(), Held(torch.zeros(1)), Forbidding()
+    own = OwnDict(value=torch.zeros(1))
+    nested = {"a": [torch.zeros(1), (torch.zeros(2), collections.deque([torch.zeros(3)]))], 5: torch.zeros(4)}
+    namespace = types.SimpleNamespace(average=torch.zeros(1))
+    inside = torch.zeros(7)
+
+    def closure():
+        return inside
+
+    partial = functools.partial(closure, torch.zeros(8))
+    method = held.__eq__
+    kinds = [
+        torch.zeros((), dtype=torch.int64),
+        torch.zeros(2, dtype=torch.bfloat16),
+        torch.zeros(1, dtype=torch.complex64),
+    ]
+    result = look()
+    del module, slotted, forbidding, own, nested, namespace, partial, method, kinds
+    return result
+
+
+def look(**options):
+    own = search(frames_of(threading.get_ident()), **options)
+    return {each.path: each for each in own.tensors if each.path.startswith("script.")}
+
+
+def test_whoever_holds_a_tensor_it_is_found():
+    found = script(look)
+    assert {
+        "script.module.0.weight",
+        "script.module.1.running_mean",
+        "script.module.note",
+        "script.slotted.held",
+        "script.held.value",
+        "script.forbidding.inner",
+        "script.own['value']",
+        "script.nested['a'][0]",
+        "script.nested['a'][1][1][0]",
+        "script.nested[5]",
+        "script.namespace.average",
+        "script.inside",
+        "script.partial.args[0]",
+        "script.kinds[0]",
+        "script.kinds[1]",
+        "script.kinds[2]",
+    } <= found.keys()
+    assert [path for path, each in found.items() if each.buffer] == [
+        "script.module.1.running_mean",
+        "script.module.1.running_var",
+        "script.module.1.num_batches_tracked",
+    ]
+    assert found["script.inside"].local
+    assert not found["script.held.value"].local
+
+
+def test_a_closure_alone_leads_to_what_it_keeps():
+    def make():
+        kept = torch.zeros(3)
+        return lambda: kept.add_(1)
+
+    def holder():
+        update = make()
+        found = search(frames_of(threading.get_ident()))
+        update()
+        return [each.path for each in found.tensors if each.path.startswith("holder.")]
+
+    assert holder() == ["holder.update<kept>"]
+
+
+def test_what_is_tracked_and_what_is_data_is_left_out():
+    def holder():
+        model = nn.Linear(2, 2)
+        view = model.weight[0].detach()
+        dataset = TensorDataset(torch.zeros(4))
+        loader = DataLoader(dataset)
+        optimizer = torch.optim.Adam(model.parameters())
+        registered = Held(torch.zeros(1))
+        loss = model(torch.ones(1, 2)).sum()
+        generator, empty = torch.Generator(), torch.zeros(0)
+        found = search(
+            frames_of(threading.get_ident()), {memory_key(each) for each in model.parameters()}, {id(registered)}
+        )
+        del view, loader, optimizer, loss, generator, empty
+        return [each.path for each in found.tensors if each.path.startswith("holder.")]
+
+    assert holder() == []
+
+
+def test_of_a_variable_and_a_container_both_paths_are_known():
+    def holder():
+        averages = [Held(torch.zeros(1)), Held(torch.zeros(1))]
+        for each in averages:
+            assert each is not None
+        found = search(frames_of(threading.get_ident()))
+        return {each.path: each.others for each in found.tensors if each.path.startswith("holder.")}
+
+    assert holder() == {"holder.each.value": ("holder.averages[1].value",), "holder.averages[0].value": ()}
+
+
+def test_frames_of_an_error_and_of_another_thread_are_those_of_the_script():
+    kept = {}
+
+    def failing():
+        average = torch.zeros(1)
+        kept["is"] = average
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError) as raised:
+        failing()
+    found = search(frames_of(0, raised.value)).tensors
+    assert "failing.average" in [each.path for each in found]
+
+    begun, ends = threading.Event(), threading.Event()
+
+    def blocked():
+        average = torch.zeros(1)
+        begun.set()
+        ends.wait(20)
+        return average
+
+    thread = threading.Thread(target=blocked)
+    thread.start()
+    begun.wait(20)
+    paths = [each.path for each in search(frames_of(thread.ident)).tensors]
+    ends.set()
+    thread.join()
+    assert paths == ["blocked.average"]
+
+
+def test_globals_of_a_module_whose_function_runs_are_found():
+    module = types.ModuleType("library_of_a_script")
+    module.search, module.frames_of, module.threading, module.torch = search, frames_of, threading, torch
+    exec("average = torch.zeros(1)\ndef run():\n    return search(frames_of(threading.get_ident()))", vars(module))
+    assert "library_of_a_script.average" in [each.path for each in module.run().tensors]
+
+
+@pytest.mark.parametrize("count", [30_000])
+def test_containers_with_many_elements_are_data(count):
+    def holder():
+        many = [torch.zeros(1) for _ in range(count)]
+        few = many[:3]
+        found = search(frames_of(threading.get_ident()))
+        return [each.path for each in found.tensors if each.path.startswith("holder.") and many], few
+
+    assert holder()[0] == ["holder.few[0]", "holder.few[1]", "holder.few[2]"]
+
+
+def test_objects_of_a_stack_hold_nothing_of_the_scripts_but_lead_to_it():
+    trainer = type("Trainer", (), {"__module__": "lightning.pytorch.trainer.trainer"})()
+    trainer.value = torch.zeros(1)
+    trainer.callbacks = [Held(torch.zeros(1))]
+
+    def holder(trainer):
+        return [each.path for each in search([sys._getframe()]).tensors]
+
+    assert holder(trainer) == ["holder.trainer.callbacks[0].value"]

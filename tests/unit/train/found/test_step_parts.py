@@ -1,0 +1,40 @@
+"""A part of a step is undone, by what earlier ones have changed."""
+
+from __future__ import annotations
+
+import torch
+
+from azureml_elastic.train.found.step_parts import StepPart
+
+
+def test_a_part_that_is_broken_off_leaves_what_was_before_it():
+    part, queue, other = StepPart(), torch.zeros(3), torch.zeros(2)
+    tensors = {"queue": queue, "other": other}
+    for step in range(3):
+        part.begin(tensors)
+        queue.data.add_(1)  # which no version counter sees
+        if step < 2:
+            part.end()
+            other += 1
+    assert part.undo() == []
+    assert (queue.tolist(), other.tolist()) == ([2.0] * 3, [2.0] * 2)
+    assert part.undo() == []
+
+
+def test_what_changes_for_the_first_time_where_it_is_broken_off_is_named():
+    part, queue = StepPart(), torch.zeros(3)
+    part.begin({"queue": queue})
+    part.end()
+    part.begin({"queue": queue})
+    queue += 1
+    assert part.undo() == ["queue"]
+
+
+def test_a_change_that_comes_late_is_learned():
+    part, queue = StepPart(), torch.zeros(3)
+    for step in range(8):
+        part.begin({"queue": queue})
+        if step > 5:
+            queue += 1
+    assert part.undo() == []
+    assert queue.tolist() == [1.0] * 3
