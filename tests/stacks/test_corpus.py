@@ -25,6 +25,7 @@ CORPUS = Path(__file__).with_name("corpus")
 FIRST, LAST = (int(number) for number in os.environ.get("CORPUS_SEEDS", "0:2").split(":"))
 
 CASES = [
+    "averages",
     "checkpointing",
     "clm --save_on_main",
     "clm --resume",
