@@ -13,7 +13,7 @@ import importlib
 import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -23,7 +23,18 @@ import xxhash
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.errors import CheckpointDamaged
 
-__all__ = ["begin", "capture", "from_text", "is_tensor_name", "kept", "restore", "seed_of", "tensor_name", "to_text"]
+__all__ = [
+    "begin",
+    "capture",
+    "from_text",
+    "is_tensor_name",
+    "kept",
+    "remembered",
+    "restore",
+    "seed_of",
+    "tensor_name",
+    "to_text",
+]
 
 _PREFIX = "$random/"
 
@@ -93,15 +104,27 @@ def begin(*key: object) -> None:
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
     """Restore the generators of the CPU at the end of the block."""
-    numpy = _numpy_random()
-    states = torch.get_rng_state(), random.getstate(), numpy and numpy.get_state()
+    restore_all = remembered(torch.device("cpu"))
     try:
         yield
     finally:
+        restore_all()
+
+
+def remembered(device: torch.device) -> Callable[[], None]:
+    """Return a function that restores the generators to their present state, including that of this device."""
+    numpy, own = _numpy_random(), device_of(device).random_state()
+    states = torch.get_rng_state(), random.getstate(), numpy and numpy.get_state()
+
+    def restore_all() -> None:
         torch.set_rng_state(states[0])
         random.setstate(states[1])
         if numpy is not None:
             numpy.set_state(states[2])
+        if own is not None:
+            device_of(device).set_random_state(own)
+
+    return restore_all
 
 
 def _numpy_random() -> ModuleType | None:

@@ -201,9 +201,15 @@ def _copied_in(value: Any, device: Device) -> Any:
     if isinstance(value, torch.Tensor):
         return device.copy_in(value)
     if isinstance(value, Mapping):
-        return {key: _copied_in(item, device) for key, item in value.items()}
+        items = {key: _copied_in(item, device) for key, item in value.items()}
+        kind: Any = type(value)
+        try:
+            return kind(items)  # scripts read a tokenizer's batch by attributes
+        except TypeError:
+            return items
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_copied_in(item, device) for item in value))
     if isinstance(value, list | tuple):
         return type(value)(_copied_in(item, device) for item in value)
-    return value
+    # A graph, for example; stacks move their batches likewise.
+    return value.to(device.torch) if callable(getattr(value, "to", None)) else value

@@ -10,10 +10,11 @@ from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.train.data.loader import ElasticLoader, LoaderContext, SeededDataset, SeededIds, to_device
+from azureml_elastic.train.data.parted_batches import PartedBatch, PartedCollate
 from azureml_elastic.train.data.position import LoaderState, MicroBatch, Window
 from azureml_elastic.train.data.sampling import FILLER_SAMPLES, Cursor, order, parts, weight
 
@@ -90,7 +91,11 @@ class MapLoader(ElasticLoader):
         """Yield this rank's micro-batches from the cursor to the end of the epoch, with their collated samples."""
         for batch in self._fetched:
             # torch draws from the batch sampler ahead of time, and yields the batches in its order.
-            yield self._plan.popleft(), batch
+            micro = self._plan.popleft()
+            if isinstance(batch, PartedBatch):
+                yield replace(micro, parts=batch.parts), batch.whole
+            else:
+                yield micro, batch
 
     def batches_from(self, cursor: Cursor) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield the same from another position, by this process, and leave that of the run as it is."""
@@ -205,12 +210,15 @@ class WindowLoader(MapLoader):
     Attributes:
         untrained: micro-batches that were yielded and not trained yet
         closed: whether iterations yield nothing, because the training is complete
+        collated: collates the samples of each batch that an iteration fetches from now on, if asked to in parts as well
     """
 
     _is_accelerate_prepared = True  # accelerate divides other loaders among the ranks
 
     def __init__(self, dataset: SizedDataset, state: LoaderState, context: LoaderContext) -> None:
-        super().__init__(dataset, state, context)
+        self.collated = PartedCollate(context.options.get("collate_fn") or default_collate)
+        super().__init__(dataset, state, replace(context, options={**context.options, "collate_fn": self.collated}))
+        self._collate = self.collated.collate
         self.dataset = dataset
         self.batch_size = self._batching.micro_batch_size
         self.untrained: deque[MicroBatch] = deque()
@@ -232,6 +240,12 @@ class WindowLoader(MapLoader):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Do nothing."""
+
+    def some_samples(self, most: int) -> list[Any]:
+        """Return some samples of the dataset, which are trained by nobody."""
+        length = self._spec.length
+        with random_state.kept():
+            return [self.dataset[length * index // most] for index in range(most)] if length >= most else []
 
     def cursor_at(self, epoch: int, window: int) -> Cursor:
         """Return the position before a window, at the reference world size."""

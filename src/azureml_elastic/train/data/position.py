@@ -6,7 +6,7 @@ until they are trained.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,6 +106,7 @@ class MicroBatch:
         index: index among this rank's micro-batches of the window
         last: whether it is the last of those
         seed: random seed that is the same at any world size, where micro-batches do not depend on it
+        parts: its parts as they are collated by themselves, where they are; see :mod:`..data.parted_batches`
     """
 
     window: Window
@@ -114,6 +115,7 @@ class MicroBatch:
     index: int = 0
     last: bool = True
     seed: tuple[int, ...] = ()
+    parts: Sequence[Any] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(eq=False)

@@ -13,9 +13,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from azureml_elastic.train.integrations.script_loop.batch_parts import CurrentBatch
 from azureml_elastic.train.integrations.script_loop.divided_forward import divide_forward
 
 IGNORED = -100
+
+
+def divide(model, limit):
+    """Divide a model whose batch comes from nowhere, so that only its first tensor tells the number of samples."""
+    divide_forward(model, CurrentBatch(limit, torch.device("cpu")))
 
 
 class Output(OrderedDict):
@@ -48,6 +54,18 @@ class Flattened(nn.Module):
         return (x * self.weight).reshape(-1), self.number
 
 
+class Transposed(nn.Module):
+    """A model that has its features first, and standardizes them over the samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        hidden = self.layer(x)
+        return (hidden - hidden.mean(0)).T
+
+
 def gradients(model, compute):
     model.zero_grad()
     compute(model).backward()
@@ -56,7 +74,7 @@ def gradients(model, compute):
 
 def assert_same_gradients(model, compute, limit):
     divided = copy.deepcopy(model)
-    divide_forward(divided, limit)
+    divide(divided, limit)
     for found, expected in zip(gradients(divided, compute), gradients(model, compute), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
     return divided
@@ -134,7 +152,7 @@ def test_the_peak_of_a_step_at_half_the_nodes_is_that_at_all_of_them():
     layers = (nn.TransformerEncoderLayer(32, 2, 128, batch_first=True) for _ in range(3))
     model = nn.Sequential(nn.Embedding(32, 32), *layers, nn.Linear(32, 32))
     all_nodes, whole = peak(model, 8), peak(model, 16)
-    divide_forward(model, 8)
+    divide(model, 8)
     assert peak(model, 16) <= 1.15 * all_nodes < 1.5 * all_nodes < whole
 
 
@@ -142,12 +160,13 @@ def test_the_peak_of_a_step_at_half_the_nodes_is_that_at_all_of_them():
     ("model", "reason"),
     [
         (nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), "batch normalisation"),
-        (Flattened(torch.tensor(1)), "without a row"),
+        (Flattened(torch.tensor(1)), None),
+        (Transposed(), "depend on the others"),
         (Flattened(object), None),
     ],
 )
 def test_what_cannot_be_divided_takes_the_batch_whole_with_one_warning(model, reason, caplog):
-    divide_forward(model, 2)
+    divide(model, 2)
     for _ in range(2):
         model(torch.randn(6, 3))
     assert [reason in each.message for each in caplog.records] == ([True] if reason else [])
@@ -156,10 +175,9 @@ def test_what_cannot_be_divided_takes_the_batch_whole_with_one_warning(model, re
 def test_evaluations_and_small_batches_are_not_divided():
     sizes = []
     model = nn.Linear(3, 1)
-    model.register_buffer("seen", torch.zeros(()))
     inner = model.forward
     model.forward = lambda x: (sizes.append(len(x)), inner(x))[1]
-    divide_forward(model, 4)
+    divide(model, 4)
     model(torch.randn(4, 3))
     with torch.no_grad():
         model(torch.randn(9, 3))
@@ -169,7 +187,7 @@ def test_evaluations_and_small_batches_are_not_divided():
 
 def test_a_copy_has_weights_of_its_own_and_a_model_can_be_pickled():
     model = Flattened(1)
-    divide_forward(model, 2)
+    divide(model, 2)
     copied = copy.deepcopy(model)
     with torch.no_grad():
         copied.weight.zero_()

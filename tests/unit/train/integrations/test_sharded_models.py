@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from azureml_elastic.checkpoint.state.tracked import OtherState
 from azureml_elastic.errors import UsageError
+from azureml_elastic.train.integrations.script_loop.batch_parts import CurrentBatch
 from azureml_elastic.train.integrations.script_loop.divided_forward import divide_forward
 from azureml_elastic.train.integrations.script_loop.repeated_steps import FirstForward, RepeatedModels
 
@@ -144,7 +145,7 @@ def test_the_state_is_restored_before_the_first_forward_pass_gathers_weights(mod
 
 
 def test_a_larger_batch_is_not_divided(model, caplog):
-    divide_forward(model, 2)
+    divide_forward(model, CurrentBatch(2, torch.device("cpu")))
     assert "forward" not in vars(model)
     assert "takes it whole" in caplog.text
 

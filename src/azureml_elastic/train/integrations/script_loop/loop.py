@@ -27,6 +27,8 @@ from azureml_elastic.train.data.map_loader import WindowLoader
 from azureml_elastic.train.data.position import MicroBatch
 from azureml_elastic.train.data.sampling import Cursor
 from azureml_elastic.train.integrations.script_loop import state_folders
+from azureml_elastic.train.integrations.script_loop.batch_layout import PROBED, BatchLayout
+from azureml_elastic.train.integrations.script_loop.batch_parts import CurrentBatch
 from azureml_elastic.train.integrations.script_loop.collective_results import CollectiveResults
 from azureml_elastic.train.integrations.script_loop.divided_forward import divide_forward
 from azureml_elastic.train.integrations.script_loop.repeated_steps import (
@@ -95,6 +97,7 @@ class ScriptLoop(ABC):
         session.drive(self.complete_step)
         self._accumulation = accumulation
         self._batch_size = batch_size
+        self._current = CurrentBatch(batch_size, session.device)
         self._windows: WindowLoader | None = None
         self._steps_per_epoch = 0
         self.repeats = False
@@ -169,6 +172,8 @@ class ScriptLoop(ABC):
             return
         self._leave_pass()
         assert self._windows is not None
+        if self._has_larger_batches and not self._current.layout.rules:
+            self._learn_layout()
         current = self._pass = _Pass(self._next_epoch)
         try:
             if self._begun:
@@ -233,6 +238,7 @@ class ScriptLoop(ABC):
         for micro, batch in self._windows.batches_from(cursor):
             current.yielded += 1
             self._mark(last=micro.last)
+            self._current.take(batch, micro)
             yield from self._offered(current, batch, micro.window.after)
             if self._begun:
                 return
@@ -365,6 +371,7 @@ class ScriptLoop(ABC):
             self._end_batch(current)
         for batch in batches:
             micro = self._take_batch()
+            self._current.take(batch, micro)
             yield from self._offered(current, batch, micro.window.after)
             self._end_batch(current)
 
@@ -423,9 +430,9 @@ class ScriptLoop(ABC):
         self._session.adopt(self._tracked())
         if self._first_forward is not None:
             self._first_forward.end()
-        if self._windows.largest > self._batch_size:  # with fewer ranks than the script's batch size is meant for
+        if self._has_larger_batches:
             for model in self._models():
-                divide_forward(model, self._batch_size)
+                divide_forward(model, self._current)
         if self._reload is None:
             return
         place, load = self._place, self._reload
@@ -434,6 +441,21 @@ class ScriptLoop(ABC):
         if place is not None:
             self._session.begin_at(place.steps, place.epoch, place.windows)
             self._history.begin_at(place.epoch, place.windows)
+
+    @property
+    def _has_larger_batches(self) -> bool:
+        """Whether there are fewer ranks than the script's batch size is meant for."""
+        assert self._windows is not None
+        return self._windows.largest > self._batch_size
+
+    def _learn_layout(self) -> None:
+        """Learn what of a larger batch belongs to which samples, and have its parts collated where that is needed."""
+        assert self._windows is not None
+        collated = self._windows.collated
+        layout = BatchLayout.learn(collated.collate, self._windows.some_samples(PROBED))
+        self._current.layout = layout
+        if layout.differs and not layout.random:
+            collated.limit, collated.fits = self._batch_size, layout.fits
 
     def _tracked(self) -> dict[str, Any]:
         return {**self._objects(), _PROGRESS: Progress(self._session), _HISTORY: self._history, _RESULTS: self._results}

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from azureml_elastic.plurals import counted
 from azureml_elastic.train.integrations.nested import map_tensors, tensors_of
-from azureml_elastic.train.integrations.script_loop.divided_forward import HollowModel, is_sharded
+from azureml_elastic.train.integrations.script_loop.hollow_models import HollowModel, is_sharded
 from azureml_elastic.train.session.stack_session import StackSession
 
 __all__ = ["FirstForward", "Progress", "RepeatedModels", "RepetitionLog", "StepHistory", "own_loss"]
