@@ -52,3 +52,15 @@ def test_a_code_of_the_scripts_own_is_a_failure_and_the_runs_code(tmp_path, word
     assert {node.exit_code for node in report.nodes} == {code}
     assert len(report.rounds) == rounds
     assert why in report.message
+
+
+@pytest.mark.parametrize("words", [("optimizer",), ()], ids=["steps", "no steps"])
+def test_a_fault_in_seconds_comes_in_a_script_that_only_names_the_library(tmp_path, words):
+    """Such a script would report its steps, if it had opened a session."""
+    cluster = LocalCluster(
+        (1, 2), chaos=parse_schedule("kill=rank0@0.5s"), run_dir=tmp_path / "run", rendezvous=GATHERING, start=FORKED,
+        timeout=120,
+    )  # fmt: skip
+    report = cluster.run(["python", str(PROGRAMS / "branching.py"), *words])
+    assert (report.outcome, report.exit_code, report.missed_faults) == ("succeeded", 0, ()), report.message
+    assert report.world_sizes == (2, 1)

@@ -38,6 +38,7 @@ class TrainingRound:
         opens_session: whether the program uses the library.
         round_: further fields of the round.
         preemption: preemption policy.
+        maximum: largest number of nodes of a round; that of the names by default.
         options: fields of the distribution.
 
     Attributes:
@@ -54,12 +55,13 @@ class TrainingRound:
         opens_session: bool = True,
         round_=None,
         preemption: PreemptionPolicy | None = None,
+        maximum: int | None = None,
         **options,
     ) -> None:
         self.now = ENTERED
         self.round = sealed(*names, slots=slots, **(round_ or {}))
         plan = Plan(
-            resources=ElasticResources(max_instance_count=len(names)),
+            resources=ElasticResources(max_instance_count=maximum or len(names)),
             distribution=ElasticDistribution(**options),
             preemption=preemption or PreemptionPolicy(),
         )

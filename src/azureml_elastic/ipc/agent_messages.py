@@ -18,6 +18,7 @@ __all__ = [
     "Dumped",
     "HangLesson",
     "Leaving",
+    "NodesWait",
     "Placed",
     "Prepare",
     "RanksConnecting",
@@ -69,6 +70,13 @@ class RanksConnecting:
 
 
 @dataclass(frozen=True)
+class NodesWait:
+    """These nodes are connected to rank 0's node, and will be in the next round."""
+
+    nodes: tuple[Name, ...]
+
+
+@dataclass(frozen=True)
 class DumpStacks:
     """The round hangs: every agent writes the stacks of its workers. The fields are those of a ``Hang``."""
 
@@ -88,7 +96,7 @@ class HangLesson:
 
 
 ReportBody = Vote | Stopped | Leaving | Placed | Dumped
-BroadcastBody = Prepare | Decision | AllPlaced | RanksConnecting | DumpStacks | HangLesson
+BroadcastBody = Prepare | Decision | AllPlaced | RanksConnecting | NodesWait | DumpStacks | HangLesson
 
 REPORTS: MessageCodec[ReportBody] = MessageCodec(*get_args(ReportBody))
 BROADCASTS: MessageCodec[BroadcastBody] = MessageCodec(*get_args(BroadcastBody))

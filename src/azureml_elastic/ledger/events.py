@@ -31,6 +31,7 @@ __all__ = [
     "RoundReopened",
     "RunEnded",
     "StateSaved",
+    "TrainsWithoutSession",
     "Unreachable",
     "WorkerFailed",
     "WorkersStarted",
@@ -144,6 +145,12 @@ class RanksConnecting(_Event):
     """Workers without a session have begun to connect to each other; written by rank 0's node."""
 
     kind: Literal["ranks_connecting"] = "ranks_connecting"
+
+
+class TrainsWithoutSession(_Event):
+    """Workers have had the time to open a session, and have opened none; written once by each node of rank 0."""
+
+    kind: Literal["trains_without_session"] = "trains_without_session"
 
 
 class StateSaved(_Event):
@@ -270,6 +277,7 @@ Event = Annotated[
     | RoundEntered
     | WorkersStarted
     | RanksConnecting
+    | TrainsWithoutSession
     | StateSaved
     | Restored
     | Progress

@@ -135,7 +135,7 @@ class Launch:
         self._events: list[Event] = []
         self._timers: list[_Timer] = []
         self._fired: frozenset[int] = frozenset()
-        self._workers_started: float | None = None
+        self._without_session: float | None = None
         self._first_step: float | None = None
         self._faults: list[FaultRecord] = []
         self._missed: dict[int, str] = {}
@@ -287,8 +287,10 @@ class Launch:
         fresh = sorted(self._reader.read(), key=lambda event: event.time)  # one machine, one clock
         self._events += fresh
         self._board.apply(fresh)
-        if self._workers_started is None and self._board.workers_started:
-            self._workers_started = time.monotonic()
+        # A program that does not name this library has no session to wait for.
+        begun = self._board.without_session if self.opens_session else self._board.workers_started
+        if self._without_session is None and begun:
+            self._without_session = time.monotonic()
         if self._first_step is None and self._board.training:
             self._first_step = time.monotonic()
         for node in self._nodes.values():
@@ -302,9 +304,7 @@ class Launch:
         nodes = self._nodes.values()
         return ChaosState(
             step=self._board.step,
-            seconds=training_seconds(
-                time.monotonic(), self._workers_started, self._first_step, opens_session=self.opens_session
-            ),
+            seconds=training_seconds(time.monotonic(), self._first_step, self._without_session),
             living=frozenset(
                 node.name for node in nodes if node.exit_code is None and node.forced is None and not node.frozen
             ),

@@ -27,6 +27,7 @@ from azureml_elastic.ledger.events import (
     RoundEntered,
     RoundReopened,
     RunEnded,
+    TrainsWithoutSession,
     Unreachable,
     WorkerFailed,
     WorkersStarted,
@@ -79,6 +80,8 @@ class Board:
     """Whether workers were started."""
     training: bool = False
     """Whether a session has reported a step: one that it begins with, or one that it has completed."""
+    without_session: bool = False
+    """Whether workers have opened no session, though they have had the time for it."""
     step: int = 0
     checkpoint_step: int = 0
     ended: RunEnded | None = None
@@ -113,6 +116,8 @@ class Board:
             self.workers_started = True
         elif isinstance(event, Restored):
             self.training = True
+        elif isinstance(event, TrainsWithoutSession):
+            self.without_session = True
         elif isinstance(event, Progress):
             self.training = True
             self.step = max(self.step, event.step)

@@ -1,4 +1,4 @@
-"""A script without a session that saves after each step: ``saving.py reads|blind LOG``.
+"""A script without a session that saves before each step: ``saving.py reads|blind LOG``.
 
 Its folder is in ``STATE_FOLDER``. With ``reads`` it continues from its save, and ends once it has done so beside a new
 node. With ``blind`` it never reads, and ends a hundred saves after rank 0's ``LOG`` says what the new node waits for;
@@ -30,6 +30,7 @@ if rank == 0 and world == 1:
     alone.touch()
 last: int | None = None
 over = torch.zeros(1)
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 while not over:
     time.sleep(0.02)
     step += 1
@@ -42,4 +43,5 @@ while not over:
             last = step + 100
         over += step == last
     dist.all_reduce(over)
+    optimizer.step()
 print(f"ends at step {step}", flush=True)

@@ -155,19 +155,12 @@ def test_any_is_drawn_by_the_seed():
 
 
 @pytest.mark.parametrize(
-    ("started", "first_step", "opens_session", "expected"),
-    [
-        (None, None, True, None),
-        (None, None, False, None),
-        (90.0, None, False, 10.0),
-        (90.0, None, True, None),  # imports, or reads data
-        (90.0, 97.0, True, 3.0),
-        (90.0, 97.0, False, 3.0),  # the session was not found in the text
-        (-200.0, None, True, 300.0),  # no session was opened
-    ],
+    ("first_step", "without_session", "expected"),
+    [(None, None, None), (None, 90.0, 10.0), (97.0, None, 3.0), (97.0, 90.0, 3.0)],
+    ids=["imports, or reads data", "no session", "a session", "a session after all"],
 )
-def test_seconds_count_from_the_first_step_where_one_is_reported(started, first_step, opens_session, expected):
-    assert training_seconds(100.0, started, first_step, opens_session=opens_session) == expected
+def test_seconds_count_from_the_first_step_where_one_is_reported(first_step, without_session, expected):
+    assert training_seconds(100.0, first_step, without_session) == expected
 
 
 def test_added_nodes_need_no_victim():

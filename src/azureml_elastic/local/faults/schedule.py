@@ -72,9 +72,6 @@ _SECONDS = re.compile(r"(\d+(?:\.\d+)?)s")
 _STEP = re.compile(r"step:(\d+)")
 _TROUBLE = re.compile(rf"(?P<kind>{'|'.join(TROUBLES)})(:(?P<percent>\d{{1,3}})%)?")
 
-_SESSION_SECONDS = 300.0
-"""Time after which a program that uses this library, but has reported no step, counts as one without a session."""
-
 DEFAULT_KINDS = ("kill", "preempt", "add")
 """Default kinds of :func:`random_schedule`."""
 
@@ -112,24 +109,17 @@ class Due:
     victim: str | None = None
 
 
-def training_seconds(
-    now: float, workers_started: float | None, first_step: float | None, *, opens_session: bool
-) -> float | None:
+def training_seconds(now: float, first_step: float | None, without_session: float | None) -> float | None:
     """Return the seconds since training began, by which faults at a time in seconds happen; ``None`` before.
 
-    Training begins with the first step that the run reports. A program without a session reports none: its training
-    begins with its workers.
+    Training begins with the first step that the run reports. A program without a session reports none.
 
     Args:
-        workers_started: time at which the first workers started, ``None`` before.
         first_step: time at which a step was reported first, ``None`` before.
-        opens_session: whether the program uses this library.
+        without_session: time at which it was known first that the program trains without a session, ``None`` before.
     """
-    if first_step is not None:
-        return now - first_step
-    if workers_started is None or (opens_session and now - workers_started < _SESSION_SECONDS):
-        return None
-    return now - workers_started
+    began = without_session if first_step is None else first_step
+    return None if began is None else now - began
 
 
 def due(schedule: Schedule, state: ChaosState) -> list[Due]:

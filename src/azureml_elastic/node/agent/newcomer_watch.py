@@ -11,11 +11,20 @@ from datetime import timedelta
 from pathlib import Path
 
 from azureml_elastic.node.agent.saved_files import SavedFiles, is_state_file, scan, stop_between_saves
+from azureml_elastic.node.core.boundary import SaveRule
+from azureml_elastic.node.preload.optimizer_steps import Steps, read_steps
 from azureml_elastic.node.preload.state_lookups import Lookups, read_lookups
 
-__all__ = ["NewcomerWatch", "SaveWatch", "describe_wait"]
+__all__ = ["NewcomerWatch", "SaveWatch", "describe_wait", "name_lookups"]
 
 _MAX_NAMED = 3
+
+
+def name_lookups(lookups: Lookups) -> str:
+    """Return some of the paths, as a list in a sentence: those with the name of a state first, others may be data."""
+    paths = sorted(lookups.files | lookups.folders, key=lambda path: (not is_state_file(Path(path).name), path))
+    more = f" and {len(paths) - _MAX_NAMED} more" if len(paths) > _MAX_NAMED else ""
+    return ", ".join(paths[:_MAX_NAMED]) + more
 
 
 def describe_wait(waiting: Iterable[str], lookups: Lookups, timeout: float | None) -> str:
@@ -26,16 +35,16 @@ def describe_wait(waiting: Iterable[str], lookups: Lookups, timeout: float | Non
     """
     limit = "" if timeout is None else f" They wait for {timeout:g} s at most."
     begin = f"{', '.join(sorted(waiting))}: waiting, as the program has no session and is restarted for a new node. "
-    # Files with the name of a state first: others may be data.
-    paths = sorted(lookups.files | lookups.folders, key=lambda path: (not is_state_file(Path(path).name), path))
-    if not paths:
+    named = name_lookups(lookups)
+    if not named:
         return (
             f"{begin}It has not looked for a saved state at its start, so it would train all its steps again. New "
             f"nodes are let in when the round ends for another reason.{limit}"
         )
-    more = f" and {len(paths) - _MAX_NAMED} more" if len(paths) > _MAX_NAMED else ""
-    named = ", ".join(paths[:_MAX_NAMED]) + more
-    return f"{begin}They are let in after the next save of a file that it has looked for at its start: {named}.{limit}"
+    return (
+        f"{begin}They are let in after the next save of a file that it has looked for at its start, once it trains on: "
+        f"{named}.{limit}"
+    )
 
 
 _LOG = logging.getLogger(__name__)
@@ -89,11 +98,17 @@ class SaveWatch:
         self._closed = True
         self._changed.set()
 
-    @property
-    def saved(self) -> bool:
-        """Whether the program has saved since :meth:`begin`."""
+    def take_save(self) -> bool:
+        """Return, once for each save since :meth:`begin`, whether the program has saved."""
         files = self._files
-        return files is not None and files.saved is not None
+        if files is None or files.saved is None:
+            return False
+        self._files = SavedFiles()
+        return True
+
+    def read_steps(self) -> Steps:
+        """Return how many steps the workers' optimizers have taken."""
+        return read_steps(self._folder, self._pids)
 
     def stop_workers(self) -> bool:
         """Stop the workers unless they save at this moment, and return whether they are stopped now."""
@@ -135,7 +150,7 @@ class NewcomerWatch:
         self._clock = clock
         self._waiting: frozenset[str] = frozenset()
         self._since = 0.0
-        self._reported = False
+        self._rule = SaveRule()
         self.waits = ""
 
     def rest(self) -> None:
@@ -146,21 +161,28 @@ class NewcomerWatch:
     def await_save(self, waiting: frozenset[str], pids: Sequence[int]) -> None:
         """Look for saves from now on, unless that is done already."""
         if not self._waiting:
-            self._since, self._reported = self._clock(), False
+            self._since, self._rule = self._clock(), SaveRule()
             self._saves.begin(tuple(pids))
         self._waiting = waiting
 
     def take_saved(self) -> bool:
-        """Return, once, whether the program has saved; and log what the nodes wait for, where that has changed."""
-        if not self._waiting or self._reported:
+        """Return whether the program has saved, and has gone on training since the last call.
+
+        What the nodes wait for is logged where that has changed.
+        """
+        if not self._waiting:
             return False
-        self._reported = self._saves.saved
         waits = describe_wait(self._waiting, self._saves.lookups, self._timeout)
         # The first look is not yet made at once; what it has found is said, and again where that changes.
-        if waits != self.waits and self._clock() - self._since >= _SCAN_SECONDS and not self._reported:
+        if waits != self.waits and self._clock() - self._since >= _SCAN_SECONDS:
             self.waits = waits
             _LOG.info("%s", waits)
-        return self._reported
+        saved = self._saves.take_save()
+        steps = self._saves.read_steps()  # later than the save
+        goes_on = self._rule.goes_on(steps)
+        if saved:
+            self._rule.saved(steps)
+        return goes_on
 
     def hold(self) -> bool:
         """Stop the workers unless they save at this moment, and return whether they are stopped now."""

@@ -15,6 +15,7 @@ from azureml_elastic.ledger.events import HangDetected, HostStruck, RoundReopene
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.event_logs import ObservationLog
 from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch
+from azureml_elastic.node.agent.session_watch import SessionWatch
 from azureml_elastic.node.agent.worker_processes import Workers
 from azureml_elastic.node.core import training_actions as do
 from azureml_elastic.node.core import training_events as ev
@@ -89,6 +90,7 @@ class RoundObserver:
         preemption: PreemptionWatcher,
         hangs: HangWatch,
         newcomers: NewcomerWatch,
+        session: SessionWatch,
     ) -> None:
         self._rdzv = rendezvous
         self._workers = workers
@@ -96,6 +98,7 @@ class RoundObserver:
         self._preemption = preemption
         self._hangs = hangs
         self._newcomers = newcomers
+        self._session = session
         self._reported: set[str] = set()
         self._round = ev.RoundSeen()
         self._report = ev.WorkersSeen()
@@ -142,6 +145,8 @@ class RoundObserver:
             yield ev.StoreUsed()
         if self._newcomers.take_saved():
             yield ev.ProgramSaved()
+        if training.leads and not (training.runs_engine or report.in_session or report.present):
+            self._session.look(self._workers.pids, connecting=training.connecting)
         yield from self._hangs.look(leads=training.leads)
         yield ev.TimePassed()
 

@@ -10,7 +10,9 @@ round that ended sooner would cut the save of a slower node short.
 **When waiting nodes may end a round, and when that would cost more than it brings.** A program with a session stops at
 a step boundary. One without is ended, and the next round begins where the program itself resumes. Whether it resumes
 shows only in what it reads: a program that saves and never reads begins anew. So a round goes on until the program has
-saved, while nodes wait, a file that it has looked for at its start. Then next to nothing is lost.
+saved, while nodes wait, a file that it has looked for at its start. Then next to nothing is lost. But the save may be
+its last one, after which it evaluates or exports what it has trained, and would do all that again, or more. So it has
+to go on training, too, and is stopped in the very next moment: :class:`SaveRule`.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ __all__ = [
     "Departure",
     "Leader",
     "Newcomers",
+    "SaveRule",
     "ends_soon",
     "seconds_left",
 ]
@@ -205,6 +208,37 @@ def ends_soon(seconds: float | None) -> bool:
     return seconds is not None and seconds < _REMAINING_SECONDS
 
 
+class SaveRule:
+    """Decides whether a program without a session that has saved goes on training, for one wait of other nodes.
+
+    It does so when an optimizer that had taken steps before the save takes another one: the others may be those of an
+    evaluation. Of a program that takes no steps of torch's optimizers it shows in a further save.
+    """
+
+    def __init__(self) -> None:
+        self._at_save: Sequence[int] = ()
+        self._saves_without_steps = 0
+
+    def saved(self, steps: Sequence[int]) -> None:
+        """The program has saved.
+
+        Args:
+            steps: number of steps of each of its optimizers, read since; always in the same order.
+        """
+        self._at_save = steps
+        self._saves_without_steps += not any(steps)
+
+    def goes_on(self, steps: Sequence[int]) -> bool:
+        """Return, once for each further step or save, whether the program trains at this moment."""
+        if any(0 < before < now for before, now in zip(self._at_save, steps, strict=False)):
+            self._at_save = steps
+            return True
+        if self._saves_without_steps > 1 and not any(steps):
+            self._saves_without_steps = 1
+            return True
+        return False
+
+
 class Newcomers:
     """Decides when waiting nodes may end a round whose workers have no session. On rank 0's node.
 
@@ -237,7 +271,7 @@ class Newcomers:
         return self.rest() if now - self._seen >= _GONE_SECONDS else []
 
     def saved(self) -> None:
-        """The program has saved since nodes wait."""
+        """The program has saved since nodes wait, and trains at this moment."""
         self._saved = self._since is not None
 
     def wait(self, waiting: frozenset[str], now: float, *, connected: bool) -> tuple[bool, list[TrainingAction]]:
@@ -260,6 +294,7 @@ class Newcomers:
             return True, actions
         if self._saved and (connected or self._alone):
             actions.append(HoldWorkers())
+        self._saved = False  # in the next moment it may have left its training loop
         return False, actions
 
 

@@ -7,8 +7,8 @@ of the durations of the rounds since, each measured by the monotonic clock of th
 Four rules, in this order:
 
 1. *A loss or weights that are not finite* end the run at once, where the checkpoint policy says so.
-2. *The same error without progress* ends the run at once. Without a session there is progress once the workers have
-   connected to each other.
+2. *The same error without progress* at the same world size ends the run at once, unless nodes wait that make another
+   size. Without a session there is progress once the workers have connected to each other.
 3. *An unexplained broken connection* is free while the run makes progress. Without progress, at most
    ``max_failed_rounds`` rounds in a row may end so, and one that lasted more than a minute is charged.
 4. *Any other failure* is charged: ``max_restarts`` restarts within ``restart_window``. A record expires when it is
@@ -58,6 +58,7 @@ class FailureRecord:
         age_seconds: duration of the rounds since.
         charge: number of charged failures: 0 if free, more than 1 after a merge.
         connected: whether the workers of the round had begun to connect to each other, as far as is known.
+        world_size: number of workers of the round; 0 for unknown.
     """
 
     signature: str
@@ -69,6 +70,7 @@ class FailureRecord:
     age_seconds: float = 0.0
     charge: int = 1
     connected: bool = True
+    world_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,14 +91,17 @@ class Failure:
     signature: str = ""
     conclusive: bool = False
 
-    def record(self, node: str, step: int | None, *, connected: bool = True) -> FailureRecord:
+    def record(self, node: str, step: int | None, *, connected: bool = True, world_size: int = 0) -> FailureRecord:
         """Return the record for the round's row.
 
         Args:
             step: last completed step of the node, if known.
             connected: whether the workers of the round had begun to connect to each other, as far as is known.
+            world_size: number of workers of the round; 0 for unknown.
         """
-        return FailureRecord(self.signature, self.kind, step, node, self.rank, self.exit_code, connected=connected)
+        return FailureRecord(
+            self.signature, self.kind, step, node, self.rank, self.exit_code, connected=connected, world_size=world_size
+        )
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,7 @@ def decide_restart(
     seconds: float,
     failed_rounds: int,
     max_failed_rounds: int,
+    next_size: int = 0,
 ) -> RestartDecision:
     """Decide about a failure that neither a lost node nor another worker's failure explains.
 
@@ -149,14 +155,17 @@ def decide_restart(
         seconds: duration of the round.
         failed_rounds: number of consecutive failed rounds before this one.
         max_failed_rounds: number of them that ends the run.
+        next_size: number of workers of the next round, with the nodes that wait; 0 for unknown.
     """
     window = None if distribution.restart_window is None else distribution.restart_window.total_seconds()
     kept = _unexpired(history, failure, window)
     earlier = _same_without_progress(kept, failure, seconds) if conclusive else None
+    # What needs a certain world size, such as a sharded state, is loaded with another one, the rest fails there, too.
+    resized = earlier is not None and failure.kind != "import" and next_size not in (0, failure.world_size)
     if failure.kind == "nonfinite":
         why = 'on_nonfinite="stop" ends the run.'
         return RestartDecision(restart=False, failures=_merged((*kept, failure)), round_failed=False, why=why)
-    if earlier is not None:
+    if earlier is not None and not resized:
         at = "" if earlier.step is None else f" at step {earlier.step}"
         since = "the workers have not begun to connect to each other since"
         since = since if not failure.connected else "no further step has been completed since"
@@ -187,6 +196,11 @@ def decide_restart(
         why = f"restart {charged} of {max_restarts} {span}"
         if free:
             why = "restart without charge: a connection broke, and neither a lost node nor a failed worker explains it"
+        elif resized:
+            why += (
+                f"; the error is the same as before, but the world size changes from {failure.world_size} to "
+                f"{next_size}, as nodes wait"
+            )
     return RestartDecision(restart=restart, failures=failures, round_failed=no_progress, why=why)
 
 
@@ -211,19 +225,25 @@ def _unexpired(
 def _same_without_progress(
     history: Sequence[FailureRecord], failure: FailureRecord, seconds: float
 ) -> FailureRecord | None:
-    """Return the furthest earlier failure with this signature, if the run has made no progress since.
+    """Return the furthest earlier failure with this signature and world size, if the run has made no progress since.
 
     Unknown steps (a program without a session) do not prove a lack of progress, unless the program was not even loaded,
     or this round and the one before have failed before the workers began to connect.
     """
     if failure.kind != "import" and failure.step is None:
         last = history[-1] if history else None
-        if failure.connected or last is None or last.connected or last.signature != failure.signature:
+        if failure.connected or last is None or last.connected or not _is_same(last, failure):
             return None
         return last if last.age_seconds <= seconds + _CLOCK_SECONDS else None  # else other rounds came between
-    same = [record for record in history if record.signature == failure.signature]
+    same = [record for record in history if _is_same(record, failure)]
     furthest = max(same, key=_step, default=None)
     return None if furthest is None or _step(failure) > _step(furthest) else furthest
+
+
+def _is_same(record: FailureRecord, failure: FailureRecord) -> bool:
+    """Return whether two failures are the same error under the same conditions."""
+    same_size = failure.kind == "import" or record.world_size in (0, failure.world_size)
+    return same_size and record.signature == failure.signature
 
 
 def _merged(records: Sequence[FailureRecord]) -> tuple[FailureRecord, ...]:

@@ -10,7 +10,15 @@ from azureml_elastic.node.core.failures import Failure, FailureKind, FailureReco
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.core.training_actions import Close, Log, Reopen
 
-__all__ = ["KILLED", "SUMMARIES", "charge", "closing_message", "died_after_training", "faulty_members"]
+__all__ = [
+    "KILLED",
+    "SUMMARIES",
+    "charge",
+    "closing_message",
+    "died_after_training",
+    "faulty_members",
+    "size_with",
+]
 
 SUMMARIES: dict[FailureKind, str] = {
     "out_of_memory": "it ran out of memory",
@@ -78,6 +86,7 @@ def charge(
     reason: str,
     *,
     lost: frozenset[str],
+    waiting: frozenset[str],
     round_: Round,
     seconds: float,
     plan: Plan,
@@ -86,6 +95,7 @@ def charge(
 
     Args:
         lost: members that the next round does not wait for.
+        waiting: spares that will be in it.
         seconds: its duration so far.
         plan: configuration of the run, with the limits of the restart policy.
     """
@@ -97,6 +107,7 @@ def charge(
         seconds=seconds,
         failed_rounds=round_.failed_rounds,
         max_failed_rounds=plan.rendezvous.timings.max_failed_rounds,
+        next_size=size_with(waiting, round_, plan),
     )
     if decision.restart:
         log = Log(f"{reason} ({failure.signature}); {decision.why}.", warning=True)
@@ -104,6 +115,16 @@ def charge(
     message = closing_message(failure.message, record, round_.number, decision.why)
     code = of_failed_run(failure.exit_code)
     return (Close(succeeded=False, message=message, exit_code=code, failures=decision.failures),)
+
+
+def size_with(waiting: Collection[str], round_: Round, plan: Plan) -> int:
+    """Return the number of workers of a round with these nodes besides, as far as the limits of the run allow."""
+    resources, distribution = plan.resources, plan.distribution
+    _, most = distribution.node_limits(resources.min_instance_count, resources.max_instance_count)
+    count = min(most, len(round_.members) + len(waiting))
+    if isinstance(distribution.nodes_per_replica, int):
+        count -= count % distribution.nodes_per_replica
+    return max(count, len(round_.members)) * round_.members[0].slots
 
 
 _TERMINATED, _ABORTED = -15, -6

@@ -115,6 +115,7 @@ class Training:
         self._discovery = PeerDiscovery(names)
         self._hangs = HangResponse(round_, node)
         self._seen = ev.RoundSeen()
+        self._waiting = frozenset[str]()
         self._workers = ev.WorkersSeen()
         self._boundary = BoundaryParticipant(self._slots)
         self._departure = Departure(runs_engine=distribution.runs_engine)
@@ -176,6 +177,8 @@ class Training:
         """Take in what is known from now on."""
         match event:
             case ev.RoundSeen():
+                if self.leads and event.waiting != self._seen.waiting:
+                    self._do(do.ToMembers(messages.NodesWait(tuple(sorted(event.waiting)))))
                 self._seen = event
             case ev.WorkersSeen():
                 self._workers = event
@@ -312,6 +315,8 @@ class Training:
                 self._discovery.all_placed(self._now)
             case messages.RanksConnecting() if not self.connecting:
                 self._workers_connect()
+            case messages.NodesWait(nodes):
+                self._waiting = frozenset(nodes)
             case messages.HangLesson():
                 self._do(do.LearnLesson(body))
             case messages.DumpStacks() if self.state in _IN_ROUND:
@@ -459,9 +464,11 @@ class Training:
         step = workers.step if self._opens_session or workers.in_session else None
         # One that trains alone need not connect.
         connected = self.connecting or (round_.world_size == 1 and seconds >= _ALONE_SECONDS)
-        record = failure.record(self._node, step, connected=connected)
+        record = failure.record(self._node, step, connected=connected, world_size=round_.world_size)
         self._do(do.FlushProgress(), do.StopWorkers(), do.RecordFailure(failure, step))
-        *log, change = charge(failure, record, reason, lost=lost, round_=round_, seconds=seconds, plan=self._plan)
+        *log, change = charge(
+            failure, record, reason, lost=lost, waiting=self._waiting, round_=round_, seconds=seconds, plan=self._plan
+        )
         self._do(*log)
         self._change_row(change)
 

@@ -216,7 +216,7 @@ class NoteConnecting:
 
 @dataclass(frozen=True)
 class AwaitSave:
-    """Look for saves of the program, for which these nodes wait; ``ProgramSaved`` answers."""
+    """Look for saves of the program, for which these nodes wait; ``ProgramSaved`` answers, perhaps several times."""
 
     waiting: frozenset[str]
 

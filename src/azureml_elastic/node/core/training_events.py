@@ -215,7 +215,7 @@ class StacksWritten:
 
 @dataclass(frozen=True)
 class ProgramSaved:
-    """A program without a session has saved while nodes wait."""
+    """A program without a session has saved while nodes wait, and has gone on training in this moment."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from azureml_elastic.node.preload import import_loader, script_runner, stack_imports, state_lookups
+from azureml_elastic.node.preload import import_loader, optimizer_steps, script_runner, stack_imports, state_lookups
 from azureml_elastic.node.preload.command import plain_command, replace_excluded
 from azureml_elastic.node.preload.import_loader import Rehearsal, leftover_threads, trial_fork, why_unsafe
 from azureml_elastic.node.preload.import_scan import early_imports, find_imports
@@ -405,6 +405,7 @@ class _Server:
         script_runner.adopt_imports(self._printed, self._variables_set)
         import_loader.set_rank(os.environ)
         state_lookups.record(os.environ)
+        optimizer_steps.count_steps(os.environ)
         return run
 
     def _end_with(self, server: int) -> None:

@@ -34,6 +34,7 @@ from azureml_elastic.node.agent.earlier_run import with_earlier_checkpoint
 from azureml_elastic.node.agent.event_logs import ObservationLog
 from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch, SaveWatch
 from azureml_elastic.node.agent.round_runner import HangWatch, RoundObserver, RoundPerformer, RoundRunner
+from azureml_elastic.node.agent.session_watch import SessionWatch
 from azureml_elastic.node.agent.shard_transfer import ShardReceiver, ShardSender
 from azureml_elastic.node.agent.worker_group import WorkerGroup, inherited_variables, withheld_variables
 from azureml_elastic.node.agent.worker_processes import Workers
@@ -313,7 +314,10 @@ class _Node(Surroundings):
         hangs = HangWatch(
             self._watch, StackReporter(channel.folder, identity.folder / "stacks", identity.node, rendezvous.wake)
         )
-        observer = RoundObserver(rendezvous, workers, channel, preemption, hangs, self._newcomers)
+        session = SessionWatch(
+            channel.folder, lambda kind: self._recorder.record(kind, rendezvous.membership.last_round)
+        )
+        observer = RoundObserver(rendezvous, workers, channel, preemption, hangs, self._newcomers, session)
         performer = RoundPerformer(
             rendezvous,
             workers,

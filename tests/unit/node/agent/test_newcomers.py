@@ -14,10 +14,11 @@ WAITING = frozenset({"node-2"})
 
 
 class Saves:
-    """A program that the test has save."""
+    """A program that the test has train and save."""
 
     def __init__(self) -> None:
         self.saved = False
+        self.steps = 7
         self.begun: list[tuple[int, ...]] = []
         self.lookups = Lookups()
 
@@ -28,6 +29,13 @@ class Saves:
     def pause(self) -> None:
         pass
 
+    def take_save(self) -> bool:
+        saved, self.saved = self.saved, False
+        return saved
+
+    def read_steps(self) -> tuple[int, ...]:
+        return (self.steps,)
+
 
 class Leader:
     """The watch of rank 0's agent, with a clock of its own."""
@@ -37,8 +45,9 @@ class Leader:
         self.saves = Saves()
         self.watch = NewcomerWatch(self.saves, timeout, lambda: self.now)
 
-    def sees_a_save(self, seconds: float = 0.0) -> bool:
+    def sees_a_save(self, seconds: float = 0.0, *, steps: int = 0) -> bool:
         self.now += seconds
+        self.saves.steps += steps
         return self.watch.take_saved()
 
 
@@ -54,12 +63,15 @@ def test_nothing_is_looked_for_while_no_node_waits(leader):
     assert leader.saves.begun == [(4711,)]
 
 
-def test_a_save_is_reported_once(leader):
+def test_a_save_is_reported_with_each_step_after_it(leader):
     leader.watch.await_save(WAITING, (4711,))
-    assert not leader.sees_a_save(3600)
+    assert not leader.sees_a_save(3600, steps=100)
     leader.saves.saved = True
-    assert leader.sees_a_save(1)
+    assert not leader.sees_a_save(1, steps=1), "the save may be later than the step"
+    assert not leader.sees_a_save(3600)
+    assert leader.sees_a_save(1, steps=1)
     assert not leader.sees_a_save(1)
+    assert leader.sees_a_save(1, steps=1)
 
 
 def test_more_nodes_do_not_begin_the_look_anew_but_a_pause_does(leader):
@@ -67,10 +79,11 @@ def test_more_nodes_do_not_begin_the_look_anew_but_a_pause_does(leader):
     leader.watch.await_save(WAITING | {"node-3"}, (4711,))
     assert len(leader.saves.begun) == 1
     leader.saves.saved = True
+    leader.sees_a_save()
     leader.watch.rest()
-    assert not leader.sees_a_save(60)
+    assert not leader.sees_a_save(60, steps=1)
     leader.watch.await_save(WAITING, (4711,))
-    assert not leader.sees_a_save(1), "the work since the save before would be lost"
+    assert not leader.sees_a_save(1, steps=1), "the work since the save before would be lost"
     assert len(leader.saves.begun) == 2
 
 
@@ -96,5 +109,7 @@ def test_the_reason_names_what_a_save_would_be():
     assert "has not looked for a saved state" in blind
     assert "would train all its steps again" in blind
     reads = describe_wait({"a"}, LOOKUPS, 90.0)
-    assert "next save of a file that it has looked for at its start: /out/last.pt, " in reads, "a state comes first"
+    assert "next save of a file that it has looked for at its start, once it trains on: /out/last.pt, " in reads, (
+        "a state comes first"
+    )
     assert reads.endswith("and 1 more. They wait for 90 s at most.")

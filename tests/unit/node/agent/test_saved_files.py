@@ -239,7 +239,8 @@ def test_a_save_is_one_that_the_program_has_looked_for(tmp_path, looks, expected
             until(lambda: watch.scans > scans)
             process.stdin.write(b"\n")
             process.stdin.flush()
-            until(lambda: watch.saved)
+            until(watch.take_save)
+            assert not watch.take_save()
         else:
             until(lambda: watch.scans > 0)
             assert watch.lookups == Lookups()
@@ -270,7 +271,7 @@ def test_a_mount_that_does_not_answer_holds_nothing_up():
     try:
         assert folder.asked.wait(30)
         for _ in range(3):
-            assert not watch.saved
+            assert not watch.take_save()
             watch.pause()
             watch.begin([1])
         assert [thread.name for thread in threading.enumerate()].count("save-watch") == 1

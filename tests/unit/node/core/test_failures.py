@@ -20,7 +20,7 @@ from azureml_elastic.node.core.failures import (
     decide_restart,
     read_records,
 )
-from azureml_elastic.node.core.restarts import SUMMARIES, closing_message
+from azureml_elastic.node.core.restarts import SUMMARIES, closing_message, size_with
 from azureml_elastic.node.core.round import Member, Round, reopened
 
 HOUR = 3600.0
@@ -344,3 +344,29 @@ def test_a_window_of_no_time_is_refused():
     """It would forgive every failure, and the run would never end."""
     with pytest.raises(ValueError, match="restart_window"):
         ElasticDistribution(restart_window=timedelta(0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "same"), [("user", 1, True), ("user", 2, False), ("user", 0, True), ("import", 2, True)]
+)
+def test_an_error_at_another_world_size_is_another_one(kind, size, same):
+    run = Run(terms())
+    assert run.fails(record(kind=kind, world_size=size), conclusive=True).restart
+    assert run.fails(record(kind=kind, world_size=1), conclusive=True).restart != same
+
+
+@pytest.mark.parametrize(
+    ("waiting", "limits", "size"),
+    [
+        ((), {"max_instance_count": 4}, 4),
+        (("c",), {"max_instance_count": 4}, 6),
+        (("c", "d", "e"), {"max_instance_count": 4}, 8),
+        (("c",), {"max_instance_count": 4, "nodes_per_replica": 2}, 4),
+        (("c", "d"), {"max_instance_count": 4, "nodes_per_replica": 2}, 8),
+    ],
+)
+def test_the_next_world_size_is_within_the_limits_of_the_run(waiting, limits, size):
+    replica = limits.pop("nodes_per_replica", 1)
+    plan = Plan(resources=ElasticResources(**limits), distribution=ElasticDistribution(nodes_per_replica=replica))
+    members = tuple(Member(name, "i", slots=2) for name in "ab")
+    assert size_with(waiting, Round(state="sealed", members=members), plan) == size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from azureml_elastic.ipc.agent_messages import Decision, Prepare, Vote
+from azureml_elastic.ipc.agent_messages import Decision, NodesWait, Prepare, Vote
 from azureml_elastic.ipc.worker_messages import Decide
 from azureml_elastic.node.core import training_actions as do
 from azureml_elastic.node.core import training_events as ev
@@ -38,7 +38,7 @@ def test_a_waiting_node_leads_to_a_boundary_that_all_nodes_agree_on():
     round_.workers("a", step=4)
     round_.sees("a", waiting=frozenset({"d"}))
     assert propose(round_) == 1
-    assert round_.sent[0] == Prepare(1, 5, "rejoin")
+    assert round_.sent[:2] == [NodesWait(("d",)), Prepare(1, 5, "rejoin")]
     assert decisions(round_) == [Decision(1, go=True)]
     for node in ABC:
         assert round_.take(node) == [do.TellWorkers(Decide(1, go=True))]
@@ -130,7 +130,7 @@ def test_nobody_is_let_in_when_the_run_ends_soon_but_the_preempted_go():
     round_.workers("a", pace=Pace(round_.now - 100.0, 0), expected=1000, step=999)
     round_.sees("a", waiting=frozenset({"c"}))
     round_.wait(0.1)
-    assert round_.sent == []
+    assert round_.sent == [NodesWait(("c",))]
     round_.feed("b", ev.Noticed(round_.now + 20.0))
     propose(round_)
     assert decisions(round_) == [Decision(1, go=True, leavers=("b",))]

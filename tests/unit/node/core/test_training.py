@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -146,6 +147,25 @@ def test_the_last_failure_that_is_allowed_ends_the_run(mine, expected):
     round_.feed("b", ev.RowWritten(mine=mine))
     assert state(round_, "b") is expected
     assert round_.machines["b"].closed == close
+
+
+@pytest.mark.parametrize("node", ["a", "b"], ids=["rank 0's node", "another"])
+@pytest.mark.parametrize(
+    ("waiting", "maximum", "ends"),
+    [({"c"}, 3, False), ((), 3, True), ({"c"}, 2, True)],
+    ids=["a node waits", "none waits", "one waits for which there is no room"],
+)
+def test_the_same_error_is_tried_with_another_world_size(node, waiting, maximum, ends):
+    """A sharded state may be loaded only with the number of workers that have saved it."""
+    before = replace(failure().failure.record(node, 0), signature="no", world_size=2)
+    round_ = TrainingRound("a", "b", maximum=maximum, round_={"failures": (before,)})
+    round_.sees("a", waiting=frozenset(waiting))
+    same = replace(failure().failure, signature="no", conclusive=True)
+    fail(round_, node, replace(failure(), failure=same))
+    done = round_.wait(0.5, node)[node]
+    assert ("Close" in kinds(done), "Reopen" in kinds(done)) == (ends, not ends)
+    if not ends:
+        assert "the world size changes from 2 to 3" in only(done, do.Log).text
 
 
 def test_sigkill_is_nobodys_consequence():
@@ -378,7 +398,9 @@ def test_newcomers_do_not_stop_a_program_without_a_session_at_once():
     round_.feed("a", ev.ProgramSaved())
     assert round_.wait(0.1, "a")["a"] == [do.HoldWorkers()]
     assert state(round_, "a") is State.TRAINING
-    assert round_.wait(0.1, "a")["a"] == [do.HoldWorkers()], "it saved just then"
+    assert round_.wait(0.1, "a")["a"] == [], "it saved just then, perhaps for the last time"
+    round_.feed("a", ev.ProgramSaved())
+    assert round_.wait(0.1, "a")["a"] == [do.HoldWorkers()]
     assert only(round_.feed("a", ev.WorkersHeld()), do.Reopen).reason == "joining: d"
 
 

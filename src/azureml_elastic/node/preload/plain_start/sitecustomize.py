@@ -26,3 +26,4 @@ with contextlib.suppress(ModuleNotFoundError):  # the script's interpreter may b
     importlib.import_module("azureml_elastic.node.preload.stack_imports").register()
     importlib.import_module("azureml_elastic.node.preload.uncaught_error").install(os.environ)
     importlib.import_module("azureml_elastic.node.preload.state_lookups").record(os.environ)
+    importlib.import_module("azureml_elastic.node.preload.optimizer_steps").count_steps(os.environ)

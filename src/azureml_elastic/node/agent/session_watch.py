@@ -1,0 +1,87 @@
+"""Programs that train without a session: what follows for their restarts is said, and recorded that they train."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from azureml_elastic.ledger.events import TrainsWithoutSession
+from azureml_elastic.node.agent.newcomer_watch import name_lookups
+from azureml_elastic.node.preload.optimizer_steps import read_steps
+from azureml_elastic.node.preload.state_lookups import Lookups, read_lookups
+
+__all__ = ["SessionWatch", "describe_restarts"]
+
+_LOG = logging.getLogger(__name__)
+
+_IMPORT_SECONDS = 30.0
+"""Time in which a program opens its session, after the start of its workers."""
+
+_CONNECT_SECONDS = 3.0
+"""The same, once its ranks begin to connect to each other."""
+
+
+def describe_restarts(lookups: Lookups) -> str:
+    """Return what happens to a program without a session when the nodes change.
+
+    Args:
+        lookups: where it has looked before its first step.
+    """
+    begin = (
+        "The script trains without a session of this library. When a node is lost or comes, it is started again "
+        "from its first line, "
+    )
+    end = "docs/how-to/stacks/index.md says how a script goes on."
+    if named := name_lookups(lookups):
+        return (
+            f"{begin}and goes on from what it reads there: all that it has not saved and reads back is trained again. "
+            f"It has looked for {named}. {end}"
+        )
+    return f"{begin}and trains all its steps again, as it has not looked for a saved state before its first one. {end}"
+
+
+class SessionWatch:
+    """Looks on rank 0's node whether the workers train without a session, until that is known. For the agent's thread.
+
+    Args:
+        folder: folder of the agent's socket, in which the workers note what they do.
+        record: function that records an event of a kind in the ledger.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        record: Callable[[type[TrainsWithoutSession]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder = folder
+        self._record = record
+        self._clock = clock
+        self._began: float | None = None
+        self._connecting: float | None = None
+        self._recorded = self._said = False
+
+    def look(self, pids: Sequence[int], *, connecting: bool) -> None:
+        """Look once; to be called several times a second while no worker has opened a session.
+
+        Args:
+            pids: processes of the workers.
+            connecting: whether workers of the round have begun to connect to each other.
+        """
+        if self._said:
+            return
+        now = self._clock()
+        self._began = now if self._began is None else self._began
+        self._connecting = None if not connecting else now if self._connecting is None else self._connecting
+        connects = self._connecting is not None and now - self._connecting >= _CONNECT_SECONDS
+        trains = any(read_steps(self._folder, pids))
+        if not self._recorded and (trains or connects or now - self._began >= _IMPORT_SECONDS):
+            self._recorded = True
+            self._record(TrainsWithoutSession)
+        if trains:
+            self._said = True
+            lookups = read_lookups(self._folder, pids)
+            found = lookups.files or lookups.folders
+            _LOG.log(logging.INFO if found else logging.WARNING, "%s", describe_restarts(lookups))

@@ -1,0 +1,95 @@
+"""Counts of the steps that a script's optimizers take, which the node's agent reads.
+
+A script without a session reports nothing, but whoever trains with torch takes steps of an optimizer, which torch tells
+of. Each optimizer has a count of its own: one that begins when the training is over, to calibrate what was trained or
+to fit a head for its evaluation, is not the training's. While a process group that steps were taken in is
+closed, nothing is counted: what follows is the work of one rank.
+
+The counts are in a file that the worker has mapped, so that a step costs no system call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import os
+import struct
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from wrapt import register_post_import_hook
+
+from azureml_elastic.environment import names as variables
+
+__all__ = ["Steps", "count_steps", "read_steps"]
+
+Steps = tuple[int, ...]
+"""Number of steps of each optimizer of each worker, always in the same order; 0 where there is none yet."""
+
+_OPTIMIZERS = 64
+"""Number of counts of a process. Further optimizers share them: some scripts have one for each parameter."""
+
+_COUNTS = struct.Struct(f"={_OPTIMIZERS}Q")
+_COUNT = struct.Struct("=Q")
+
+
+def count_steps(environ: Mapping[str, str]) -> None:
+    """Count the steps of this process, a worker whose script is about to run."""
+    if variables.CHANNEL not in environ:
+        return
+    with contextlib.suppress(OSError):
+        path = _path(Path(environ[variables.CHANNEL]).parent, os.getpid())
+        with path.open("w+b") as file:
+            file.write(bytes(_COUNTS.size))
+            file.flush()
+            counter = _Counter(mmap.mmap(file.fileno(), _COUNTS.size))
+        register_post_import_hook(counter.begin, "torch.optim.optimizer")
+
+
+def read_steps(folder: Path, pids: Iterable[int]) -> Steps:
+    """Return the counts of some workers together."""
+    return tuple(count for pid in pids for count in _read(_path(folder, pid)))
+
+
+def _read(path: Path) -> Steps:
+    try:
+        return _COUNTS.unpack(path.read_bytes())
+    except (OSError, struct.error):  # of a worker that is about to begin
+        return (0,) * _OPTIMIZERS
+
+
+def _path(folder: Path, pid: int) -> Path:
+    return folder / f"steps-{pid}"
+
+
+class _Counter:
+    """Writer of the counts of one process; its forks write none."""
+
+    def __init__(self, counts: mmap.mmap) -> None:
+        self._counts = counts
+        self._pid = os.getpid()
+        self._places: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._free = itertools.count()
+        self._opened = False
+
+    def begin(self, optimizer: ModuleType) -> None:
+        """Count from now on."""
+        optimizer.register_optimizer_step_post_hook(self._on_step)
+
+    def _on_step(self, optimizer: Any, *_: Any) -> None:
+        if os.getpid() != self._pid:
+            return
+        distributed = sys.modules.get("torch.distributed")
+        is_open = distributed is not None and distributed.is_available() and distributed.is_initialized()
+        self._opened = self._opened or is_open
+        if self._opened and not is_open:
+            return
+        place = self._places.get(optimizer)
+        if place is None:
+            place = self._places[optimizer] = next(self._free) % _OPTIMIZERS * _COUNT.size
+        _COUNT.pack_into(self._counts, place, _COUNT.unpack_from(self._counts, place)[0] + 1)
