@@ -33,7 +33,7 @@ class Numbers(IterableDataset):
 class Session:
     """A session of one rank that has trained nothing."""
 
-    world_size, is_main, trains = 1, True, False
+    world_size, reference_world_size, is_main, trains = 1, 1, True, False
 
     def drive(self, loop):
         """Take a loop that trains nothing."""
@@ -138,8 +138,10 @@ def test_several_training_loaders_of_lightning_are_refused(session):
 def test_data_that_are_left_to_transformers(session, caplog, tmp_path):
     loop = transformers_loop.TrainingLoop(session, transformers_trainer(tmp_path))
     loader = DataLoader(Numbers(), batch_size=2)
-    assert loop.get_train_dataloader(lambda: loader) is loader
-    assert "The training data of Trainer come from Numbers with no sampler: transformers divides them" in caplog.text
+    assert next(iter(loop.get_train_dataloader(lambda: loader))).tolist() == [0, 1]
+    reason = "the samples of Numbers have no index"
+    assert f"transformers divides the training data among the ranks: {reason}." in caplog.text
+    assert "a step may train some more samples" in caplog.text
 
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}

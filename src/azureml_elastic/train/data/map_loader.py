@@ -13,6 +13,7 @@ import numpy as np
 from torch.utils.data import DataLoader, default_collate
 
 from azureml_elastic.checkpoint.state import random_state
+from azureml_elastic.train.data.drawn_order import DrawnOrder
 from azureml_elastic.train.data.loader import ElasticLoader, LoaderContext, SeededDataset, SeededIds, to_device
 from azureml_elastic.train.data.parted_batches import PartedBatch, PartedCollate
 from azureml_elastic.train.data.position import LoaderState, MicroBatch, Window
@@ -37,9 +38,12 @@ class SizedDataset(Protocol):
 class MapLoader(ElasticLoader):
     """Iterable over this rank's batches of a map-style dataset."""
 
-    def __init__(self, dataset: SizedDataset, state: LoaderState, context: LoaderContext) -> None:
+    def __init__(
+        self, dataset: SizedDataset, state: LoaderState, context: LoaderContext, drawn: DrawnOrder | None = None
+    ) -> None:
         super().__init__(state, context)
         self._dataset = dataset
+        self._drawn = drawn
         self._plan: deque[MicroBatch] = deque()
         sampler = {"batch_sampler": _BatchSampler(self, self._plan)}
         if self._batching.exact:
@@ -103,7 +107,8 @@ class MapLoader(ElasticLoader):
         options = {**self._context.options, "num_workers": 0, "persistent_workers": False, "timeout": 0}
         for name in ("prefetch_factor", "multiprocessing_context"):  # which torch refuses without processes
             options.pop(name, None)
-        batches = MapLoader(self._dataset, elsewhere, replace(self._context, options=options)).batches()
+        context = replace(self._context, options=options)
+        batches = MapLoader(self._dataset, elsewhere, context, self._drawn).batches()
         while True:
             # What is read here may not be trained next, so the random sequences of training go on after it.
             with random_state.kept() if self._batching.exact else contextlib.nullcontext():
@@ -114,7 +119,8 @@ class MapLoader(ElasticLoader):
 
     def filler(self) -> Any:
         """Return a collated batch of one or two samples of the dataset."""
-        return self._collate([self._dataset[index] for index in range(min(FILLER_SAMPLES, self._spec.length))])
+        ids = self._samples(self._state.cursor.epoch, list(range(min(FILLER_SAMPLES, self._spec.length))), counts=False)
+        return self._collate([self._dataset[index] for index in ids])
 
     def repeat(self) -> Any:
         """Return this rank's last batch, collated, of the window before the cursor; it may hold a filler's samples."""
@@ -123,7 +129,10 @@ class MapLoader(ElasticLoader):
         mine = self._parts(len(window))
         part = window[mine[-1].start : mine[-1].stop] if mine else window[:FILLER_SAMPLES]
         ids = order(self._spec, cursor.epoch)(np.array(part)).tolist()
-        return self._collate([self._dataset[index] for index in ids])
+        return self._collate([self._dataset[id_] for id_ in self._samples(cursor.epoch, ids, counts=bool(mine))])
+
+    def _samples(self, epoch: int, ids: list[int], *, counts: bool) -> list[int]:
+        return ids if self._drawn is None else self._drawn.samples(epoch, ids, counts=counts)
 
     def planned(self) -> Iterator[tuple[MicroBatch, list[int]]]:
         """Yield micro-batches and the ids of the samples to fetch; a rank without samples fetches a filler batch."""
@@ -148,7 +157,7 @@ class MapLoader(ElasticLoader):
                     own = len(part) if index < len(mine) else 0
                     share, last = weight(own, len(window), world_size), index == len(ranges) - 1
                     micro = MicroBatch(whole, own, share, index, last, seed=(self._spec.seed, epoch, part.start))
-                    part_ids = ids[begin : begin + len(part)]
+                    part_ids = self._samples(epoch, ids[begin : begin + len(part)], counts=own > 0)
                     yield micro, SeededIds(part_ids, micro.seed) if self._batching.exact else part_ids
                     begin += len(part)
 
@@ -215,9 +224,12 @@ class WindowLoader(MapLoader):
 
     _is_accelerate_prepared = True  # accelerate divides other loaders among the ranks
 
-    def __init__(self, dataset: SizedDataset, state: LoaderState, context: LoaderContext) -> None:
+    def __init__(
+        self, dataset: SizedDataset, state: LoaderState, context: LoaderContext, drawn: DrawnOrder | None = None
+    ) -> None:
         self.collated = PartedCollate(context.options.get("collate_fn") or default_collate)
-        super().__init__(dataset, state, replace(context, options={**context.options, "collate_fn": self.collated}))
+        options = {**context.options, "collate_fn": self.collated}
+        super().__init__(dataset, state, replace(context, options=options), drawn)
         self._collate = self.collated.collate
         self.dataset = dataset
         self.batch_size = self._batching.micro_batch_size
@@ -243,7 +255,7 @@ class WindowLoader(MapLoader):
 
     def some_samples(self, most: int) -> list[Any]:
         """Return some samples of the dataset, which are trained by nobody."""
-        length = self._spec.length
+        length = len(self.dataset)
         with random_state.kept():
             return [self.dataset[length * index // most] for index in range(most)] if length >= most else []
 

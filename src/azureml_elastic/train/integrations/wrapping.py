@@ -7,13 +7,15 @@ the script fails when it imports that module, and not in the middle of its train
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
 from wrapt import wrap_function_wrapper
 
-__all__ = ["Wrapped", "Wrappers", "in_loop", "wrap"]
+__all__ = ["Wrapped", "Wrappers", "in_loop", "replaced", "wrap"]
 
 Wrapped = Callable[..., Any]
 
@@ -34,3 +36,23 @@ def in_loop(method: str, loop_of: Callable[[Any], Any]) -> Wrapped:
         return wrapped(*args, **kwargs) if loop is None else getattr(loop, method)(wrapped, *args, **kwargs)
 
     return wrapper
+
+
+@contextlib.contextmanager
+def replaced(instance: Any, methods: Mapping[str, Wrapped]) -> Iterator[None]:
+    """Have functions called in place of an object's methods, with those as the first argument.
+
+    They take the place of what the stack calls, whichever class or script has defined it last: a subclass's method that
+    calls that of its parent is replaced once, and one that does not call it is replaced too.
+    """
+    before = {name: vars(instance).get(name) for name in methods}
+    for name, method in methods.items():
+        setattr(instance, name, functools.partial(method, getattr(instance, name)))
+    try:
+        yield
+    finally:
+        for name, own in before.items():
+            if own is None:
+                delattr(instance, name)
+            else:
+                setattr(instance, name, own)

@@ -35,6 +35,7 @@ from azureml_elastic.plurals import counted
 from azureml_elastic.train.agent_client.channel import ChannelAgent
 from azureml_elastic.train.agent_client.stack_dump import register_stack_dump
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
+from azureml_elastic.train.data.drawn_order import DrawnOrder
 from azureml_elastic.train.data.loader import ElasticLoader, LoaderContext
 from azureml_elastic.train.data.map_loader import MapLoader, SizedDataset, WindowLoader
 from azureml_elastic.train.data.position import Batching, Position
@@ -151,12 +152,14 @@ class Run:
         order: Mapping[str, Any],
         options: Mapping[str, Any],
         loader_class: type[DataLoader[Any]] = DataLoader,
+        drawn: DrawnOrder | None = None,
     ) -> ElasticLoader:
         """Return a loader from the position in the data, see :meth:`Session.loader`.
 
         Args:
             order: ``global_batch_size``, ``seed``, ``shuffle`` and ``drop_last``, which stay the same over all restarts
             options: further arguments of ``loader_class``
+            drawn: order of a sampler, in place of that of the seed
         """
         position, size = self.position, order["global_batch_size"]
         batching.require_fitting(size)
@@ -165,7 +168,8 @@ class Run:
         context = LoaderContext(position, self.lifecycle.device, batching, loader_class, options, self.steps)
         if not isinstance(dataset, IterableDataset) and isinstance(dataset, SizedDataset):
             kind = WindowLoader if batching.equal_counts else MapLoader
-            return kind(dataset, position.add(name, DataSpec(len(dataset), **order)), context)
+            spec = DataSpec(len(dataset), **order) if drawn is None else DataSpec(drawn.length, drawn.name, **order)
+            return kind(dataset, position.add(name, spec), context, drawn)
         if not isinstance(dataset, ShardedDataset):
             raise UsageError(
                 f"{type(dataset).__name__} has neither a length and samples by index, nor num_shards and shard(), so "

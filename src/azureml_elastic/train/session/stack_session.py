@@ -26,6 +26,7 @@ from azureml_elastic.config import FixedGlobalBatch
 from azureml_elastic.distributed.process import WorkerSettings
 from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.ipc.worker_messages import Expects
+from azureml_elastic.train.data.drawn_order import DrawnOrder
 from azureml_elastic.train.data.map_loader import WindowLoader
 from azureml_elastic.train.data.sampling import Cursor
 from azureml_elastic.train.session.run import Run, has_run, open_run
@@ -81,6 +82,13 @@ class StackSession:
         return self.rank == 0
 
     @property
+    def folder(self) -> Path:
+        """Folder of this process's node, which is removed with the node, however that ends."""
+        channel = WorkerEnvironment.read().channel
+        assert channel is not None
+        return Path(channel).parent
+
+    @property
     def over(self) -> bool:
         """Whether the session has ended."""
         return self._run.machine.over
@@ -101,6 +109,7 @@ class StackSession:
         drop_last: bool = False,
         global_batch_size: int | None = None,
         batches: int | None = None,
+        drawn: DrawnOrder | None = None,
         **options: Any,
     ) -> WindowLoader:
         """Return a loader with equal numbers of batches on all ranks, from the position in the data.
@@ -112,6 +121,7 @@ class StackSession:
             global_batch_size: samples of an optimizer step, in place of the product of the others
             batches: number of batches of each rank in an optimizer step, for loops that count them: with fewer ranks
                 they are larger
+            drawn: order of a sampler, in place of that of the seed
             options: further arguments of ``DataLoader``
         """
         if global_batch_size is None:
@@ -123,7 +133,7 @@ class StackSession:
             equal_counts=True,
         )
         order = {"global_batch_size": global_batch_size, "seed": seed, "shuffle": shuffle, "drop_last": drop_last}
-        loader = self._run.loader(dataset, _LOADER, batching, order, options)
+        loader = self._run.loader(dataset, _LOADER, batching, order, options, drawn=drawn)
         assert isinstance(loader, WindowLoader)
         self._position.in_epochs = True  # the stack has the loop over epochs, and end_epoch() ends each
         return loader

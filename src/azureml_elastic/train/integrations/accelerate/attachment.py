@@ -71,7 +71,7 @@ def _skip_first_batches(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any)
     loader = args[0] if args else kwargs.get("dataloader")
     # Those in place of the script's leave out by themselves what is trained. transformers imports this function by
     # name, after it is wrapped.
-    return loader if isinstance(loader, _REPLACED) else wrapped(*args, **kwargs)
+    return loader if isinstance(loader, _REPLACED) or hasattr(loader, "begin_at") else wrapped(*args, **kwargs)
 
 
 def _begin_local_sgd(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -19,8 +19,8 @@ from typing import Any
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.train.integrations.script_loop.state_folders import flush, write_together
 from azureml_elastic.train.integrations.transformers.evaluation import evaluating
-from azureml_elastic.train.integrations.transformers.training_loop import TrainingLoop, obstacle
-from azureml_elastic.train.integrations.wrapping import Wrapped, Wrappers, in_loop, wrap
+from azureml_elastic.train.integrations.transformers.training_loop import METHODS, TrainingLoop, obstacle
+from azureml_elastic.train.integrations.wrapping import Wrapped, Wrappers, replaced, wrap
 from azureml_elastic.train.session.stack_session import stack_session
 
 __all__ = ["INCOMPLETE", "WRAPPERS", "attach", "newest", "save"]
@@ -28,9 +28,6 @@ __all__ = ["INCOMPLETE", "WRAPPERS", "attach", "newest", "save"]
 INCOMPLETE = "checkpoint-is-incomplete.txt"
 
 _NAME = re.compile(r"checkpoint-(\d+)")
-
-_LOOP = "_azureml_elastic_loop"
-"""Attribute of a trainer with the :class:`TrainingLoop` while it trains."""
 
 
 def newest(folder: str) -> str | None:
@@ -69,10 +66,9 @@ def save(trainer: Any, write: Callable[[], Any]) -> Any:
 def attach(module: ModuleType) -> None:
     """Attach to a module of transformers."""
     wrap(module, WRAPPERS)
-
-
-def _loop_of(trainer: Any) -> TrainingLoop | None:
-    return getattr(trainer, _LOOP, None)
+    if module.__name__ == "transformers.trainer":
+        for name in METHODS:
+            getattr(module.Trainer, name)  # as for the functions that are wrapped, see wrapping.py
 
 
 def _begin(wrapped: Wrapped, arguments: Any, args: Any, kwargs: Any) -> Any:
@@ -85,14 +81,12 @@ def _begin(wrapped: Wrapped, arguments: Any, args: Any, kwargs: Any) -> Any:
 
 def _train(wrapped: Wrapped, trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     session = stack_session()
-    if session is None or obstacle(session, trainer, args, kwargs) is not None:
+    if session is None:
         return wrapped(*args, **kwargs)
-    loop = TrainingLoop(session, trainer)
-    setattr(trainer, _LOOP, loop)
-    try:
-        return loop.train(wrapped, *args, **kwargs)
-    finally:
-        delattr(trainer, _LOOP)
+    with replaced(trainer, {"_save_checkpoint": functools.partial(_save_checkpoint, trainer)}):
+        if obstacle(session, trainer, args, kwargs) is not None:
+            return wrapped(*args, **kwargs)
+        return TrainingLoop(session, trainer).train(wrapped, *args, **kwargs)
 
 
 def _evaluation_loop(wrapped: Wrapped, trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -117,9 +111,7 @@ def _load_engine(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any
     return wrapped(*args, **kwargs)
 
 
-def _save_checkpoint(wrapped: Wrapped, trainer: Any, args: Any, kwargs: Any) -> Any:
-    if stack_session() is None:
-        return wrapped(*args, **kwargs)
+def _save_checkpoint(trainer: Any, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
     return save(trainer, functools.partial(wrapped, *args, **kwargs))
 
 
@@ -133,23 +125,6 @@ WRAPPERS: Wrappers = {
         "Trainer.train": _train,
         "Trainer.evaluation_loop": _evaluation_loop,
         "Trainer.create_accelerator_and_postprocess": _create_accelerator,
-        "Trainer._save_checkpoint": _save_checkpoint,
         "deepspeed_load_checkpoint": _load_engine,
-        **{
-            f"Trainer.{name}": in_loop(name.lstrip("_"), _loop_of)
-            for name in (
-                "get_train_dataloader",
-                "get_total_train_batch_size",
-                "training_step",
-                "set_initial_training_values",
-                "_get_num_items_in_batch",
-                "_maybe_log_save_evaluate",
-                "_determine_best_metric",
-            )
-        },
-        **{
-            f"Trainer.{name}": in_loop("load", _loop_of)
-            for name in ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state")
-        },
     },
 }

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from azureml_elastic.train.integrations.transformers.left_loader import LeftLoader
+
 __all__ = ["LabelCount", "Progress", "Stage", "count_labels"]
 
 _IGNORED_LABEL = -100
@@ -95,6 +97,7 @@ class Progress:
         unlogged: sum of the losses of the steps that are not logged, the same on all ranks
         line: what the log has of a step beside its loss, as far as it is known
         restored: state of the run before this process, ``None`` for the beginning
+        left: loader whose position is a part of the state, if there is one
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -104,6 +107,7 @@ class Progress:
         self.unlogged: torch.Tensor | float = 0.0
         self.line: dict[str, Any] = {}
         self.restored: dict[str, Any] | None = None
+        self.left: LeftLoader | None = None
 
     def capture(self, stage: Stage) -> None:
         """Take over the trainer's current state."""
@@ -120,6 +124,7 @@ class Progress:
             "last_logged": trainer._globalstep_last_logged,  # noqa: SLF001
             "line": dict(self.line),
             "stage": stage.value,
+            "left": None if self.left is None else (self.left.epoch, self.left.trained),
         }
 
     def _callbacks(self) -> dict[str, Any]:

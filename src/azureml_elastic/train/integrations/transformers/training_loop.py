@@ -3,13 +3,16 @@
 The trainer counts its position in an epoch by the number of its steps. So it gets a loader with the same number of
 windows at any world size, and a ``trainer_state.json`` with the step at which the run continues; weights, optimizer,
 scheduler and random generators are restored by the session.
+
+Subclasses override what they like, and may call nothing of ``Trainer``. So the methods here take the place of those
+that the trainer itself calls, not of those of its base class.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
+import math
 import tempfile
 import time
 from collections import deque
@@ -19,26 +22,48 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.train.data.map_loader import WindowLoader, loader_options
+from azureml_elastic.train.data.drawn_order import DrawnOrder
+from azureml_elastic.train.data.map_loader import WindowLoader
 from azureml_elastic.train.integrations.accelerate import training_data
+from azureml_elastic.train.integrations.transformers import sources
+from azureml_elastic.train.integrations.transformers.left_loader import LeftLoader
 from azureml_elastic.train.integrations.transformers.progress import LabelCount, Progress, Stage, count_labels
-from azureml_elastic.train.integrations.wrapping import Wrapped
+from azureml_elastic.train.integrations.wrapping import Wrapped, replaced
 from azureml_elastic.train.session.stack_session import StackSession
 
-__all__ = ["TrainingLoop", "obstacle"]
+__all__ = ["METHODS", "TrainingLoop", "obstacle"]
 
 _LOG = logging.getLogger(__name__)
 
 _IGNORED_LABEL = -100
+_LOOP = "_inner_training_loop"
 _PROGRESS = "trainer"
 _STATE_FOLDER = "trainer-state-"
 
 _EVENTS = ("on_train_begin", "on_epoch_begin", "on_optimizer_step", "on_step_end", "on_epoch_end", "on_log")
 """Methods of the handler that calls all callbacks. A callback could not be the first one and the last one, and the
 trainer appends those whose state it restores."""
+
+METHODS = {
+    **{
+        name: name.lstrip("_")
+        for name in (
+            "get_train_dataloader",
+            "get_total_train_batch_size",
+            "training_step",
+            "set_initial_training_values",
+            "_get_num_items_in_batch",
+            "_maybe_log_save_evaluate",
+            "_determine_best_metric",
+        )
+    },
+    **dict.fromkeys(
+        ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state"), "load"
+    ),
+}
+"""Methods of a trainer, and those of :class:`TrainingLoop` in their place."""
 
 
 def obstacle(session: StackSession, trainer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
@@ -58,6 +83,9 @@ def obstacle(session: StackSession, trainer: Any, args: tuple[Any, ...], kwargs:
         "auto_find_batch_size changes the batch size": arguments.auto_find_batch_size,
         "a process has several GPUs": arguments.n_gpu > 1,
         "a search of hyperparameters trains several times": trial is not None,
+        f"{sources.calls_its_own(trainer, _LOOP)} has a training loop of its own": (
+            sources.calls_its_own(trainer, _LOOP) is not None
+        ),
     }
     if arguments.world_size != session.world_size:
         raise UsageError(
@@ -86,6 +114,7 @@ class TrainingLoop:
         self._accumulation = trainer.args.gradient_accumulation_steps
         self._stage_after = Stage.DONE
         self._epochs: int | None = None
+        self._steps_of_epoch = 1
         self._carried = 0.0
         self._log_due = self._in_after_step = self._continuing = self._over = False
         self._ignored_keys: Any = None
@@ -110,16 +139,19 @@ class TrainingLoop:
         # A loss that is a sum over labels is divided by those of all ranks' micro-batches, so that it does not depend
         # on how the samples of the step are divided.
         arguments.average_tokens_across_devices = arguments.world_size > 1
-        # Of this object alone: Trainer.training_step calls it after a subclass's compute_loss and its own division.
-        backward, clip = trainer.accelerator.backward, trainer.accelerator.clip_grad_norm_
-        trainer.accelerator.backward = self._backward_of(backward)
-        trainer.accelerator.clip_grad_norm_ = self._recorded_clip(clip)
         _remove_checkpoints_on_signals(trainer)
-        handler = trainer.callback_handler
-        for event in _EVENTS:
-            setattr(handler, event, functools.partial(getattr(self, event), getattr(handler, event)))
+        # Trainer.training_step calls the accelerator after a subclass's compute_loss and its own division.
+        gradients: dict[str, Wrapped] = {"backward": self._backward, "clip_grad_norm_": self._recorded_clip}
+        events = {event: getattr(self, event) for event in _EVENTS}
+        methods = {name: getattr(self, own) for name, own in METHODS.items()}
         try:
-            with tempfile.TemporaryDirectory(prefix=_STATE_FOLDER) as folder:
+            with (
+                replaced(trainer, methods),
+                replaced(trainer.accelerator, gradients),
+                replaced(trainer.callback_handler, events),
+                # Where this process is killed, its node removes the folder.
+                tempfile.TemporaryDirectory(prefix=_STATE_FOLDER, dir=self._session.folder) as folder,
+            ):
                 if found:
                     self._folder = folder
                     arguments.restore_callback_states_from_checkpoint = True
@@ -130,9 +162,6 @@ class TrainingLoop:
                     resume_from_checkpoint = folder
                 return wrapped(resume_from_checkpoint, *args, **kwargs)
         finally:
-            for event in _EVENTS:
-                delattr(handler, event)
-            trainer.accelerator.backward, trainer.accelerator.clip_grad_norm_ = backward, clip
             for name, value in before.items():
                 setattr(arguments, name, value)
 
@@ -144,30 +173,55 @@ class TrainingLoop:
     # --- data --------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self, wrapped: Wrapped) -> Any:
-        """Return a loader of windows over the data of the trainer's own, where the order of those is known."""
-        prepared, trainer, arguments = wrapped(), self._trainer, self._trainer.args
-        sampler = None if isinstance(prepared.dataset, IterableDataset) else trainer._get_train_sampler()  # noqa: SLF001
-        shuffle = type(sampler) is RandomSampler
-        if not isinstance(prepared, DataLoader) or not (shuffle or type(sampler) is SequentialSampler):
-            if self._session.is_main:
+        """Return a loader of windows over the data of the trainer's own, where they can be divided by their index."""
+        prepared, trainer, session = wrapped(), self._trainer, self._session
+        # What it does with a batch is not known: it may collect some of a step, count them, or divide by their number.
+        own_step = sources.calls_its_own(trainer, "training_step") or sources.calls_its_own(trainer, "_prepare_inputs")
+        arguments, full = trainer.args, session.reference_world_size
+        reason = sources.obstacle(prepared)
+        if reason is not None:
+            left = self._progress.left = LeftLoader(
+                prepared,
+                ranks=session.world_size,
+                full=full,
+                accumulation=self._accumulation,
+                keep_count=own_step is not None,
+            )
+            if session.is_main:
                 _LOG.warning(
-                    "The training data of Trainer come from %s with %s: transformers divides them among the ranks, and "
-                    "samples may repeat or be left out after a change of the world size.",
-                    type(prepared.dataset).__name__,
-                    "no sampler" if sampler is None else type(sampler).__name__,
+                    "transformers divides the training data among the ranks: %s. Steps and learning rates are those of "
+                    "a run with all nodes. After a change of their number %s, and data that come in another order when "
+                    "they are read again may repeat or be left out in that epoch.",
+                    reason,
+                    "a step trains more or fewer samples" if own_step else "a step may train some more samples",
                 )
-            return prepared
-        self._loader = self._session.windows(
-            prepared.dataset,
-            batch_size=trainer._train_batch_size,  # noqa: SLF001 - what the trainer's own loader has
+            # By it and by the loader's length the trainer counts steps from here on; `train` sets it back.
+            arguments.gradient_accumulation_steps = left.accumulation
+            return left
+        source = sources.source_of(prepared, full)
+        if not source.divided and session.is_main:
+            _LOG.warning(
+                "%s.get_train_dataloader() returns a loader of which each rank would train all samples: they are "
+                "divided among the ranks.",
+                type(trainer).__name__,
+            )
+        seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
+        seed = seed if source.seed is None else source.seed
+        drawn = None
+        if source.sampler is not None:
+            drawn = DrawnOrder(source.sampler, whole_batches=source.whole_batches, seed=seed, agree=session.from_main)
+        self._loader = session.windows(
+            source.dataset,
+            batch_size=source.batch_size,
             accumulation=self._accumulation,
-            seed=arguments.seed if arguments.data_seed is None else arguments.data_seed,
-            shuffle=shuffle,
-            drop_last=arguments.dataloader_drop_last,
-            **loader_options(prepared),
+            batches=None if own_step is None else self._accumulation,
+            seed=seed,
+            shuffle=source.shuffle,
+            drop_last=source.drop_last,
+            drawn=drawn,
+            **source.options,
         )
-        # By it and by the loader's length the trainer counts steps from here on; `train` sets it back.
-        arguments.gradient_accumulation_steps = self._loader.micro_batches
+        arguments.gradient_accumulation_steps = self._loader.micro_batches  # as above
         return self._loader
 
     def get_total_train_batch_size(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
@@ -206,6 +260,8 @@ class TrainingLoop:
             self._loader.untrained.popleft()
             if self._counts:
                 self._counts.popleft()
+        if self._progress.left is not None:
+            self._progress.left.count()
         self._step_loss = self._step_loss.to(loss.device) + loss
         if self._trainer.accelerator.sync_gradients:
             mean = self._session.mean(self._step_loss)
@@ -222,15 +278,12 @@ class TrainingLoop:
             loss = torch.where(torch.isfinite(loss), loss, torch.as_tensor(progress.unlogged / steps).to(loss))
         progress.unlogged = progress.unlogged + loss
 
-    def _recorded_clip(self, clip: Wrapped) -> Wrapped:
-        def record(*args: Any, **kwargs: Any) -> Any:
-            norm = clip(*args, **kwargs)
-            if isinstance(norm, DTensor):  # some releases of torch add up its parts, with all ranks, once it is read
-                norm = norm.full_tensor()
-            self._progress.line["grad_norm"] = norm
-            return norm
-
-        return record
+    def _recorded_clip(self, clip: Wrapped, *args: Any, **kwargs: Any) -> Any:
+        norm = clip(*args, **kwargs)
+        if isinstance(norm, DTensor):  # some releases of torch add up its parts, with all ranks, once it is read
+            norm = norm.full_tensor()
+        self._progress.line["grad_norm"] = norm
+        return norm
 
     def _factor(self) -> float | torch.Tensor:
         """Return the factor of the loss that was computed of the current micro-batch."""
@@ -247,14 +300,11 @@ class TrainingLoop:
             return 1.0 if micro.samples else 0.0  # a sum, divided by the labels of all ranks
         return micro.weight * int(trainer.current_gradient_accumulation_steps)  # by which the trainer has divided
 
-    def _backward_of(self, backward: Wrapped) -> Wrapped:
-        def weighed(loss: torch.Tensor, **kwargs: Any) -> Any:
-            self._session.observe(loss)
-            if self._loader is not None:
-                self._last_factor = self._factor()
-            return backward(loss * self._last_factor, **kwargs)
-
-        return weighed
+    def _backward(self, backward: Wrapped, loss: torch.Tensor, **kwargs: Any) -> Any:
+        self._session.observe(loss)
+        if self._loader is not None:
+            self._last_factor = self._factor()
+        return backward(loss * self._last_factor, **kwargs)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -269,11 +319,28 @@ class TrainingLoop:
         """
         values = wrapped(*args, **kwargs)  # epochs, steps of an epoch, ..., steps of the training
         found = self._session.find(_PROGRESS) if self._folder else None
+        self._steps_of_epoch = values[1]
+        if self._progress.left is not None:
+            values = self._full_values(values, found)
         if found and Stage(found["stage"]) in (Stage.EPOCH_CALLBACKS, Stage.EPOCH):
             self._epochs, steps = values[0], found["state"]["global_step"]
             if steps >= values[-1] or found["flags"]["should_training_stop"]:
                 return (min(values[0], steps // values[1]), *values[1:])
         return values
+
+    def _full_values(self, values: tuple[Any, ...], found: Any) -> tuple[Any, ...]:
+        """Return the same with the steps of a run with all nodes, which must not depend on the present number."""
+        left, arguments = self._progress.left, self._trainer.args
+        assert left is not None
+        epochs, steps_of_epoch, *rest, steps = values
+        if found:
+            steps = found["state"]["max_steps"]
+        elif arguments.max_steps <= 0:
+            steps = math.ceil(arguments.num_train_epochs * left.full_steps)
+        if left.changes:
+            # Where the ranks share an epoch unevenly it has some steps less: the training ends by the number of steps.
+            epochs = max(epochs, math.ceil(steps / steps_of_epoch)) + 1
+        return (epochs, steps_of_epoch, *rest, steps)
 
     def on_train_begin(self, wrapped: Wrapped, args: Any, state: Any, control: Any) -> Any:
         """Restore the state of the run, and do what followed its last step and was interrupted."""
@@ -297,22 +364,38 @@ class TrainingLoop:
             self._carried = restored["unlogged"]
             if self._epochs is not None:
                 state.num_train_epochs = self._epochs
+            left = progress.left
+            if left is not None and restored["left"]:
+                left.begin_at(*restored["left"])
             self._continue(restored)
             ended = state.global_step >= state.max_steps or trainer.control.should_training_stop
             self._over = ended and progress.stage is Stage.EPOCH
             if self._over:
                 self._skipped |= {"on_epoch_begin", "on_epoch_end"}
-            elif self._loader is not None and session.place[1]:
+            elif session.place[1] if left is None else left.trained:
                 self._skipped.add("on_epoch_begin")  # the former process has begun the epoch
             if ended:
                 trainer._total_loss_scalar += self._carried  # noqa: SLF001 - no further step adds it
                 self._carried = 0.0
-        elif state.global_step and self._loader is not None:  # the script has resumed from a checkpoint of another run
-            windows = len(self._loader) // self._loader.micro_batches
-            session.begin_at(state.global_step, *divmod(state.global_step, windows))
-        if self._loader is not None:
-            self._loader.closed = state.global_step >= state.max_steps or trainer.control.should_training_stop
+        elif state.global_step:  # the script has resumed from a checkpoint of another run
+            self._begin_at(state.global_step)
+        loader = progress.left if self._loader is None else self._loader
+        assert loader is not None
+        loader.closed = state.global_step >= state.max_steps or trainer.control.should_training_stop
         return trainer.control
+
+    def _begin_at(self, steps: int) -> None:
+        """Begin where a checkpoint of another run ends."""
+        left, epoch, windows = self._progress.left, *divmod(steps, self._steps_of_epoch)
+        if left is None:
+            self._session.begin_at(steps, epoch, windows)
+        else:
+            left.begin_at(epoch, windows * left.accumulation * self._session.world_size)
+
+    @property
+    def _epoch_ending(self) -> bool:
+        left = self._progress.left
+        return self._session.epoch_ending if left is None else left.ended
 
     def _continue(self, restored: dict[str, Any]) -> None:
         """Do what belongs to the last step of the former process, as far as that has not done it."""
@@ -329,12 +412,12 @@ class TrainingLoop:
                 trainer.control = handler.on_step_end(args, state, trainer.control)
                 self._continuing = False
             self._after_step()
-        if stage is not Stage.EPOCH_CALLBACKS and self._loader is not None and session.epoch_ending:
+        if stage is not Stage.EPOCH_CALLBACKS and self._epoch_ending:
             if stage is not Stage.EPOCH:
                 trainer.control = handler.on_epoch_end(args, state, trainer.control)
                 self._after_step()
             else:
-                session.end_epoch()
+                self._end_epoch()
         trainer.control.should_training_stop |= restored["flags"]["should_training_stop"]
 
     def on_epoch_begin(self, wrapped: Wrapped, args: Any, state: Any, control: Any) -> Any:
@@ -412,13 +495,18 @@ class TrainingLoop:
         if stage is Stage.EPOCH:
             session.all_have_arrived()
             self._progress.capture(stage)
-            session.end_epoch()
-        elif self._loader is not None and session.epoch_ending:
+            self._end_epoch()
+        elif self._epoch_ending:
             self._advance(stage, trainer.control)  # the epoch's end follows, which is not another step
         else:
             self._progress.capture(stage)
             session.end_step()
         return result
+
+    def _end_epoch(self) -> None:
+        if self._progress.left is not None:
+            self._progress.left.end_epoch()
+        self._session.end_epoch()
 
     def _after_step(self) -> None:
         """Log, evaluate and save after a step of the former process."""

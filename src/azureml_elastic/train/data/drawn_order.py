@@ -1,0 +1,92 @@
+"""The order of a sampler of the script's own, or the batches of its batch sampler, as the order of an elastic loader.
+
+What a sampler yields may depend on random numbers and on what it has yielded before. Each process draws all epochs up
+to its own, unless the sampler is told its epoch, and random numbers begin anew with each: so the same order comes again
+in a new process in the middle of an epoch. That of rank 0 is the order of all ranks.
+
+The samples of a loader are then the positions of an epoch: a sampler may draw one of the dataset's twice. The batches
+of a batch sampler are trained as they are, since a loss may compare their samples with each other: each counts as one
+sample, and a rank's share of a step is a number of whole batches.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from azureml_elastic.errors import UsageError
+from azureml_elastic.train.data.loader import seeded
+
+__all__ = ["DrawnOrder"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class DrawnOrder:
+    """The order that a sampler or batch sampler draws for each epoch.
+
+    Args:
+        sampler: iterable over indices of the dataset, or over lists of them; it has a length
+        whole_batches: whether it yields batches
+        agree: collective that returns rank 0's value
+
+    Attributes:
+        name: name of the sampler's class
+        length: number of samples, or of batches, of an epoch
+    """
+
+    def __init__(self, sampler: Any, *, whole_batches: bool, seed: int, agree: Callable[[Any], Any]) -> None:
+        self.name = type(sampler).__name__
+        self.length = len(sampler)
+        self.whole_batches = whole_batches
+        self._sampler = sampler
+        self._seed = seed
+        self._agree = agree
+        self._epoch = -1  # of what is drawn
+        self._drawn: list[Any] = []
+        self._warned = False
+
+    def samples(self, epoch: int, numbers: list[int], *, counts: bool = True) -> list[int]:
+        """Return the samples of the dataset that an epoch has at these positions; a collective for another epoch.
+
+        Args:
+            numbers: numbers of positions, or of batches
+            counts: whether they are trained; of a filler's batches the first one is enough
+        """
+        if epoch != self._epoch:
+            self._draw(epoch)
+        found = [self._drawn[number] for number in numbers]
+        return (
+            [sample for batch in (found if counts else found[:1]) for sample in batch] if self.whole_batches else found
+        )
+
+    def _draw(self, epoch: int) -> None:
+        if epoch < self._epoch and not hasattr(self._sampler, "set_epoch"):
+            raise UsageError(f"{self.name} has drawn epoch {self._epoch}, and cannot draw epoch {epoch} again.")
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+            self._epoch = epoch - 1
+        drawn: Iterable[Any] = ()
+        for each in range(self._epoch + 1, epoch + 1):
+            with seeded(self._seed, each, "order"):
+                drawn = [list(batch) for batch in self._sampler] if self.whole_batches else [*map(int, self._sampler)]
+        self._epoch, self._drawn = epoch, self._fitted(self._agree(drawn))
+
+    def _fitted(self, drawn: list[Any]) -> list[Any]:
+        """Return as many samples or batches as the sampler has promised: by their number the stack counts its steps."""
+        if len(drawn) == self.length:
+            return drawn
+        if not drawn:
+            raise UsageError(f"{self.name} yields nothing, but its length is {self.length}.")
+        if not self._warned:
+            self._warned = True
+            _LOG.warning(
+                "%s has a length of %d, but yields %d %s: %s.",
+                self.name,
+                self.length,
+                len(drawn),
+                "batches" if self.whole_batches else "samples",
+                "the first ones are trained again" if len(drawn) < self.length else "the last ones are left out",
+            )
+        return (drawn * -(-self.length // len(drawn)))[: self.length]

@@ -1,0 +1,141 @@
+"""What a ``Trainer`` trains: the data, order and batches of the loader that its loop would iterate over.
+
+The loader is the one that ``get_train_dataloader`` returns, whoever has overridden it: accelerate's around that of the
+script, or one that nothing divides among the ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from azureml_elastic.train.data.map_loader import loader_options
+
+__all__ = ["Source", "calls_its_own", "obstacle", "source_of"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The training data.
+
+    Args:
+        batch_size: samples of a batch of one rank
+        drop_last: whether a last batch that is smaller is left out
+        sampler: sampler or batch sampler whose order is trained; ``None`` for that of a seed, or of the data
+        shuffle: whether the order is random, without a sampler
+        whole_batches: whether the sampler is a batch sampler, whose batches belong together
+        divided: whether the script or accelerate has the data divided among the ranks
+        seed: seed of the random order where the sampler has one
+    """
+
+    dataset: Any
+    batch_size: int
+    drop_last: bool
+    sampler: Any = None
+    shuffle: bool = False
+    whole_batches: bool = False
+    divided: bool = True
+    seed: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def obstacle(loader: Any) -> str | None:
+    """Return why the data of a loader cannot be divided by their index, ``None`` if they can."""
+    if not isinstance(loader, DataLoader):
+        return f"the loader is a {type(loader).__name__}"
+    if isinstance(loader.dataset, IterableDataset):
+        return f"the samples of {type(loader.dataset).__name__} have no index"
+    sampler, _ = _batch_sampler(loader)
+    if sampler is None:
+        return f"the loader of {type(loader.dataset).__name__} has neither batches nor a batch sampler"
+    if not hasattr(sampler, "__len__"):
+        return f"{type(sampler).__name__} has no length"
+    if type(sampler).__name__ == "BatchRebalanceSampler":
+        return "BatchRebalanceSampler balances the batches of the ranks that there are"
+    inner = getattr(sampler, "sampler", None)
+    if type(sampler) is BatchSampler and not hasattr(inner, "__len__"):
+        return f"{type(inner).__name__} has no length"
+    if isinstance(inner, DistributedSampler) and type(inner) is not DistributedSampler:
+        return f"{type(inner).__name__} divides them by itself"
+    return None
+
+
+def source_of(loader: DataLoader[Any], ranks: int) -> Source:
+    """Return the training data of a loader that has no obstacle.
+
+    Args:
+        ranks: number of ranks of a run with all nodes
+    """
+    sampler, shard = _batch_sampler(loader)
+    split = shard is not None and shard.split_batches  # then its batch size is that of all ranks
+    prepared = type(loader).__module__.partition(".")[0] == "accelerate"
+    dataset: Any = loader.dataset
+    common: dict[str, Any] = {"dataset": dataset, "options": loader_options(loader), "divided": prepared}
+    if type(sampler) is not BatchSampler:
+        return Source(batch_size=1, drop_last=False, sampler=sampler, whole_batches=True, **common)
+    inner: Any = sampler.sampler
+    common |= {
+        "batch_size": max(1, sampler.batch_size // ranks) if split else sampler.batch_size,
+        "drop_last": sampler.drop_last,
+    }
+    if isinstance(inner, DistributedSampler):
+        return Source(shuffle=inner.shuffle, seed=inner.seed, **{**common, "divided": True})
+    if type(inner) is SequentialSampler:
+        return Source(**common)
+    # accelerate takes its SeedableRandomSampler in place of torch's.
+    random = type(inner).__name__ in ("RandomSampler", "SeedableRandomSampler") and isinstance(inner, RandomSampler)
+    if random and not inner.replacement and inner.num_samples == len(dataset):
+        return Source(shuffle=True, **common)
+    return Source(sampler=inner, **common)
+
+
+def _batch_sampler(loader: DataLoader[Any]) -> tuple[Any, Any]:
+    """Return a loader's batch sampler, and what accelerate has put around it."""
+    sampler: Any = loader.batch_sampler
+    if sampler is None and not isinstance(loader.sampler, SequentialSampler | RandomSampler):
+        sampler = loader.sampler  # DataLoader(sampler=BatchSampler(...), batch_size=None)
+        sampler = sampler if isinstance(sampler, BatchSampler) else None
+    if type(sampler).__name__ == "BatchSamplerShard":
+        return sampler.batch_sampler, sampler
+    return sampler, None
+
+
+def calls_its_own(trainer: Any, name: str) -> str | None:
+    """Return the class that replaces a method of ``Trainer`` without calling it; ``None`` if all of them call it."""
+    for kind in type(trainer).__mro__:
+        if kind.__module__ == "transformers.trainer" and kind.__name__ == "Trainer":
+            return None
+        method = vars(kind).get(name)
+        if method is not None and name not in set(_names(method)):
+            return kind.__name__
+    return None
+
+
+def _names(function: Any) -> Iterator[str]:
+    """Yield the names that a function's code reads, and that of the functions within it."""
+    code = function if isinstance(function, types.CodeType) else _code(function)
+    if code is not None:
+        yield from code.co_names
+        for each in code.co_consts:
+            if isinstance(each, types.CodeType):
+                yield from _names(each)
+
+
+def _code(function: Callable[..., Any]) -> types.CodeType | None:
+    while hasattr(function, "__wrapped__"):  # a decorator's function
+        function = function.__wrapped__
+    while isinstance(function, functools.partial | functools.partialmethod):
+        function = function.func
+    return getattr(getattr(function, "__func__", function), "__code__", None)
