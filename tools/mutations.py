@@ -267,8 +267,8 @@ MUTATIONS = (
     Mutation(
         "end-of-the-store-ignored",
         "node/agent/round_runner.py",
-        '        if store.ended and self._is_new("store"):\n            yield ev.StoreEnded()\n',
-        "",
+        '        if (end := store.end) is not None and self._is_new("store"):\n',
+        "        if (end := None) is not None:\n",
         (f"{RECOVERY}::test_a_killed_process_of_rank_0s_node_costs_no_step",),
     ),
     Mutation(

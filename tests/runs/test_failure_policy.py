@@ -24,10 +24,20 @@ SLOW_HEARTBEAT = TableRendezvous(timings=RendezvousTimings(heartbeat_timeout=tim
 """A node whose worker has met a peer's end waits this long for the peer's own word, which names the cause."""
 
 
+BROKEN_STORE = """
+import torch.distributed
+
+def refuse(*_, **options):
+    raise NotImplementedError("this torch serves no store")
+
+torch.distributed.TCPStore = refuse
+"""
+
+
 def run(tmp_path: Path, way: str = "", *steps: int, program: str = "failing.py", **options) -> Report:
     cluster = LocalCluster(
         options.pop("nodes", (2, 2)),
-        start=FORKED,
+        start=options.pop("start", FORKED),
         run_dir=tmp_path / "run",
         distribution=ElasticDistribution(max_restarts=options.pop("max_restarts", 3)),
         rendezvous=SLOW_HEARTBEAT,
@@ -69,6 +79,23 @@ def test_the_same_error_without_progress_ends_the_run_at_its_first_repeat(tmp_pa
     )
     assert len({failure.signature for failure in failures(report)}) == 1
     assert {(failure.failure_kind, failure.step) for failure in failures(report)} == {("user", 7)}
+
+
+def test_an_error_of_the_stores_process_is_said_and_not_taken_for_the_network(tmp_path, monkeypatch):
+    """The process is forked from the one that has imported the packages of the program."""
+    packages = tmp_path / "packages"
+    (packages / "broken_store-1.dist-info").mkdir(parents=True)
+    (packages / "broken_store.py").write_text(BROKEN_STORE)
+    monkeypatch.setenv("PYTHONPATH", f"{packages}:{os.environ.get('PYTHONPATH', '')}")
+    report = run(tmp_path, program="without_store.py", start="command")
+    assert_failed(report, 1, rounds=2)
+    for node in report.nodes:
+        _, _, reported = (report.paths.logs / f"{node.name}.log").read_text().partition("\nerror:")
+        error, _, paragraph = reported.partition("\n\nThe process of the round's store on node-")
+        assert error.splitlines()[-1] == "NotImplementedError: this torch serves no store"
+        assert "The same error ended the process of the round's store on node-" in paragraph
+        assert "ports" not in reported
+    assert {failure.failure_kind for failure in failures(report)} == {"store"}
 
 
 def test_a_program_that_cannot_be_loaded_is_tried_twice(tmp_path):

@@ -180,11 +180,11 @@ def test_a_killed_process_of_rank_0s_node_costs_no_step(tmp_path, victim, recove
     if victim == "store":
         # On a busy machine the second node may come late, for which a round ends, too.
         assert ["the round's store" in reason for reason in reopened][-1] is True, reopened
-        assert failures == []
+        assert failures == ["store"]
     elif (
         victim == "preload server"
     ):  # the kernel ends its forks with it; the agent notices the store or the worker first
-        assert failures in ([], ["killed"])
+        assert failures in (["store"], ["killed"])
     else:
         assert after_gathering(report, 2) == (2, 1)
 

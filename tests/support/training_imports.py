@@ -14,7 +14,8 @@ for package in (node, train):
         if not module.name.endswith("__main__") and ".train.horovod" not in module.name:  # which needs Horovod
             importlib.import_module(module.name)
 for name in import_loader.LATER:
-    importlib.import_module(name)
+    with contextlib.suppress(ImportError):  # other versions of torch do not have all of them
+        importlib.import_module(name)
 # The samples' data take longer than their training, and MLflow longer than all that an agent does.
 for name in ("sklearn.datasets", "mlflow"):
     with contextlib.suppress(ImportError):

@@ -214,11 +214,11 @@ class CheckpointQuarantined(_Event):
 
 
 class WorkerFailed(_Event):
-    """A worker has failed, and no lost node explains it."""
+    """A worker, or the process of its node that serves the round's store, has failed, and no lost node explains it."""
 
     kind: Literal["worker_failed"] = "worker_failed"
     rank: int
-    """Global rank of the worker."""
+    """Global rank of the worker; of the store's node, that of its first one."""
     exit_code: int
     message: str
     failure_kind: str = ""
@@ -227,6 +227,11 @@ class WorkerFailed(_Event):
     """Signature that is equal for the same error on any rank, node or process."""
     step: int | None = None
     """Furthest step of the node's workers; ``None`` without a session."""
+
+    @property
+    def process(self) -> str:
+        """What has failed, in words."""
+        return "the process of the round's store" if self.failure_kind == "store" else f"worker {self.rank}"
 
 
 class HangDetected(_Event):

@@ -334,7 +334,7 @@ def describe(event: Event) -> str | None:
     if isinstance(event, CheckpointQuarantined):
         return f"the checkpoint {event.directory} is damaged, an older one is used: {event.problems}"
     if isinstance(event, WorkerFailed):
-        return f"worker {event.rank} on {event.node} exited with {event.exit_code}: {headline(event.message)}"
+        return f"{event.process} on {event.node} exited with {event.exit_code}: {headline(event.message)}"
     if isinstance(event, HealthChecked) and event.problems:
         return f"{event.node} is {'unhealthy' if event.status == 'fail' else 'warned'}: {'; '.join(event.problems)}"
     if isinstance(event, HostStruck):

@@ -70,7 +70,9 @@ def _failure(event: Event) -> Failure | None:
     if isinstance(event, WorkerFailed):
         kind = event.failure_kind.replace("_", " ")
         said = headline(event.message)
-        text = f"Worker {event.rank} failed with exit code {event.exit_code}" + (f" ({kind})" if kind else "")
+        text = f"{event.process[0].upper()}{event.process[1:]} failed with exit code {event.exit_code}" + (
+            f" ({kind})" if kind else ""
+        )
         text += f" after step {event.step}" if event.step is not None else ""
         details = event.message if event.message.strip() != said else ""
         return Failure("worker failed", "", f"{text}: {said}" if said else f"{text}.", details)

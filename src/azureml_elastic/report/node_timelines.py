@@ -195,7 +195,7 @@ def _marks(report: Report, events: Sequence[Event]) -> dict[str, list[Mark]]:
             text = f"checkpoint of step {event.step} committed, training paused for {event.seconds * 1000:.0f} ms"
             found.setdefault(event.node, []).append(Mark("checkpoint", event.time, text))
         elif isinstance(event, WorkerFailed):
-            text = f"worker {event.rank} failed with exit code {event.exit_code}"
+            text = f"{event.process} failed with exit code {event.exit_code}"
             found.setdefault(event.node, []).append(Mark("failure", event.time, text))
         elif isinstance(event, HangDetected):
             text = f"no step for {event.seconds:.1f} s (limit {event.limit_seconds:.1f} s)"

@@ -22,7 +22,7 @@ from azureml_elastic.node.core import training_events as ev
 from azureml_elastic.node.core.messages import Done, Report
 from azureml_elastic.node.core.training import Training
 from azureml_elastic.node.core.training_events import Hang, Hung, Learned, StacksWritten, TrainingEvent
-from azureml_elastic.node.failures.classification import describe_ending, hang_failure, root_cause
+from azureml_elastic.node.failures.classification import describe_ending, hang_failure, root_cause, store_failure
 from azureml_elastic.node.failures.host_strikes import HostStrikes, incident_id, worker_fault
 from azureml_elastic.node.hangs.detector import HangDetector
 from azureml_elastic.node.hangs.stack_dump import StackReporter, Worker
@@ -139,8 +139,9 @@ class RoundObserver:
         for local_rank, vote in votes:
             yield ev.WorkerVoted(local_rank, vote)
         yield from self._look_at_notice()
-        if store.ended and self._is_new("store"):
-            yield ev.StoreEnded()
+        if (end := store.end) is not None and self._is_new("store"):
+            first = self._rdzv.membership.assignment.global_ranks[0]
+            yield ev.StoreEnded(store_failure(first, end.exit_code, end.error))
         if training.leads and not training.connecting and store.has_keys():
             yield ev.StoreUsed()
         if self._newcomers.take_saved():

@@ -34,7 +34,9 @@ __all__ = [
     "read_records",
 ]
 
-FailureKind = Literal["out_of_memory", "peer", "import", "user", "killed", "crashed", "exit", "hang", "nonfinite"]
+FailureKind = Literal[
+    "out_of_memory", "peer", "import", "user", "killed", "crashed", "exit", "hang", "nonfinite", "store"
+]
 """Kind of failure; ``docs/explanation/failures.md`` describes the classification."""
 
 MAX_RECORDS = 64
@@ -72,10 +74,16 @@ class FailureRecord:
     connected: bool = True
     world_size: int = 0
 
+    @property
+    def process(self) -> str:
+        """What has failed, as the end of a sentence."""
+        what = "the process of the round's store" if self.kind == "store" else f"worker {self.rank}"
+        return f"{what} on {self.node}"
+
 
 @dataclass(frozen=True)
 class Failure:
-    """Failure of a worker.
+    """Failure of a worker, or of another process of its node on which the workers depend.
 
     Args:
         exit_code: exit code as a shell reports it: 128 + n after signal n.
@@ -170,7 +178,7 @@ def decide_restart(
         since = "the workers have not begun to connect to each other since"
         since = since if not failure.connected else "no further step has been completed since"
         why = (
-            f"The same error ended worker {earlier.rank} on {earlier.node}{at} about {_span(earlier.age_seconds)} "
+            f"The same error ended {earlier.process}{at} about {_span(earlier.age_seconds)} "
             f"before, and {since}. It is not restarted, because it would fail again."
         )
         return RestartDecision(restart=False, failures=_merged((*kept, failure)), round_failed=False, why=why)

@@ -30,6 +30,7 @@ SUMMARIES: dict[FailureKind, str] = {
     "exit": "its program ended with an error code",
     "hang": "it made no step for too long",
     "nonfinite": "its loss or weights are NaN or infinite",
+    "store": "no worker can connect without it",
 }
 """Summary of each kind of failure, as the end of a sentence about a worker."""
 
@@ -61,6 +62,10 @@ _ADVICE: dict[FailureKind, str] = {
         "Lower the learning rate, clip the gradients or look at the data of this step, and submit again: the last "
         "checkpoint is of finite weights"
     ),
+    "store": (
+        "The store is torch's TCPStore, so look for the cause in the software and the memory of that node, not in the "
+        "network: check its installation of torch, which must be 2.6 or newer"
+    ),
 }
 
 
@@ -74,7 +79,7 @@ def closing_message(message: str, failure: FailureRecord, number: int, why: str)
     """
     step = "" if failure.step is None else f" at step {failure.step}"
     return (
-        f"{message}\n\nWorker {failure.rank} on {failure.node} failed in round {number}{step} with exit code "
+        f"{message}\n\n{failure.process[0].upper()}{failure.process[1:]} failed in round {number}{step} with exit code "
         f"{failure.exit_code}: {SUMMARIES[failure.kind]}. {why} {_ADVICE[failure.kind]}; see "
         "docs/explanation/failures.md. Committed checkpoints are kept."
     )

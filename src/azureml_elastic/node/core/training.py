@@ -15,7 +15,7 @@ from azureml_elastic.ipc.worker_messages import Decide
 from azureml_elastic.node.core import training_actions as do
 from azureml_elastic.node.core import training_events as ev
 from azureml_elastic.node.core.boundary import BoundaryParticipant, Departure, Leader
-from azureml_elastic.node.core.failures import Failure
+from azureml_elastic.node.core.failures import Failure, FailureRecord
 from azureml_elastic.node.core.hangs import HangResponse, PeerDiscovery
 from azureml_elastic.node.core.pauses import SilenceLimit
 from azureml_elastic.node.core.restarts import KILLED, charge, died_after_training, faulty_members
@@ -119,7 +119,8 @@ class Training:
         self._workers = ev.WorkersSeen()
         self._boundary = BoundaryParticipant(self._slots)
         self._departure = Departure(runs_engine=distribution.runs_engine)
-        self._program_ended = self._store_ended = False
+        self._program_ended = False
+        self._store_failure: Failure | None = None
         self._until = 0.0
         self._failures: ev.Failures | None = None
         self._lost: frozenset[str] | None = None
@@ -186,8 +187,8 @@ class Training:
                 self._departure.notice = event
             case ev.ProgramEnded():
                 self._program_ended = True
-            case ev.StoreEnded():
-                self._store_ended = True
+            case ev.StoreEnded(failure):
+                self._store_failure = failure
             case ev.ProgramSaved() if self._leader is not None:
                 self._leader.newcomers.saved()
             case ev.Failures() if self.state is State.SETTLING:
@@ -258,8 +259,8 @@ class Training:
             self._end_round(reason, lost=self._boundary.leavers)
         elif self._is_overdue():
             self._end_round(f"{self._node} was preempted", lost=frozenset({self._node}))
-        elif self._store_ended:
-            self._end_round(self._why_store_ended(), round_failed=True)
+        elif self._store_failure is not None:
+            self._end_without_store(self._store_failure)
         elif isinstance(event, ev.PairFound):
             self._end_round(f"the workers cannot connect: {event.pair}", round_failed=True)
         elif (hung := self._hangs.due(self._now)) is not None:
@@ -438,8 +439,8 @@ class Training:
         elif self._boundary.agreed and self._boundary.leavers:
             # One that has stopped is free to go. Its loss ends no round, but breaks the connections of those that save.
             self._end_round(f"a worker on {self._node} failed while others left", round_failed=True)
-        elif self._store_ended and failures.failure is not None and failures.failure.kind == "peer":
-            self._end_round(self._why_store_ended(), round_failed=True)
+        elif self._store_failure is not None and (failures.failure is None or failures.failure.kind == "peer"):
+            self._end_without_store(self._store_failure)
         elif self._now < self._until:
             return
         elif failures.failure is None:
@@ -460,25 +461,47 @@ class Training:
 
     def _charge(self, failure: Failure, reason: str, *, lost: frozenset[str]) -> None:
         """Restart after a failure that nothing else explains, or end the run."""
+        self._do(do.FlushProgress(), do.StopWorkers())
+        self._change_row(self._what_follows(failure, reason, lost=lost))
+
+    def _end_without_store(self, failure: Failure) -> None:
+        """End the round: its workers can open no further process group, and new processes cannot connect at all."""
+        reason = f"the process of the round's store on {self._node} ended with exit code {failure.exit_code}"
+        change = self._what_follows(failure, reason, lost=frozenset())
+        if isinstance(change, do.Reopen):  # the workers are well: those that stay keep their state
+            self._end_round(reason, failures=change.failures)
+        else:
+            self._do(do.FlushProgress(), do.StopWorkers())
+            self._change_row(change)
+
+    def _what_follows(self, failure: Failure, reason: str, *, lost: frozenset[str]) -> do.Reopen | do.Close:
+        """Record a failure and say what follows: another round, or the end of the run."""
         workers, round_, seconds = self._workers, self._round, self._now - self._entered
         step = workers.step if self._opens_session or workers.in_session else None
         # One that trains alone need not connect.
         connected = self.connecting or (round_.world_size == 1 and seconds >= _ALONE_SECONDS)
         record = failure.record(self._node, step, connected=connected, world_size=round_.world_size)
-        self._do(do.FlushProgress(), do.StopWorkers(), do.RecordFailure(failure, step))
         *log, change = charge(
             failure, record, reason, lost=lost, waiting=self._waiting, round_=round_, seconds=seconds, plan=self._plan
         )
-        self._do(*log)
-        self._change_row(change)
+        self._do(do.RecordFailure(failure, step), *log)
+        return change
 
     # --- the end of the round ----------------------------------------------------------------------------------------
 
-    def _end_round(self, reason: str, *, lost: frozenset[str] = frozenset(), round_failed: bool = False) -> None:
+    def _end_round(
+        self,
+        reason: str,
+        *,
+        lost: frozenset[str] = frozenset(),
+        failures: tuple[FailureRecord, ...] = (),
+        round_failed: bool = False,
+    ) -> None:
         """Interrupt the workers and end the round, so that the next one forms; or leave, where this node has to.
 
         Args:
             lost: members that will not be back.
+            failures: the run's failures, with the one that ends the round.
             round_failed: whether nobody is to blame but the network.
         """
         me, workers, leaves = frozenset({self._node}), self._workers, self._leaves
@@ -501,7 +524,7 @@ class Training:
                 self._do(do.Disconnect())
         grace = self._plan.preemption.grace.total_seconds()
         self._lost, self._then = lost, State.LEFT if leaves else State.RECOVERING
-        self._change_row(do.Reopen(reason, lost, finishing, grace, round_failed=round_failed))
+        self._change_row(do.Reopen(reason, lost, finishing, grace, failures, round_failed))
 
     def _begin_closing(self) -> None:
         """Mark the run's good end. Rank 0 writes; the others make sure that it has."""
@@ -541,10 +564,6 @@ class Training:
             # Its notice has ended before it could end the round.
             return ", ".join(f"{node} was preempted" for node in sorted(gone))
         return "the round was reopened" if self._seen.over else f"{self._node} was preempted"
-
-    def _why_store_ended(self) -> str:
-        """Return why: the workers can open no further process group, and new processes cannot connect at all."""
-        return f"the process of the round's store on {self._node} has ended"
 
 
 def _list(nodes: Iterable[str]) -> str:

@@ -179,7 +179,13 @@ class StoreUsed:
 
 @dataclass(frozen=True)
 class StoreEnded:
-    """The process of the round's store, which this node serves, has ended."""
+    """The process of the round's store, which this node serves, has ended.
+
+    Args:
+        failure: the failure that it counts as.
+    """
+
+    failure: Failure
 
 
 @dataclass(frozen=True)

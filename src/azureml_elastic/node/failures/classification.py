@@ -37,6 +37,7 @@ __all__ = [
     "hang_failure",
     "root_cause",
     "signature_of",
+    "store_failure",
 ]
 
 _PREFIX = re.compile(r"^\[rank\d+\]: ?")
@@ -339,6 +340,26 @@ def hang_failure(rank: int, exit_code: int, message: str) -> Failure:
     """Return the failure of a worker that was stopped because it hung; the message contains the stacks."""
     raised = ExceptionInfo("Hang", "no step for too long")
     return Failure(rank, exit_code, _shortened(message), "hang", signature_of(raised))
+
+
+def store_failure(rank: int, exit_code: int | None, error: str) -> Failure:
+    """Return the failure of the process that serves a round's store.
+
+    Args:
+        rank: rank of the node's first worker.
+        exit_code: its exit code, negative for a signal; ``None`` where it has ended with the preload server.
+        error: the traceback that it has reported, empty without one.
+    """
+    code = 1 if exit_code is None else exit_code if exit_code >= 0 else _SIGNAL_BASE - exit_code
+    parsed = find_error(error)
+    if parsed is not None:
+        text = _shortened(parsed.text)
+        return Failure(rank, code, text, "store", signature_of(parsed.chain[-1]), conclusive=True)
+    ending = "with the preload server, of which it is a fork"
+    if exit_code is not None:
+        ending = f"with {_signal_name(exit_code, '') or f'exit code {exit_code}'}"
+    raised = ExceptionInfo("StoreEnded", ending)
+    return Failure(rank, code, f"The process of the round's store ended {ending}.", "store", signature_of(raised))
 
 
 def signature_of(raised: ExceptionInfo) -> str:

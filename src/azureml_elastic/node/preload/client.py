@@ -124,6 +124,7 @@ class PreloadServer:
         self._requests = 0
         self._answers: dict[int, dict[str, Any]] = {}
         self._workers: dict[int, ForkedWorker] = {}
+        self._ended_stores: dict[int, int] = {}
         self._process: subprocess.Popen[bytes] | None = None
         if sys.platform != "linux":
             self._refuse(f"{sys.platform} is not Linux")
@@ -222,8 +223,8 @@ class PreloadServer:
             self._send({"op": "fork", "id": number, "folder": os.getcwd()}, descriptors)  # noqa: PTH109
             return self._workers[self._answer(number)]
 
-    def fork_store(self, host: str, port: int, listener: int, control: int) -> bool:
-        """Fork a process that serves the store of a round; return whether that was possible.
+    def fork_store(self, host: str, port: int, listener: int, control: int) -> int | None:
+        """Fork a process that serves the store of a round; return its id, ``None`` if that is not possible.
 
         Args:
             host: address of the store, as its clients know it.
@@ -232,11 +233,16 @@ class PreloadServer:
         try:
             number = self._new_request()
             self._send({"op": "store", "id": number, "host": host, "port": port}, [listener, control])
-            self._answer(number)
+            return self._answer(number)
         except ForkRefused as refusal:
             _LOG.info("The round's store is started plainly: %s.", refusal)
-            return False
-        return True
+            return None
+
+    def exit_code_of_store(self, pid: int) -> int | None:
+        """Return the exit code of a process that serves no store any more, ``None`` if this one has ended with it."""
+        with self._changes:
+            self._changes.wait_for(lambda: pid in self._ended_stores or self._refusal is not None, _END_SECONDS)
+            return self._ended_stores.pop(pid, None)
 
     def close(self) -> None:
         """End the process and its running workers."""
@@ -320,6 +326,8 @@ class PreloadServer:
                 self._settled = True
             elif operation == "unsafe":
                 self._refuse(message["reason"])
+            elif operation == "store ended":
+                self._ended_stores[message["pid"]] = message["code"]
             elif operation == "ended":
                 if message["pid"] in self._workers:
                     self._workers[message["pid"]].end(message["code"])

@@ -438,8 +438,10 @@ class _Server:
 
     def _on_child(self, *_signal: object) -> None:
         for store in list(self._stores):
-            if os.waitpid(store, os.WNOHANG)[0]:
+            ended_store, status = os.waitpid(store, os.WNOHANG)
+            if ended_store:
                 self._stores.discard(store)
+                self._send(op="store ended", pid=store, code=os.waitstatus_to_exitcode(status))
         for worker, reported in list(self._workers.items()):
             if reported:
                 continue

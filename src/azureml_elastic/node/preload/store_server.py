@@ -1,7 +1,8 @@
 """The process that serves the key-value store of a round; ``python -m`` starts it where it cannot be forked.
 
-A forked one receives later what to serve. The process answers each byte on its connection to the agent with a line that
-has the number of keys, and ends when the agent closes that connection or ends itself.
+A forked one receives later what to serve. The process answers each byte on its connection to the agent with a line of
+JSON that has the number of keys, and ends when the agent closes that connection or ends itself. The traceback of an
+error that ends it is its last line: standard error of a forked one is seen by nobody.
 """
 
 from __future__ import annotations
@@ -9,15 +10,56 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import signal
 import socket
 import sys
+import traceback
 from datetime import timedelta
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-__all__ = ["STORE_TIMEOUT", "serve_store"]
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+__all__ = ["STORE_TIMEOUT", "libuv_listens", "listening_store", "serve_store"]
 
 STORE_TIMEOUT = timedelta(minutes=5)
 """Timeout of single operations of the store."""
+
+
+_LONGEST_ERROR = 32_000
+
+
+def libuv_listens(version: str) -> bool:
+    """Return whether the libuv backend of a release of torch takes over a socket that listens already."""
+    major, minor, rest = version.split(".", 2)
+    early = re.match(r"\d+(a|b|rc|\.dev)", rest) is not None  # a build of the time before the release
+    return (int(major), int(minor), not early) >= (2, 8, True)
+
+
+def listening_store(host: str, port: int, listener: int, timeout: timedelta) -> TCPStore:
+    """Serve a store on a socket that listens already.
+
+    Args:
+        host: address of the store, as its clients know it.
+        listener: descriptor of the socket, which the store closes.
+        timeout: timeout of single operations of the store.
+
+    Raises:
+        RuntimeError: torch cannot serve it.
+    """
+    import torch
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener,
+        use_libuv=libuv_listens(torch.__version__),
+    )
 
 
 def serve_store(host: str, port: int, listener: int, control: int) -> NoReturn:
@@ -27,15 +69,18 @@ def serve_store(host: str, port: int, listener: int, control: int) -> NoReturn:
         host: address of the store, as its clients know it.
     """
     link = socket.socket(fileno=control)
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    store = TCPStore(
-        host, port, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT, master_listen_fd=listener
-    )
-    with contextlib.suppress(OSError):
-        while link.recv(1):
-            link.sendall(b"%d\n" % store.num_keys())
-    os._exit(0)
+    code = 0
+    with contextlib.suppress(ConnectionError):  # the agent has ended
+        try:
+            store = listening_store(host, port, listener, STORE_TIMEOUT)
+            while link.recv(1):
+                link.sendall(b"%d\n" % store.num_keys())
+        except ConnectionError:
+            raise
+        except Exception:  # noqa: BLE001 - whatever it is, the agent says it
+            code = 1
+            link.sendall(json.dumps(traceback.format_exc()[-_LONGEST_ERROR:]).encode() + b"\n")
+    os._exit(code)
 
 
 def serve_when_asked(server: socket.socket) -> NoReturn:
@@ -44,8 +89,8 @@ def serve_when_asked(server: socket.socket) -> NoReturn:
     Args:
         server: connection to the preload server, with whose end this process ends.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined] # noqa: F401
-
+    with contextlib.suppress(Exception):  # it is raised again when the store is wanted, and reported
+        import torch.distributed  # noqa: F401
     with server:
         order, descriptors, _, _ = socket.recv_fds(server, 1 << 16, 2)
     if not order:
@@ -55,4 +100,6 @@ def serve_when_asked(server: socket.socket) -> NoReturn:
 
 
 if __name__ == "__main__":
+    for _number in (signal.SIGINT, signal.SIGTERM):  # for the agent to act on, which ends this process
+        signal.signal(_number, signal.SIG_IGN)
     serve_store(sys.argv[1], *map(int, sys.argv[2:]))

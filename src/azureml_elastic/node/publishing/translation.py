@@ -235,7 +235,7 @@ class Translation:
                 return {f"elastic.round_end.{_slot(event.round)}": f"round {event.round}: {reason}"}
             case WorkerFailed():
                 at = "" if event.step is None else f" after step {event.step}"
-                text = f"round {event.round}: worker {event.rank} failed{at} with exit code {event.exit_code}: "
+                text = f"round {event.round}: {event.process} failed{at} with exit code {event.exit_code}: "
                 return {f"elastic.failure.{_slot(event.round)}": text + headline(event.message)}
             case HangDetected():
                 text = f"round {event.round}: no step for {event.seconds:.0f} s after step {event.step}"

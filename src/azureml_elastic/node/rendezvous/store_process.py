@@ -9,13 +9,15 @@ the agent the process ends, and with the process the round.
 from __future__ import annotations
 
 import contextlib
-import logging
+import json
 import socket
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from azureml_elastic.node.core.training_actions import Reopen
@@ -23,9 +25,7 @@ from azureml_elastic.node.preload.client import PreloadServer
 from azureml_elastic.node.rendezvous.link import Assignment
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 
-__all__ = ["RoundStore", "StoreProcess", "enter", "open_round_store", "reaches"]
-
-_LOG = logging.getLogger(__name__)
+__all__ = ["RoundStore", "StoreEnd", "StoreProcess", "enter", "open_round_store", "reaches"]
 
 _POLL_SECONDS = 0.05
 
@@ -41,11 +41,24 @@ _END_SECONDS = 5.0
 _Store = TypeVar("_Store")
 
 
+@dataclass(frozen=True)
+class StoreEnd:
+    """How the process of a store has ended although it was not closed.
+
+    Args:
+        exit_code: its exit code, negative for a signal; ``None`` where the preload server has ended with it.
+        error: the traceback that it has reported, empty without one.
+    """
+
+    exit_code: int | None
+    error: str = ""
+
+
 class RoundStore:
     """The store of a round as its agents see it; this one is another node's, whose agent looks after it."""
 
-    ended = False
-    """Whether the process that this node had for it has ended although it was not closed: no worker can connect."""
+    end: StoreEnd | None = None
+    """How the process that this node had for it has ended although it was not closed: no worker can connect."""
 
     def has_keys(self) -> bool:
         """Return whether workers had set keys when the process last reported, and have it report again."""
@@ -78,6 +91,7 @@ class StoreProcess(RoundStore):
         self._asked = False
         self._link, self._theirs = socket.socketpair()
         self._process: subprocess.Popen[bytes] | None = None
+        self._forked: int | None = None
         self._thread = threading.Thread(target=self._run, name="store-process", daemon=True)
         self._thread.start()
 
@@ -115,7 +129,9 @@ class StoreProcess(RoundStore):
         with self._theirs, self._listener:
             descriptors = [self._listener.fileno(), self._theirs.fileno()]
             server = self._preload_server
-            if server is None or not server.fork_store(host, port, *descriptors):
+            if server is not None:
+                self._forked = server.fork_store(host, port, *descriptors)
+            if self._forked is None:
                 module = "azureml_elastic.node.preload.store_server"
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", module, host, str(port), *map(str, descriptors)],
@@ -127,16 +143,40 @@ class StoreProcess(RoundStore):
     def _run(self) -> None:
         try:
             self._start()
-            with self._link.makefile("rb") as lines:
-                for line in lines:
-                    self._keys = int(line)
-                    self._asked = False
-        except OSError as error:
-            if not self._closed:
-                _LOG.warning("The process of the round's store has failed: %s", error)
+        except OSError:
+            error = traceback.format_exc()
+        else:
+            error = self._read()
         if not self._closed:
-            self.ended = True
-            self._wake.set()
+            end = StoreEnd(self._exit_code(), error)
+            if not self._closed:  # the code may have taken a moment to come
+                self.end = end
+                self._wake.set()
+
+    def _read(self) -> str:
+        """Take in what the process sends until its end; return the error that it has reported, if it has."""
+        error = ""
+        # Reset, where it has not taken what it was sent.
+        with self._link.makefile("rb") as lines, contextlib.suppress(ConnectionResetError):
+            for line in lines:
+                answer = json.loads(line)
+                if isinstance(answer, str):
+                    error = answer
+                else:
+                    self._keys = answer
+                    self._asked = False
+        return error
+
+    def _exit_code(self) -> int | None:
+        if self._forked is not None and self._preload_server is not None:
+            return self._preload_server.exit_code_of_store(self._forked)
+        if self._process is None:
+            return 1
+        try:
+            return self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
 
 
 def open_round_store(

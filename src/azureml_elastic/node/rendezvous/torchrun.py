@@ -36,7 +36,7 @@ from azureml_elastic.errors import RunFailed, RunSucceeded, UsageError
 from azureml_elastic.node.core.round import Limits
 from azureml_elastic.node.core.training_actions import Close
 from azureml_elastic.node.host.addresses import advertised_address
-from azureml_elastic.node.preload.store_server import STORE_TIMEOUT
+from azureml_elastic.node.preload.store_server import STORE_TIMEOUT, listening_store
 from azureml_elastic.node.rendezvous.context import LocalNode
 from azureml_elastic.node.rendezvous.link import Assignment
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
@@ -75,10 +75,7 @@ def open_store(
     host, port = assignment.store_address
     if assignment.listener is not None:
         # The store closes it; the object would close another file of that number later.
-        descriptor = assignment.listener.detach()
-        return TCPStore(
-            host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor
-        )
+        return listening_store(host, port, assignment.listener.detach(), timeout)
     if not reaches((host, port), broken, unreachable):
         return None
     stores: list[TCPStore] = []

@@ -92,7 +92,7 @@ def test_a_state_is_a_checkpoint_of_one_rank(storage):
     assert where == f"{storage}/{manifest.directory}"
     assert (manifest.step, manifest.round, manifest.world_size, manifest.parent) == (7, 4, 1, PARENT)
     assert (manifest.state, manifest.data, manifest.classes) == ({"model": [7]}, {"epoch": 1}, {"optimizer": "SGD"})
-    assert manifest.torch == torch.__version__
+    assert torch.__version__.startswith(manifest.torch)  # of a build as its metadata have it
     assert verify(storage, manifest) == []
     assert list(handed_over(storage, 7)) == []
     (found,) = survey(storage)

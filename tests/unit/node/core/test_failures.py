@@ -324,8 +324,9 @@ def test_a_round_between_two_failures_may_have_trained():
 def test_the_runs_last_message_begins_with_the_users_own_words(kind):
     failure = record(kind=kind, step=12, node="node-3")
     message = closing_message("Traceback\nValueError: no", failure, 4, "It is failure 4.")
+    process = "The process of the round's store" if kind == "store" else "Worker 0"
     assert message.startswith(
-        "Traceback\nValueError: no\n\nWorker 0 on node-3 failed in round 4 at step 12 with exit code"
+        f"Traceback\nValueError: no\n\n{process} on node-3 failed in round 4 at step 12 with exit code"
     )
     assert SUMMARIES[kind] in message
     assert "It is failure 4." in message

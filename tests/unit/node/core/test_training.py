@@ -12,7 +12,7 @@ from azureml_elastic.config import PreemptionPolicy
 from azureml_elastic.ipc.agent_messages import HangLesson, Leaving, RanksConnecting
 from azureml_elastic.node.core import training_actions as do
 from azureml_elastic.node.core import training_events as ev
-from azureml_elastic.node.core.failures import FailureRecord
+from azureml_elastic.node.core.failures import Failure, FailureRecord
 from azureml_elastic.node.core.joiner import JoinState
 from azureml_elastic.node.core.training import State
 from azureml_elastic.node.core.training_events import Hang
@@ -21,6 +21,7 @@ from tests.support.training_rounds import TrainingRound, failure
 
 ABC = ("a", "b", "c")
 IN_PROCESS = {"recovery": "in_process"}
+STORE_ENDED = ev.StoreEnded(Failure(0, 1, "RuntimeError: no backend", "store", "signature", conclusive=True))
 
 
 def state(round_: TrainingRound, node: str) -> State:
@@ -89,13 +90,30 @@ def test_what_happens_while_the_row_is_written_changes_nothing():
     round_.sees("a", lost=frozenset({"c"}))
     assert round_.exit("a", 1) == []
     assert round_.sees("a", lost=frozenset({"b", "c"})) == []
-    assert round_.feed("a", ev.StoreEnded(), ev.Noticed(0.0), ev.TimePassed()) == []
+    assert round_.feed("a", STORE_ENDED, ev.Noticed(0.0), ev.TimePassed()) == []
 
 
-def test_the_end_of_the_store_ends_the_round_and_is_nobodys_fault():
-    reopen = only(TrainingRound(*ABC).feed("a", ev.StoreEnded()), do.Reopen)
-    assert reopen.round_failed
-    assert reopen.reason == "the process of the round's store on a has ended"
+def test_the_end_of_the_store_is_charged_and_no_fault_of_the_network():
+    done = TrainingRound(*ABC).feed("a", STORE_ENDED)
+    assert kinds(done) == ["RecordFailure", "Log", "FlushProgress", "StopWorkers", "Reopen"]
+    reopen = only(done, do.Reopen)
+    assert reopen.reason == "the process of the round's store on a ended with exit code 1"
+    assert not reopen.round_failed
+    assert [(record.kind, record.charge) for record in reopen.failures] == [("store", 1)]
+
+
+def test_workers_that_stay_go_on_with_another_store():
+    done = TrainingRound(*ABC, **IN_PROCESS).feed("a", STORE_ENDED)
+    assert kinds(done) == ["RecordFailure", "Log", "FlushProgress", "InterruptWorkers", "Reopen"]
+    assert only(done, do.Reopen).lost == frozenset()
+
+
+def test_a_store_that_cannot_be_served_ends_the_run_with_its_own_error():
+    first = only(TrainingRound(*ABC).feed("a", STORE_ENDED), do.Reopen)
+    close = only(TrainingRound(*ABC, round_={"failures": first.failures}).feed("a", STORE_ENDED), do.Close)
+    assert close.message.startswith(f"{STORE_ENDED.failure.message}\n\nThe process of the round's store on a failed")
+    assert "The same error ended the process of the round's store on a" in close.message
+    assert "ports" not in close.message
 
 
 # --- failed workers --------------------------------------------------------------------------------------------------
@@ -215,10 +233,10 @@ def test_rank_0_that_leaves_writes_the_row_before_the_others_notice():
 def test_the_end_of_the_store_explains_a_broken_connection_alone():
     round_ = TrainingRound(*ABC)
     fail(round_, "a", failure("peer"))
-    assert only(round_.feed("a", ev.StoreEnded()), do.Reopen).failures == ()
+    assert [record.kind for record in only(round_.feed("a", STORE_ENDED), do.Reopen).failures] == ["store"]
     other = TrainingRound(*ABC)
     fail(other, "a", failure("user"))
-    assert other.feed("a", ev.StoreEnded()) == []
+    assert other.feed("a", STORE_ENDED) == []
 
 
 def test_ones_own_preemption_explains_a_failure():
