@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -254,10 +255,10 @@ class WindowLoader(MapLoader):
         """Do nothing."""
 
     def some_samples(self, most: int) -> list[Any]:
-        """Return some samples of the dataset, which are trained by nobody."""
+        """Return some samples of the dataset, to look at."""
         length = len(self.dataset)
         with random_state.kept():
-            return [self.dataset[length * index // most] for index in range(most)] if length >= most else []
+            return [self.dataset[index] for index in random.Random(0).sample(range(length), min(most, length))]
 
     def cursor_at(self, epoch: int, window: int) -> Cursor:
         """Return the position before a window, at the reference world size."""

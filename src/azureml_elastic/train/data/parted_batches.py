@@ -11,13 +11,11 @@ import copy
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any, NamedTuple, Protocol
 
 from azureml_elastic.checkpoint.state import random_state
 
-__all__ = ["PartedBatch", "PartedCollate", "copied_samples", "edges_of_parts"]
+__all__ = ["PartedBatch", "PartedCollate", "PartsLayout", "copied_samples", "edges_of_parts"]
 
 Collate = Callable[[list[Any]], Any]
 
@@ -32,7 +30,17 @@ class PartedBatch(NamedTuple):
     """A collated batch, and its parts as they are collated by themselves; a tuple, so that torch pins its memory."""
 
     whole: Any
-    parts: list[Any] | None
+    parts: list[Any]
+
+
+class PartsLayout(Protocol):
+    """What is known of the parts of batches."""
+
+    def needs_parts(self, whole: Any) -> bool:
+        """Return whether parts that are collated alone may be others than those that are cut from a batch."""
+
+    def fits(self, whole: Any, parts: Sequence[Any], edges: Sequence[int]) -> bool:
+        """Return whether such parts, which begin at the edges, hold the same as the batch."""
 
 
 @dataclass
@@ -40,30 +48,32 @@ class PartedCollate:
     """Collates samples as the script does, and on request in parts as well.
 
     Args:
-        limit: samples of a part; ``None`` to collate no parts
-        fits: returns whether parts, whose edges it is given, hold the same as the whole
+        limit: samples of a part
+        layout: tells where parts are needed; ``None`` to collate none
     """
 
     collate: Collate
-    limit: int | None = None
-    fits: Callable[[Any, Sequence[Any], Sequence[int]], bool] | None = None
+    limit: int = 1
+    layout: PartsLayout | None = None
 
     def __call__(self, samples: list[Any]) -> Any:
         """Return a batch as the script would have it, a :class:`PartedBatch` where it has several parts."""
-        if self.limit is None or self.fits is None or len(samples) <= self.limit:
+        if self.layout is None or len(samples) <= self.limit:
             return self.collate(samples)
         copies = copied_samples(samples)
         whole = self.collate(samples)
         edges = edges_of_parts(len(samples), self.limit)
         try:
+            if not self.layout.needs_parts(whole):
+                return whole
             # The random numbers of the script are those that it has without parts.
             with random_state.kept():
                 parts = [self.collate(copies[start:stop]) for start, stop in itertools.pairwise(edges)]
-            return PartedBatch(whole, parts if self.fits(whole, parts, edges) else None)
+            return PartedBatch(whole, parts) if self.layout.fits(whole, parts, edges) else whole
         except Exception:  # noqa: BLE001 - of any code of the script's, which the batch itself does not need
-            return PartedBatch(whole, None)
+            return whole
 
 
 def copied_samples(samples: Sequence[Any]) -> list[Any]:
     """Return samples that may be collated once more: functions that do it take keys out of them."""
-    return [each if isinstance(each, (torch.Tensor, tuple)) else copy.copy(each) for each in samples]
+    return [copy.copy(each) if isinstance(each, list) or hasattr(each, "keys") else each for each in samples]

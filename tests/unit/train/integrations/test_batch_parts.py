@@ -44,9 +44,7 @@ class Script:
         self.whole = [copy.deepcopy(model) for model in models]
         self.batch = CurrentBatch(LIMIT, CPU)
         layout = self.batch.layout = BatchLayout.learn(collate, samples[:PROBED])
-        self.loader = PartedCollate(collate)
-        if layout.differs and not layout.random:
-            self.loader.limit, self.loader.fits = LIMIT, layout.fits
+        self.loader = PartedCollate(collate, LIMIT, layout)
         for model in self.models:
             divide_forward(model, self.batch)
 
@@ -135,21 +133,25 @@ def test_time_first(samples, move):
     assert is_divided(Script(samples, time_first, Recurrent()), step)
 
 
-def test_a_part_is_padded_as_it_would_be_with_all_ranks_where_its_outputs_have_no_time():
+@pytest.mark.parametrize("equal_at_first", [False, True])
+def test_a_part_is_padded_as_it_would_be_with_all_ranks_where_its_outputs_have_no_time(equal_at_first):
     class Last(Recurrent):
         def forward(self, x):
             return super().forward(x)[-1]
 
     samples = sequences()
+    if equal_at_first:  # those of which the layout is learned
+        samples = [(torch.randn(5, 4), torch.tensor(0)) for _ in range(PROBED)] + samples
     script = Script(samples, time_first, Last())
 
     def step(model, batch):
         return functional.cross_entropy(model(batch[0]), batch[1])
 
-    found, _ = script.train(step)
+    begin = PROBED if equal_at_first else 0
+    found, _ = script.train(step, start=begin)
     (whole,) = script.whole
     whole.zero_grad()
-    for start in (0, 2, 4):  # what three ranks train
+    for start in (begin, begin + 2, begin + 4):  # what three ranks train
         (step(whole, time_first(samples[start : start + 2])) / 3).backward()
     for one, other in zip(found, [each.grad for each in whole.parameters()], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
@@ -728,7 +730,6 @@ def test_random_masks_are_those_of_the_whole_batch_alone():
     assert script.batch.layout.rules[(0,)].kind is Kind.CUT
     assert script.batch.layout.rules[(0,)].dim == 1
     assert not isinstance(script._next(0, 6), PartedBatch)
-    assert script.loader.limit is None
 
 
 def test_a_collate_function_that_takes_keys_out_of_samples():

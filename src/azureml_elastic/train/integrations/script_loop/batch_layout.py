@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -21,8 +21,8 @@ from azureml_elastic.train.integrations.nested import attributes, children
 
 __all__ = ["PROBED", "BatchLayout", "Kind", "Path", "Rule", "at"]
 
-PROBED = 5
-"""Samples from which a layout is learned: parts of 2 and 3, which differ from each other and from the whole."""
+PROBED = 9
+"""Samples from which a layout is learned: parts of 4 and 5, which differ from each other and from the whole."""
 
 Path = tuple[Hashable, ...]
 
@@ -52,18 +52,21 @@ class BatchLayout:
     Args:
         differs: whether a part that is collated alone is another one than what is cut from the whole
         random: whether the same samples are collated to different batches
+        sizes: those of the tensors that are cut, in dimensions without samples
     """
 
     rules: dict[Path, Rule]
     differs: bool = False
     random: bool = False
+    sizes: dict[Path, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def learn(cls, collate: Callable[[list[Any]], Any], samples: Sequence[Any]) -> BatchLayout:
         """Learn the layout from some samples; without any rule if there are too few, or they cannot be collated."""
         layout = cls({})
+        samples = samples[: len(samples) - (len(samples) % 2 == 0)]
         half = len(samples) // 2
-        if not half or half == len(samples) - half:
+        if not half:
             return layout
         groups = (samples, samples, samples[:half], samples[half:])
         try:
@@ -71,9 +74,18 @@ class BatchLayout:
                 whole, again, *parts = (collate(copied_samples(each)) for each in groups)
             layout.random = not _equal(whole, again)
             layout._learn((), whole, parts, [0, half, len(samples)], again)
+            pairs = [collate(copied_samples(samples[start : start + 2])) for start in range(0, len(samples) - 1, 2)]
+            layout.differs = layout.differs or any(map(layout._has_other_sizes, pairs))
         except Exception:  # noqa: BLE001 - of any code of the script's; what is computed of a batch may show its samples
             return cls({})
         return layout
+
+    def needs_parts(self, whole: Any) -> bool:
+        """Return whether parts that are collated alone may be others than those that are cut from a batch."""
+        return not self.random and (self.differs or self._has_other_sizes(whole))
+
+    def _has_other_sizes(self, batch: Any) -> bool:
+        return any(_other(at(batch, path), self.rules[path].dim) != sizes for path, sizes in self.sizes.items())
 
     def fits(self, whole: Any, parts: Sequence[Any], edges: Sequence[int]) -> bool:
         """Return whether parts of a batch hold the same as what would be cut from it, but for padding."""
@@ -86,7 +98,7 @@ class BatchLayout:
     def _learn(self, path: Path, whole: Any, parts: Sequence[Any], edges: Sequence[int], again: Any) -> None:
         rule = self.rules[path] = _rule(whole, parts, edges, again)
         if rule.kind is Kind.CUT:
-            self.differs = self.differs or any(_other(part, rule.dim) != _other(whole, rule.dim) for part in parts)
+            self.sizes[path] = _other(whole, rule.dim)
         elif rule.kind is Kind.NESTED:
             for key, each in (children(whole) or {}).items():
                 self._learn((*path, key), each, [at(part, (key,)) for part in parts], edges, at(again, (key,)))

@@ -453,9 +453,8 @@ class ScriptLoop(ABC):
         assert self._windows is not None
         collated = self._windows.collated
         layout = BatchLayout.learn(collated.collate, self._windows.some_samples(PROBED))
-        self._current.layout = layout
-        if layout.differs and not layout.random:
-            collated.limit, collated.fits = self._batch_size, layout.fits
+        self._current.layout = collated.layout = layout
+        collated.limit = self._batch_size
 
     def _tracked(self) -> dict[str, Any]:
         return {**self._objects(), _PROGRESS: Progress(self._session), _HISTORY: self._history, _RESULTS: self._results}
