@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from azureml_elastic.checkpoint.format import catalogue
 from azureml_elastic.checkpoint.storage.locations import open_storage
+from azureml_elastic.config import FixedGlobalBatch
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.ledger.samples import restored_steps
 from tests.support.stacks import (
@@ -173,6 +174,18 @@ def test_two_iterations_at_once_are_named_and_each_has_its_batches(tmp_path):
     assert len(warnings) == 1
     assert "training them is not counted" in warnings[0]
     assert run.record == {"steps": 4, "seen": 16}
+
+
+def test_what_a_script_is_given_has_the_attributes_of_accelerates_own(tmp_path):
+    """As it would be with all ranks that the batch sizes are meant for, of which two are there."""
+    script = SCRIPT.with_name("accelerate_attributes_script.py")
+    three = FixedGlobalBatch(logical_workers=3)
+    record = run_stock(script, tmp_path / "run", nodes=(2, 2), imports=SCRIPT, batch=three).record
+    for data in ("train", "evaluation"):
+        assert record[data] == {"missing": [], "values": {}, "known": True, "same": [True] * 3}
+    assert record["epochs"] == [0, 1]
+    assert record["positions"] == [[epoch, last, 4] for epoch in range(2) for last in (False, False, True)]
+    assert not record["drawn"]
 
 
 def run_left(folder, kind):

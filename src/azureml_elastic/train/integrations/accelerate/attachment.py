@@ -15,7 +15,7 @@ from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.train.data.map_loader import WindowLoader
 from azureml_elastic.train.integrations.accelerate.training_data import SequentialLoader, TrainingData, fit_to_round
 from azureml_elastic.train.integrations.deepspeed.attachment import another_stack_prepares
-from azureml_elastic.train.integrations.script_loop.loop import EpochLoader
+from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
 from azureml_elastic.train.integrations.wrapping import Wrapped, Wrappers, in_loop, wrap
 from azureml_elastic.train.session.stack_session import stack_session
 
@@ -110,6 +110,9 @@ def _num_processes(wrapped: Callable[[Any], int], accelerator: Any) -> int:
     accelerate itself and stacks above it receive the number of ranks that there are, and so does a script within a
     step: it weighs a loss by that number.
     """
+    if _data.prepares_for_all_nodes:
+        session = stack_session()
+        return wrapped(accelerator) if session is None else session.reference_world_size
     caller = str(sys._getframe(1).f_globals.get("__name__", ""))  # noqa: SLF001
     session = None if caller.partition(".")[0] in _STACKS or getattr(accelerator, _APART, False) else stack_session()
     if session is None or (_data.loop is not None and _data.loop.weighs_by_ranks()):

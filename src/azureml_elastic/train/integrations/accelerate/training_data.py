@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from azureml_elastic.errors import UsageError
 from azureml_elastic.plurals import counted
 from azureml_elastic.train.integrations.accelerate.training_loop import TrainingLoop, batches_of_epoch
-from azureml_elastic.train.integrations.script_loop.loop import EpochLoader
+from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader, StandIn
 from azureml_elastic.train.session.stack_session import StackSession
 
 __all__ = ["TrainingData", "fit_to_round", "obstacle"]
@@ -82,10 +82,12 @@ class TrainingData:
 
     Attributes:
         loop: loop over the training data, once they are known
+        prepares_for_all_nodes: whether accelerate prepares a loader now as in a run with all nodes
     """
 
     def __init__(self) -> None:
         self.loop: TrainingLoop | None = None
+        self.prepares_for_all_nodes = False
         self._source: DataLoader[Any] | None = None
         self._obstacle: str | None = None  # of all loaders
         self._first_sequential: SequentialLoader | None = None
@@ -96,6 +98,7 @@ class TrainingData:
     ) -> Any:
         """Return what the script receives for one of its loaders, which accelerate would prepare by a function."""
         divided = functools.cache(prepare)  # prepared once, and only if it is used: it becomes one of accelerate's
+        full = functools.cache(functools.partial(self._prepared_for_all_nodes, accelerator, prepare))
         reason = self._obstacle or _obstacle(accelerator, loader)
         if reason is None and self._source is not None and _same_data(loader, self._source):
             assert self.loop is not None
@@ -105,8 +108,8 @@ class TrainingData:
         if reason is not None:
             return self._leave(divided, reason)
         if not isinstance(loader.sampler, SequentialSampler):
-            return self._adopt(session, accelerator, loader, divided)
-        sequential = SequentialLoader(self, session, accelerator, loader, divided)
+            return self._adopt(session, accelerator, loader, divided, full)
+        sequential = SequentialLoader(self, session, accelerator, loader, divided, full)
         if self._first_sequential is None:
             self._first_sequential = sequential
         return sequential
@@ -116,7 +119,7 @@ class TrainingData:
         if loader.source is self._source and self.loop is not None:
             return self.loop.loader
         if loader.may_train and self._obstacle is None and not self._trains_another(loader.session):
-            return self._adopt(loader.session, loader.accelerator, loader.source, loader.divided)
+            return self._adopt(loader.session, loader.accelerator, loader.source, loader.divided, loader.full)
         untrained = "no model was in training mode when the iteration began"
         self._leave(loader.divided, self._obstacle or (untrained if self.loop is None else _ANOTHER))
         return None
@@ -159,20 +162,37 @@ class TrainingData:
         self._left.setdefault(loader, reason)
         return loader
 
+    def _prepared_for_all_nodes(self, accelerator: Any, prepare: Callable[[], Any]) -> Any:
+        self.prepares_for_all_nodes = True
+        try:
+            with torch.random.fork_rng(devices=[]):  # accelerate may draw a seed
+                loader = prepare()
+        finally:
+            self.prepares_for_all_nodes = False
+        # Nobody iterates over it: it is none of accelerate's.
+        accelerator._dataloaders[:] = [each for each in accelerator._dataloaders if each is not loader]  # noqa: SLF001
+        return loader
+
     def _adopt(
-        self, session: StackSession, accelerator: Any, loader: DataLoader[Any], divided: Callable[[], Any]
+        self,
+        session: StackSession,
+        accelerator: Any,
+        loader: DataLoader[Any],
+        divided: Callable[[], Any],
+        full: Callable[[], Any],
     ) -> EpochLoader:
-        self.loop = TrainingLoop(session, accelerator, loader, divided)
+        self.loop = TrainingLoop(session, accelerator, loader, divided, full)
         self._source = loader
         return self.loop.loader
 
 
-class SequentialLoader:
+class SequentialLoader(StandIn):
     """A loader in the data's own order: one of training data, if the script iterates over it to train.
 
     Args:
-        source: the script's loader, whose attributes this one has too
+        source: the script's loader
         divided: returns the same as accelerate divides it among the ranks
+        full: returns the same as accelerate would divide it in a run with all nodes
     """
 
     _is_accelerate_prepared = True
@@ -184,12 +204,15 @@ class SequentialLoader:
         accelerator: Any,
         source: DataLoader[Any],
         divided: Callable[[], Any],
+        full: Callable[[], Any],
     ) -> None:
+        super().__init__(self._as_accelerate_has_it)
         self._data = data
         self.session = session
         self.accelerator = accelerator
         self.source = source
         self.divided = divided
+        self.full = full
         self._evaluates = False
 
     @property
@@ -204,7 +227,7 @@ class SequentialLoader:
 
     def __len__(self) -> int:
         """Return the number of batches: of training data at the reference world size, as schedules count them."""
-        if not self._evaluates and self._data.has_length_of_training(self):
+        if self._may_be_training_data:
             return batches_of_epoch(self.session, self.accelerator, self.source)
         return len(self.divided())
 
@@ -214,13 +237,12 @@ class SequentialLoader:
         self._evaluates = found is None
         return iter(self.divided() if found is None else found)
 
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the script's loader, or one that only accelerate's has."""
-        source = self.__dict__["source"]
-        return getattr(source, name) if hasattr(source, name) else getattr(self.divided(), name)
+    @property
+    def _may_be_training_data(self) -> bool:
+        return not self._evaluates and self._data.has_length_of_training(self)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Do nothing: the order is the same in each epoch."""
+    def _as_accelerate_has_it(self) -> Any:
+        return self.full() if self._may_be_training_data else self.divided()
 
 
 def _obstacle(accelerator: Any, loader: DataLoader[Any]) -> str | None:

@@ -35,6 +35,7 @@ class TrainingLoop(ScriptLoop):
 
     Args:
         divided: returns the same as accelerate divides it among the ranks, for passes that train nothing
+        full: returns the same as accelerate would divide it in a run with all nodes, for its attributes
 
     Attributes:
         loader: loader in place of the script's
@@ -46,7 +47,12 @@ class TrainingLoop(ScriptLoop):
     )
 
     def __init__(
-        self, session: StackSession, accelerator: Any, loader: DataLoader[Any], divided: Callable[[], Any]
+        self,
+        session: StackSession,
+        accelerator: Any,
+        loader: DataLoader[Any],
+        divided: Callable[[], Any],
+        full: Callable[[], Any],
     ) -> None:
         assert loader.batch_size is not None
         accumulation, size = accelerator.gradient_accumulation_steps, loader.batch_size
@@ -70,7 +76,7 @@ class TrainingLoop(ScriptLoop):
             drop_last=loader.drop_last,
             **loader_options(loader),
         )
-        self.loader = self._loader_of(loader, windows)
+        self.loader = self._loader_of(lambda: divided() if self._left else full(), windows)
         self._scheduler_steps = 1 if accelerator.split_batches else session.reference_world_size
         self._accumulated = False  # gradients of the current step
         self._weighed = False  # the loss to come, by the script

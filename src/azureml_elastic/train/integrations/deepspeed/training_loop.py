@@ -29,7 +29,8 @@ from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data.map_loader import loader_options
 from azureml_elastic.train.integrations.deepspeed.batch_sizes import BatchSizes, show
 from azureml_elastic.train.integrations.script_loop import state_folders
-from azureml_elastic.train.integrations.script_loop.loop import EpochLoader, ScriptLoop
+from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
+from azureml_elastic.train.integrations.script_loop.loop import ScriptLoop
 from azureml_elastic.train.integrations.script_loop.state_folders import Place, flush
 from azureml_elastic.train.integrations.wrapping import Wrapped
 from azureml_elastic.train.session.stack_session import StackSession
@@ -269,7 +270,7 @@ class TrainingLoop(ScriptLoop):
             global_batch_size=sizes.global_batch,
             **options,
         )
-        self._source, self._loader = source, self._loader_of(source, windows)
+        self._source, self._loader = source, self._loader_of(lambda: source, windows)
         return self._loader
 
     # --- steps -------------------------------------------------------------------------------------------------------

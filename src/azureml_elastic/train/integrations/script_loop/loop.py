@@ -31,6 +31,7 @@ from azureml_elastic.train.integrations.script_loop.batch_layout import PROBED, 
 from azureml_elastic.train.integrations.script_loop.batch_parts import CurrentBatch
 from azureml_elastic.train.integrations.script_loop.collective_results import CollectiveResults
 from azureml_elastic.train.integrations.script_loop.divided_forward import divide_forward
+from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
 from azureml_elastic.train.integrations.script_loop.repeated_steps import (
     FirstForward,
     Progress,
@@ -43,7 +44,7 @@ from azureml_elastic.train.integrations.script_loop.state_folders import Place
 from azureml_elastic.train.integrations.script_loop.step_updates import StepUpdates
 from azureml_elastic.train.session.stack_session import StackSession
 
-__all__ = ["EpochLoader", "ScriptLoop"]
+__all__ = ["ScriptLoop"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -146,16 +147,31 @@ class ScriptLoop(ABC):
 
     # --- data --------------------------------------------------------------------------------------------------------
 
-    def _loader_of(self, source: Any, windows: WindowLoader) -> EpochLoader:
-        """Return the loader in place of the script's."""
+    def _loader_of(self, own: Callable[[], Any], windows: WindowLoader) -> EpochLoader:
+        """Return the loader in place of the stack's own, which a function returns."""
         self._windows = windows
         self._steps_per_epoch = len(windows) // windows.micro_batches
-        return EpochLoader(source, self)
+        return EpochLoader(own, self)
 
     @property
     def batches_per_epoch(self) -> int:
         """Number of batches of a whole epoch at the reference world size."""
         return self._steps_per_epoch * self._accumulation
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the current pass, or of the next one."""
+        return self._next_epoch if self._pass is None else self._pass.epoch
+
+    @property
+    def at_last_batch(self) -> bool:
+        """Whether the current batch is the last one of its epoch, or a pass has ended with it."""
+        current = self._pass
+        if current is None:
+            return self._has_trained
+        if self._repeated is not None:
+            return current.window * self._accumulation + self._repeated == self.batches_per_epoch
+        return self._micro is not None and self._micro.last and self._micro.window.ends_epoch
 
     def expect(self, epoch: int) -> None:
         """Take the epoch of the next pass, where the script says so."""
@@ -579,32 +595,3 @@ class ScriptLoop(ABC):
             )
         self._reload = load
         return load()
-
-
-class EpochLoader:
-    """What a script iterates over in place of its loader: this rank's batches of an epoch that are not trained yet.
-
-    Its length is that of a whole epoch at the reference world size: scripts compute numbers of optimizer steps by it.
-    """
-
-    _is_accelerate_prepared = True  # accelerate leaves such a loader as it is where a script prepares it once more
-
-    def __init__(self, loader: Any, loop: ScriptLoop) -> None:
-        self._loader = loader
-        self._loop = loop
-
-    def __len__(self) -> int:
-        """Return the number of batches of a whole epoch at the reference world size."""
-        return self._loop.batches_per_epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield the micro-batches of the rest of the epoch."""
-        return self._loop.batches()
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the script's loader."""
-        return getattr(self.__dict__["_loader"], name)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Take the epoch of the next iteration."""
-        self._loop.expect(epoch)
