@@ -20,8 +20,8 @@ parser.add_argument("--folder", type=Path)
 args = parser.parse_args()
 
 
-class Told(TensorDataset):
-    """Points that are told each epoch."""
+class Numbered(TensorDataset):
+    """Points that receive the number of each epoch."""
 
     def set_epoch(self, epoch):
         epochs.append(epoch)
@@ -47,7 +47,7 @@ def differences(found, loader, ranks):
 epochs = []
 accelerator = Accelerator()
 points = torch.arange(64.0).reshape(16, 4)
-data = Told(points)
+data = Numbered(points)
 shuffled, in_order = DataLoader(data, batch_size=2, shuffle=True), DataLoader(data, batch_size=2)
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -21,10 +21,12 @@ train_dataloader = DataLoader(toy.Points(), shuffle=True, batch_size=4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
 lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
 model, optimizer, train_dataloader, lr_scheduler = accelerator.prepare(model, optimizer, train_dataloader, lr_scheduler)
-steps, stopped = 0, False
+steps, stopped, samples = 0, False, []
 for _ in range(5):
     model.train()
+    samples.append(0)
     for x, y in train_dataloader:
+        samples[-1] += len(x)
         loss = nn.functional.mse_loss(model(x), y)
         steps += 1
         if accelerator.is_main_process and steps >= 47:
@@ -39,5 +41,6 @@ for _ in range(5):
     if stopped:
         break
 if accelerator.is_main_process:
-    (args.output_dir / "all_results.json").write_text(json.dumps({"completed_steps": steps, "stopped": stopped}))
+    found = {"completed_steps": steps, "stopped": stopped, "samples": samples}
+    (args.output_dir / "all_results.json").write_text(json.dumps(found))
 accelerator.end_training()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections import deque
 from collections.abc import Iterator
@@ -118,10 +119,11 @@ class MapLoader(ElasticLoader):
                 return
             yield found[0], to_device(found[1], self._context.device)
 
-    def filler(self) -> Any:
-        """Return a collated batch of one or two samples of the dataset."""
+    def filler(self, samples: int = FILLER_SAMPLES) -> Any:
+        """Return a collated batch of one or two samples of the dataset, as often as the batch has samples."""
         ids = self._samples(self._state.cursor.epoch, list(range(min(FILLER_SAMPLES, self._spec.length))), counts=False)
-        return self._collate([self._dataset[index] for index in ids])
+        few = [self._dataset[index] for index in ids]
+        return self._collate([few[index % len(few)] for index in range(samples)])
 
     def repeat(self) -> Any:
         """Return this rank's last batch, collated, of the window before the cursor; it may hold a filler's samples."""
@@ -263,6 +265,16 @@ class WindowLoader(MapLoader):
     def cursor_at(self, epoch: int, window: int) -> Cursor:
         """Return the position before a window, at the reference world size."""
         return Cursor(epoch, window * self._spec.global_batch_size)
+
+    def sizes(self, window: int) -> list[int]:
+        """Return the number of samples of each of this rank's micro-batches in a window of an epoch."""
+        size = self._window_size
+        return self._sizes_of(len(self._spec.window(window * self._spec.global_batch_size, size)))
+
+    @functools.cache  # noqa: B019 - of the two lengths that windows have
+    def _sizes_of(self, count: int) -> list[int]:
+        mine = [len(part) for part in self._parts(count)]
+        return mine + [min(FILLER_SAMPLES, count)] * (self._least - len(mine))
 
     def pass_over(self) -> None:
         """Go on after the current window, which the script has not trained: for this iteration alone."""

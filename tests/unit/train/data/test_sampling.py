@@ -14,7 +14,7 @@ from azureml_elastic.config import FixedGlobalBatch, FixedPerWorkerBatch
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.data.loader import LoaderContext
-from azureml_elastic.train.data.map_loader import MapLoader
+from azureml_elastic.train.data.map_loader import MapLoader, WindowLoader
 from azureml_elastic.train.data.position import Batching, Position
 from azureml_elastic.train.data.sampling import Cursor, DataSpec, order, share, weight
 
@@ -40,11 +40,11 @@ WHOLE = Batching(FixedGlobalBatch())
 LIVES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 25), st.integers(0, 5)), min_size=1, max_size=8)
 
 
-def rank_loader(spec, cursor, rank, world_size, batching=WHOLE):
+def rank_loader(spec, cursor, rank, world_size, batching=WHOLE, kind=MapLoader):
     position = Position(WorkerIdentity(rank=rank, local_rank=0, world_size=world_size, round=0))
     stream = position.add("train", spec)
     stream.cursor = cursor
-    return MapLoader(range(spec.length), stream, LoaderContext(position, torch.device("cpu"), batching))
+    return kind(range(spec.length), stream, LoaderContext(position, torch.device("cpu"), batching))
 
 
 def windows(loader):
@@ -65,6 +65,17 @@ def test_without_epochs_a_pass_that_leaves_less_than_a_window_is_over():
             epochs.append(loader._state.cursor.epoch)
             loader._position.commit()
     assert epochs == [0, 0, 1, 1, 2, 2], "40 samples each, of 100"
+
+
+@given(spec=SPECS, world_size=st.integers(1, 9), batches=st.integers(1, 4), data=st.data())
+def test_a_repeated_batch_has_as_many_samples_as_the_rank_would_train(spec, world_size, batches, data):
+    rank = data.draw(st.integers(0, world_size - 1))
+    batching = Batching(FixedGlobalBatch(), micro_batches=batches, equal_counts=True)
+    loader = rank_loader(spec, Cursor(), rank, world_size, batching, kind=WindowLoader)
+    trained = [len(ids) for _, ids in loader.planned()]
+    windows = len(loader) // loader.micro_batches
+    assert [size for window in range(windows) for size in loader.sizes(window)] == trained
+    assert [len(loader.filler(size)) for size in trained] == trained
 
 
 @given(spec=SPECS, lives=LIVES)

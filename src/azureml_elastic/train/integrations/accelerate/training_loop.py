@@ -253,7 +253,7 @@ class TrainingLoop(ScriptLoop):
     def reduce(self, wrapped: Wrapped, value: Any, *args: Any, **kwargs: Any) -> Any:
         """Reduce values of all ranks, likewise."""
         sums = (args[0] if args else kwargs.get("reduction", "sum")) == "sum"
-        ranks = self._session.reference_world_size if sums else 1
+        ranks = self._session.world_size if sums else 1
         return self._collective(partial(wrapped, value, *args, **kwargs), value, lambda each: each * ranks)
 
     def _collective(self, call: Callable[[], Any], value: Any, unknown: Callable[[Any], Any]) -> Any:
@@ -282,8 +282,8 @@ class TrainingLoop(ScriptLoop):
         return unknown(value) if known is None else known.to(value.device)
 
     def _repeated_gather(self, value: Any) -> Any:
-        """Return what a gathering of equal values from all ranks returns: a repeated batch is one of all nodes."""
-        times = self._session.reference_world_size
+        """Return what a gathering of equal values from all ranks returns: a repeated batch is a share of this round."""
+        times = self._session.world_size
         if isinstance(value, torch.Tensor):
             return torch.cat([value if value.dim() else value.reshape(1)] * times)
         return value * times if isinstance(value, (list, tuple)) else value

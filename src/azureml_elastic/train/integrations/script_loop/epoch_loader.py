@@ -30,10 +30,8 @@ class StandIn:
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self._own())})
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]
-        """The class by which ``isinstance`` knows the stack's own."""
-        return self._own().__class__
+    __class__ = property(lambda self: self._own().__class__)
+    """The class by which ``isinstance`` knows the stack's own."""
 
 
 class EpochLoader(StandIn):

@@ -114,6 +114,7 @@ class ScriptLoop(ABC):
         self._first_window = 0
         self._repeated: int | None = None  # batches of those that were yielded
         self._repeated_models: RepeatedModels | None = None
+        self._fillers: dict[int, Any] = {}  # batches of repeated steps, by their number of samples
         self._repetition = RepetitionLog() if session.is_main else None
         self._history = StepHistory(accumulation)
         self._results = CollectiveResults()
@@ -302,7 +303,6 @@ class ScriptLoop(ABC):
     def _repeat(self, current: _Pass) -> Iterator[Any]:
         """Yield batches for steps that are trained already: real ones until it is clear that the script trains them."""
         assert self._windows is not None
-        session = self._session
         if self._repeated is None:
             if not current.behind:
                 return
@@ -310,7 +310,7 @@ class ScriptLoop(ABC):
         assert self._repeated_models is not None
         cursor = self._windows.cursor_at(current.epoch, current.window)
         # A script that only looks at its data gets the batches that are there. Once it trains, their content is of no
-        # use any more, and the same small one spares it the loading of an epoch.
+        # use any more, and the same few samples spare it the loading of an epoch.
         real = itertools.islice(self._windows.batches_from(cursor), current.yielded, None)
         for micro, batch in () if current.trains else real:
             current.yielded += 1
@@ -320,13 +320,24 @@ class ScriptLoop(ABC):
                 break
         if current.trains:
             self._repeated_models.certain = True
-            filler = to_device(self._windows.filler(), session.device)
+            if self._repetition is not None and current.window + current.behind < self._steps_per_epoch:
+                self._repetition.warn_of_outputs(current.window + current.behind)
             while current.yielded < current.behind * self._accumulation:
+                window, micro_batch = divmod(current.yielded, self._accumulation)
+                filler = self._filler(self._windows.sizes(current.window + window)[micro_batch])
                 current.yielded += 1
                 self._set_repeated(current)
                 # scripts take keys out of batches
                 yield from self._offered(current, copy.copy(filler), cursor)
+            self._fillers.clear()
         self._end_repeating(arrived=current.trains and not self.repeats)
+
+    def _filler(self, samples: int) -> Any:
+        """Return a batch of as many samples as the script would have now: what all ranks count is each sample once."""
+        if samples not in self._fillers:
+            assert self._windows is not None
+            self._fillers[samples] = to_device(self._windows.filler(samples), self._session.device)
+        return self._fillers[samples]
 
     def _begin_repeating(self, current: _Pass) -> None:
         if self._repetition is not None:

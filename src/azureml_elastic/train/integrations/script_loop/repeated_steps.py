@@ -1,8 +1,8 @@
 """Steps that are trained already, and that a restarted script goes through once more to count them.
 
-Nothing is computed in them: models answer with the outputs of one small batch, optimizers do nothing, and no rank waits
-for another. The losses are those of the trained steps, so that sums of the script's own come out as if they had been
-computed in this process. A model that is sharded cannot compute that batch on one rank: a hollow copy does.
+Nothing is computed in them: models answer with the outputs of one batch of each size, optimizers do nothing, and no
+rank waits for another. The losses are those of the trained steps, so that sums of the script's own come out as if they
+had been computed in this process. A model that is sharded cannot compute that batch on one rank: a hollow copy does.
 """
 
 from __future__ import annotations
@@ -72,6 +72,19 @@ class RepetitionLog:
         self._next = self._clock() + _LOG_SECONDS
         text = f"{self._total - left():,} of {self._total:,}"
         _LOG.warning("The script has counted %s steps that are trained already.", text)
+
+    @staticmethod
+    def warn_of_outputs(steps: int) -> None:
+        """Say which numbers of the interrupted epoch are not those of the whole epoch.
+
+        Args:
+            steps: trained steps of the epoch
+        """
+        _LOG.warning(
+            "What the script computes from a model's outputs in this epoch, such as an accuracy, is that of its steps "
+            "after the first %d: outputs are not kept. Losses and numbers of samples are those of all steps.",
+            steps,
+        )
 
 
 class StepHistory:
@@ -245,6 +258,7 @@ class RepeatedModels:
     def end(self) -> None:
         """Return to computed outputs."""
         self._replaced.end()
+        self._outputs.clear()
         self._hollow.clear()  # their buffers are copies, which training outdates
 
     def set_loss(self, loss: float | None) -> None:
