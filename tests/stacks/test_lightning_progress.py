@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from azureml_elastic.train.integrations.lightning.progress import Progress, Stage
@@ -15,6 +17,7 @@ def captured(stage, *, completed):
     for counts in (progress.total, progress.current):
         counts.ready, counts.started, counts.processed, counts.completed = 3, 3, 3, completed
     former = Progress(trainer)
+    former.loader = SimpleNamespace(epoch=0, micro_batches=1)
     former.capture(stage)
     return former.state_dict()
 
@@ -24,7 +27,7 @@ def test_batches_are_counted_in_those_of_the_present_world_size(stage, completed
     """Three steps of one batch are three of two batches, and complete: the integration repeats the hooks by itself."""
     trainer = pl.Trainer(logger=False, enable_checkpointing=False, barebones=True)
     progress = Progress(trainer)
-    progress.micro_batches = 2
+    progress.loader = SimpleNamespace(micro_batches_in=lambda _: 2)
     progress.load_state_dict(captured(stage, completed=completed))
     found = trainer.fit_loop.epoch_loop.batch_progress
     for counts in (found.total, found.current):

@@ -105,7 +105,6 @@ class ElasticLoader(ABC):
 
     def __init__(self, state: LoaderState, context: LoaderContext) -> None:
         require_foreign(context.options)
-        self._spec: Any = state.spec
         self._state = state
         self._context = context
         self._position = context.position
@@ -119,6 +118,10 @@ class ElasticLoader(ABC):
     def name(self) -> str:
         """Name of the loader within the run."""
         return self._state.name
+
+    @property
+    def _spec(self) -> Any:
+        return self._state.spec.at(self._state.cursor.epoch)
 
     @property
     def over(self) -> bool:

@@ -8,7 +8,6 @@ import random
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -77,10 +76,12 @@ class MapLoader(ElasticLoader):
     @property
     def micro_batches(self) -> int:
         """Largest number of micro-batches that a rank has in a whole window at this world size."""
+        return self._most_micro_batches(self._window_size)
+
+    def _most_micro_batches(self, size: int) -> int:
         if self._batching.micro_batches is not None:
             return self._batching.micro_batches
-        world_size = self._position.identity.world_size
-        return max(1, *(len(self._parts_of(rank, self._window_size)) for rank in range(world_size)))
+        return max(1, *(len(self._parts_of(rank, size)) for rank in range(self._position.identity.world_size)))
 
     @property
     def largest(self) -> int:
@@ -105,7 +106,7 @@ class MapLoader(ElasticLoader):
 
     def batches_from(self, cursor: Cursor) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield the same from another position, by this process, and leave that of the run as it is."""
-        elsewhere = LoaderState(self.name, self._spec, cursor)
+        elsewhere = LoaderState(self.name, self._state.spec, cursor)
         options = {**self._context.options, "num_workers": 0, "persistent_workers": False, "timeout": 0}
         for name in ("prefetch_factor", "multiprocessing_context"):  # which torch refuses without processes
             options.pop(name, None)
@@ -239,11 +240,26 @@ class WindowLoader(MapLoader):
         self.untrained: deque[MicroBatch] = deque()
         self.closed = False
         self._begin: Cursor | None = None  # of an iteration that has passed over windows
+        self._counted: dict[int, int] = {}
 
-    @cached_property
+    @property
+    def epoch(self) -> int:
+        """Epoch of the position in the data."""
+        return self._state.cursor.epoch
+
+    @property
     def micro_batches(self) -> int:
-        """Micro-batches of each window, on every rank."""
-        return super().micro_batches  # once: stacks ask at each batch, and their processes end with the round
+        """Micro-batches of each window of the current epoch, on every rank."""
+        return self.micro_batches_in(self.epoch)
+
+    def micro_batches_in(self, epoch: int) -> int:
+        """Return the micro-batches of each window of an epoch, on every rank."""
+        if epoch not in self._counted:  # stacks ask at each batch, and their processes end with the round
+            size = self._batching.window_size(
+                self._state.spec.at(epoch).global_batch_size, self._position.identity.world_size
+            )
+            self._counted[epoch] = self._most_micro_batches(size)
+        return self._counted[epoch]
 
     def __len__(self) -> int:
         """Return the number of micro-batches of a whole epoch."""
@@ -264,7 +280,7 @@ class WindowLoader(MapLoader):
 
     def cursor_at(self, epoch: int, window: int) -> Cursor:
         """Return the position before a window, at the reference world size."""
-        return Cursor(epoch, window * self._spec.global_batch_size)
+        return Cursor(epoch, window * self._state.spec.at(epoch).global_batch_size)
 
     def sizes(self, window: int) -> list[int]:
         """Return the number of samples of each of this rank's micro-batches in a window of an epoch."""

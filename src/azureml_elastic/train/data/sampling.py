@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -130,6 +130,10 @@ class LoaderSpec(ABC):
     def over(self, cursor: Cursor) -> bool:
         """Return whether the epoch is known to have no more samples."""
 
+    def at(self, epoch: int) -> Self:  # noqa: ARG002 - for subclasses
+        """Return the properties that hold in an epoch."""
+        return self
+
     def to_json(self) -> dict[str, Any]:
         """Return the fields, to be saved with a checkpoint."""
         return asdict(self)
@@ -151,10 +155,15 @@ class LoaderSpec(ABC):
 
 @dataclass(frozen=True)
 class DataSpec(LoaderSpec):
-    """Properties of a map-style dataset and its order."""
+    """Properties of a map-style dataset and its order.
+
+    Args:
+        accumulation: number of global batches of a step, by the first epoch with this number; 1 before all of them
+    """
 
     length: int
     algorithm: str = _ALGORITHM
+    accumulation: Mapping[str, int] = field(default_factory=dict)  # as in JSON, whose keys are text
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -190,7 +199,15 @@ class DataSpec(LoaderSpec):
 
     def over(self, cursor: Cursor) -> bool:
         """Return whether the epoch has no more samples."""
-        return cursor.consumed >= self.usable
+        return cursor.consumed >= self.at(cursor.epoch).usable
+
+    def at(self, epoch: int) -> Self:
+        """Return the properties in an epoch, whose steps may be of several global batches."""
+        if not self.accumulation:
+            return self
+        begun = [int(first) for first in self.accumulation if int(first) <= epoch]
+        number = self.accumulation[str(max(begun))] if begun else 1
+        return replace(self, global_batch_size=self.global_batch_size * number, accumulation={})
 
 
 def order(spec: DataSpec, epoch: int) -> Callable[[_Indices], _Indices]:

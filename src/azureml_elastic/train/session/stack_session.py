@@ -110,6 +110,7 @@ class StackSession:
         global_batch_size: int | None = None,
         batches: int | None = None,
         drawn: DrawnOrder | None = None,
+        by_epoch: Mapping[int, int] | None = None,
         **options: Any,
     ) -> WindowLoader:
         """Return a loader with equal numbers of batches on all ranks, from the position in the data.
@@ -122,6 +123,7 @@ class StackSession:
             batches: number of batches of each rank in an optimizer step, for loops that count them: with fewer ranks
                 they are larger
             drawn: order of a sampler, in place of that of the seed
+            by_epoch: number of such products of an optimizer step, by the first epoch with this number
             options: further arguments of ``DataLoader``
         """
         if global_batch_size is None:
@@ -132,7 +134,8 @@ class StackSession:
             micro_batches=batches,
             equal_counts=True,
         )
-        order = {"global_batch_size": global_batch_size, "seed": seed, "shuffle": shuffle, "drop_last": drop_last}
+        order = {"global_batch_size": global_batch_size, "seed": seed, "shuffle": shuffle, "drop_last": drop_last,
+                 "accumulation": {str(epoch): number for epoch, number in (by_epoch or {}).items()}}  # fmt: skip
         loader = self._run.loader(dataset, _LOADER, batching, order, options, drawn=drawn)
         assert isinstance(loader, WindowLoader)
         self._position.in_epochs = True  # the stack has the loop over epochs, and end_epoch() ends each
@@ -205,7 +208,7 @@ class StackSession:
         self._state.steps = steps
         self._position.epoch = epoch
         for loader in self._position.loaders.values():
-            loader.cursor = Cursor(epoch, windows * loader.spec.global_batch_size)
+            loader.cursor = Cursor(epoch, windows * loader.spec.at(epoch).global_batch_size)
         self._run.context.agent.restored(steps, None)
 
     def write_checkpoint(self, folder: Path, objects: TrackedState) -> None:
@@ -243,7 +246,8 @@ class StackSession:
             return self.epoch, 0
         if loader.spec.over(loader.cursor):
             return loader.cursor.epoch + 1, 0
-        return loader.cursor.epoch, loader.cursor.consumed // loader.spec.global_batch_size
+        cursor = loader.cursor
+        return cursor.epoch, cursor.consumed // loader.spec.at(cursor.epoch).global_batch_size
 
     @property
     def trains(self) -> bool:

@@ -102,6 +102,9 @@ WRAPPERS: Wrappers = {
     "loops.fit_loop": {
         "_process_dataloader": _process_dataloader,
         "_FitLoop.run": _in_loop("fit"),
+        "_FitLoop.setup_data": _in_loop("setup_data"),
+        "_FitLoop.on_run_start": _in_loop("start_training"),
+        "_FitLoop.on_advance_start": _in_loop("start_epoch"),
         "_FitLoop.on_advance_end": _in_loop("end_epoch"),
     },
     "loops.training_epoch_loop": {
@@ -118,7 +121,10 @@ WRAPPERS: Wrappers = {
         ),
     },
     # The last step before the loops run: model and optimizers are wrapped and on their device.
-    "trainer.connectors.checkpoint_connector": {"_CheckpointConnector.restore_training_state": _in_loop("restore")},
+    "trainer.connectors.checkpoint_connector": {
+        "_CheckpointConnector.restore_callbacks": _in_loop("restore_callbacks"),
+        "_CheckpointConnector.restore_training_state": _in_loop("restore"),
+    },
     # Lightning's handler calls a collective from within a signal, and then ends the ranks. Notices come to all ranks at
     # a step boundary instead.
     "trainer.connectors.signal_connector": {

@@ -11,15 +11,21 @@ and a sum is what they make of all batches.
 from __future__ import annotations
 
 import copy
-import importlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import logging
+from collections.abc import Collection, Mapping
 from enum import Enum
 from typing import Any
 
 import torch
 
+from azureml_elastic.checkpoint.state import tree
 from azureml_elastic.distributed.device import Fetched, device_of
+from azureml_elastic.train.data.map_loader import WindowLoader
+from azureml_elastic.train.integrations.lightning import checkpoint_hooks
+from azureml_elastic.train.integrations.lightning.attributes import Attributes, scaled
+from azureml_elastic.train.integrations.lightning.checkpoint_hooks import callbacks_of
+from azureml_elastic.train.integrations.lightning.repeated_hooks import Extent
+from azureml_elastic.train.integrations.nested import map_tensors
 
 __all__ = [
     "Progress",
@@ -30,8 +36,6 @@ __all__ = [
     "forget",
     "numbers",
     "recorded",
-    "run_hooks",
-    "same_names",
 ]
 
 _SUM, _COUNT = "value", "cumulated_batch_size"
@@ -41,8 +45,8 @@ Sums = dict[str, dict[str, Any]]
 
 _BATCHES = "epoch_loop.batch_progress"
 _METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
-_UNSAVED = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation", "current_score")
-"""What ``ModelCheckpoint`` leaves out of its state, or does not restore from it."""
+
+_LOG = logging.getLogger(__name__)
 
 
 def added_up(trainer: Any, earlier: Sums) -> Sums:
@@ -140,50 +144,6 @@ def _fetched(value: Any) -> float | Fetched:
     return device_of(value.device).fetch(value) if isinstance(value, torch.Tensor) else float(value)
 
 
-def run_hooks(trainer: Any, batch: Any, record: Mapping[str, Mapping[str, float]]) -> None:
-    """Run the hooks after a batch, and log the metrics of its step.
-
-    Args:
-        trainer: trainer whose loops are as after these hooks
-        batch: collated batch, on the CPU
-        record: what :func:`recorded` returned in the former process, as numbers
-    """
-    loop, module, connector = trainer.fit_loop.epoch_loop, trainer.lightning_module, trainer._logger_connector  # noqa: SLF001
-    # Of the package that the script has: both hold the same modules, with classes of their own.
-    call = importlib.import_module(type(trainer.fit_loop).__module__.replace("loops.fit_loop", "trainer.call"))
-    batch = trainer.precision_plugin.convert_input(batch)
-    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)  # noqa: SLF001
-    batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)  # noqa: SLF001
-    outputs = {name: torch.tensor(value) for name, value in record["outputs"].items()} or None
-    connector.on_batch_start(batch)
-    with same_names(trainer, repeated=True):
-        call._call_callback_hooks(trainer, "on_train_batch_end", outputs, batch, loop.batch_idx)  # noqa: SLF001
-        call._call_lightning_module_hook(trainer, "on_train_batch_end", outputs, batch, loop.batch_idx)  # noqa: SLF001
-    connector.on_batch_end()
-    if connector.should_update_logs:
-        values = {name: torch.tensor(value) for name, value in record["metrics"].items()}
-        connector.log_metrics({**values, **connector.metrics["log"]})
-
-
-@contextmanager
-def same_names(trainer: Any, *, repeated: bool) -> Iterator[None]:
-    """Have files of ``ModelCheckpoint`` replaced that a former process may have written for the same step.
-
-    Args:
-        repeated: whether code is repeated; else nothing is changed
-    """
-    name = "_enable_version_counter"
-    callbacks = [each for each in trainer.checkpoint_callbacks if repeated and hasattr(each, name)]
-    before = [getattr(each, name) for each in callbacks]
-    for each in callbacks:
-        setattr(each, name, False)
-    try:
-        yield
-    finally:
-        for each, value in zip(callbacks, before, strict=True):
-            setattr(each, name, value)
-
-
 class Stage(Enum):
     """What has been done of what belongs to the last completed step."""
 
@@ -197,51 +157,63 @@ class Stage(Enum):
     """All of it, within an epoch."""
     EPOCH = "epoch"
     """All of it, and of the epoch."""
+    BEGUN = "begun"
+    """The next epoch has begun: hooks may have changed weights, averages and parameter groups."""
 
 
 class Progress:
     """The progress of the loops, the states of the callbacks and the metrics, as they were at the last capture.
 
     Attributes:
-        micro_batches: batches of a step, by which the loops count, in this process
+        loader: loader of the training data, ``None`` where Lightning divides those
         versions: versions of the trainer's loggers
         loaded: whether a former process has trained
         stage: stage of the last capture, or of the former process
         sums: what former processes have added up in this epoch
         record: what the hooks of the last step need, see :func:`recorded`
+        attributes: those of the module and callbacks
+        extent: hooks of the last step that have run, see :class:`Extent`
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._captured: dict[str, Any] = {}
-        self.micro_batches = 1
+        self._begun: set[str] = set()  # callbacks that have their state before the others
+        self._frozen: list[str] = []  # parameters without gradients
+        self.attributes = Attributes(trainer)
+        self.loader: WindowLoader | None = None
         self.versions: list[Any] = []
         self.loaded = False
         self.stage = Stage.DONE
         self.sums: Sums = {}
         self.record: dict[str, dict[str, float | Fetched]] = {}
+        self.extent = Extent.NONE
 
     def capture(self, stage: Stage) -> None:
         """Take over the trainer's current state."""
         trainer, self.stage = self._trainer, stage
-        states = ((each.state_key, each.state_dict()) for each in trainer.callbacks)
+        if stage is Stage.BEGUN:
+            weights = trainer.lightning_module.named_parameters()
+            self._frozen = [name for name, weight in weights if not weight.requires_grad]
+        self.extent = Extent.NONE if stage is Stage.STEP else Extent.ALL
+        plain, with_tensors = _divided_states(callbacks_of(trainer))
         datamodule = None if trainer.datamodule is None else trainer.datamodule.state_dict()
         self._captured = {
             "loops": _state_of(trainer.fit_loop),
-            "callbacks": {key: state for key, state in states if state},
-            "checkpoints": {
-                each.state_key: {name: getattr(each, name) for name in _UNSAVED if hasattr(each, name)}
-                for each in trainer.checkpoint_callbacks
-            },
+            "callbacks": plain,
+            "callback_tensors": with_tensors,
             # Schedulers and callbacks that follow a metric read the one that was logged last.
             "metrics": {name: dict(getattr(trainer._logger_connector, name)) for name in _METRICS},  # noqa: SLF001
-            "sums": {} if stage is Stage.EPOCH else added_up(trainer, self.sums),
+            "sums": {} if stage in (Stage.EPOCH, Stage.BEGUN) else added_up(trainer, self.sums),
             "ranks": trainer.world_size,
             "record": self.record if stage is Stage.STEP else {},
+            "attributes": self.attributes.capture(),
             "should_stop": trainer.should_stop,
+            "frozen": self._frozen,
             "datamodule": datamodule or {},
             "loggers": {"versions": self.versions, "lines": self._lines()},
-            "micro_batches": self.micro_batches,
+            # Batches of a step, by which the loops count, in this epoch.
+            "micro_batches": None if self.loader is None else [self.loader.epoch, self.loader.micro_batches],
             "stage": stage.value,
         }
 
@@ -251,47 +223,109 @@ class Progress:
         return int(self._trainer.fit_loop.epoch_loop._batches_that_stepped) + (self.stage is Stage.HOOKS)  # noqa: SLF001
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the last capture."""
-        record = {"record": numbers(self._captured["record"])} if self._captured else {}
-        return {**self._captured, **record}
+        """Return the state of the last capture, with what hooks for checkpoints save.
+
+        Those are called here, as they take long: before the next hook of a step changes what they save.
+        """
+        if not self._captured:
+            return {}
+        hooks = checkpoint_hooks.saved(self._trainer, self._captured)
+        found = {**self._captured, "hooks": hooks, "record": numbers(self._captured["record"]), "extent": self.extent}
+        return {**found, "attributes": map_tensors(torch.Tensor.detach, found["attributes"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue with the state of a former process."""
         if not state_dict:
             return
-        trainer, self._captured, self.loaded = self._trainer, state_dict, True
-        self.stage, self.record = Stage(state_dict["stage"]), state_dict["record"]
+        trainer, self.loaded = self._trainer, True
+        self.stage, self.record, self.extent = Stage(state_dict["stage"]), state_dict["record"], state_dict["extent"]
+        self._captured = {name: value for name, value in state_dict.items() if name not in ("hooks", "extent")}
         self.sums = divided(state_dict["sums"], state_dict["ranks"], trainer.world_size)
         self._load_loops(copy.deepcopy(state_dict["loops"]), state_dict["micro_batches"])
-        for callback in trainer.callbacks:
-            if callback.state_key in state_dict["callbacks"]:
-                self._load_callback(callback, copy.deepcopy(state_dict["callbacks"][callback.state_key]))
-        for checkpoint in trainer.checkpoint_callbacks:
-            for name, value in state_dict["checkpoints"].get(checkpoint.state_key, {}).items():
-                setattr(checkpoint, name, value)
+        checkpoint_hooks.restore(trainer, state_dict["hooks"], self._captured)
+        begun, self._begun = self._begun, set()
+        for callback in callbacks_of(trainer):
+            key = callback.state_key
+            if key in state_dict["callbacks"] and (key not in begun or state_dict["callback_tensors"].get(key)):
+                state = {**state_dict["callbacks"][key], **state_dict["callback_tensors"].get(key, {})}
+                _load_callback(callback, copy.deepcopy(state))
         for name, values in state_dict["metrics"].items():
             setattr(trainer._logger_connector, name, dict(values))  # noqa: SLF001
         trainer.should_stop = state_dict["should_stop"]
         if state_dict["datamodule"] and trainer.datamodule is not None:
             trainer.datamodule.load_state_dict(copy.deepcopy(state_dict["datamodule"]))
 
-    def _load_loops(self, loops: dict[str, Any], micro_batches: int) -> None:
+    def load_callbacks(self, states: Mapping[str, Any], frozen: Collection[str]) -> None:
+        """Give callbacks their state when Lightning would, before the training is set up: those without tensors.
+
+        Callbacks such as ``BackboneFinetuning`` make parameter groups by it, which an optimizer's state must find, and
+        have freed weights whose gradients data parallelism averages.
+
+        Args:
+            states: those of the callbacks, by their keys
+            frozen: names of the parameters that have no gradients
+        """
+        self._frozen = list(frozen)
+        for name, weight in self._trainer.lightning_module.named_parameters():
+            weight.requires_grad_(name not in frozen)
+        for callback in callbacks_of(self._trainer):
+            key = callback.state_key
+            if key in states and states[key].keys() == callback.state_dict().keys():
+                _load_callback(callback, copy.deepcopy(states[key]))
+                self._begun.add(key)
+
+    def continue_attributes(self) -> None:
+        """Give the module and callbacks the attributes that they had, once their hooks at the beginning have run."""
+        captured = scaled(self._captured["attributes"], self._trainer, self._captured["ranks"])
+        captured = map_tensors(lambda each: each.to(self._trainer.strategy.root_device), captured)
+        self.attributes.apply(captured)
+        self.attributes.left_out.update(captured.get("left_out", ()))
+        if self._trainer.is_global_zero:
+            if lost := captured.get("left_out"):
+                _LOG.warning("These begin anew in this process, as they hold more than numbers and tensors: %s.", lost)
+            if self.stage is not Stage.EPOCH and (names := self.attributes.names(captured)):
+                _LOG.warning(
+                    "What each rank has collected by itself in this epoch, in %s, goes on from that of one rank: what "
+                    "the others had collected before this process is not in it.",
+                    ", ".join(names),
+                )
+
+    def _load_loops(self, loops: dict[str, Any], micro_batches: list[int] | None) -> None:
         """Restore the loops as after the hooks of the last batch, which the integration repeats by itself."""
+        before = now = 1
+        if micro_batches is not None and self.loader is not None:
+            epoch, before = micro_batches
+            now = self.loader.micro_batches_in(epoch)
         fit_loop, batches = self._trainer.fit_loop, loops[_BATCHES]
         for kind in ("total", "current"):
             counts = batches[kind]
             # In the stage STEP the batch is trained, and not yet counted as completed.
             done = {name: counts["ready"] if self.stage is Stage.STEP else count for name, count in counts.items()}
-            batches[kind] = {name: count // micro_batches * self.micro_batches for name, count in done.items()}
+            batches[kind] = {name: count // before * now for name, count in done.items()}
         fit_loop.load_state_dict(loops)
         if self.stage is Stage.EPOCH:
             _begin_anew(fit_loop)
+        elif self.stage is Stage.BEGUN:
+            _begin_anew(fit_loop.epoch_loop)
 
-    @staticmethod
-    def _load_callback(callback: Any, state: dict[str, Any]) -> None:
-        if "dirpath" in state and hasattr(callback, "best_k_models"):
-            state["dirpath"] = callback.dirpath  # with another one, the best of the run so far would be forgotten
-        callback.load_state_dict(state)
+
+def _divided_states(callbacks: list[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the parts of the callbacks' states without tensors, and those with tensors."""
+    plain: dict[str, Any] = {}
+    with_tensors: dict[str, Any] = {}
+    for each in callbacks:
+        if state := each.state_dict():
+            parts = {name: bool(tree.split("", value)[1]) for name, value in state.items()}
+            plain[each.state_key] = {name: state[name] for name, found in parts.items() if not found}
+            if any(parts.values()):
+                with_tensors[each.state_key] = {name: state[name] for name, found in parts.items() if found}
+    return plain, with_tensors
+
+
+def _load_callback(callback: Any, state: dict[str, Any]) -> None:
+    if "dirpath" in state and hasattr(callback, "best_k_models"):
+        state["dirpath"] = callback.dirpath  # with another one, the best of the run so far would be forgotten
+    callback.load_state_dict(state)
 
 
 def _state_of(loop: Any, prefix: str = "") -> dict[str, Any]:

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, SequentialSampler
 
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data.map_loader import WindowLoader, loader_options
-from azureml_elastic.train.integrations.lightning import progress
+from azureml_elastic.train.integrations.lightning import progress, repeated_hooks
+from azureml_elastic.train.integrations.lightning.checkpoint_hooks import OWN_KEY, callbacks_of
 from azureml_elastic.train.integrations.lightning.progress import Progress, Stage
+from azureml_elastic.train.integrations.lightning.repeated_hooks import Extent
 from azureml_elastic.train.integrations.wrapping import Wrapped
 from azureml_elastic.train.session.stack_session import StackSession
 
@@ -140,9 +142,14 @@ class TrainingLoop:
         self._progress = Progress(trainer)
         self._loader: WindowLoader | None = None
         self._accumulation = trainer.accumulate_grad_batches
+        self._by_epoch = _accumulation_by_epoch(trainer)
         self._completed = False
         self._changes_state = False
         self._repeats = False
+        self._begun = False
+        self._reduced: set[int] = set()
+        self._freed: list[torch.Tensor] = []
+        """Weights that a hook has unfrozen since: DDP averages the gradients of those alone that it was given."""
         self._pending: Stage | None = None
         """Stage of the last step of the former process, while the rest of what belongs to it is being done."""
 
@@ -163,6 +170,7 @@ class TrainingLoop:
         finally:
             trainer.accumulate_grad_batches = self._accumulation
             trainer.num_sanity_val_steps = sanity_steps
+            trainer.callbacks = callbacks_of(trainer)
 
     # --- data and gradients ------------------------------------------------------------------------------------------
 
@@ -176,8 +184,7 @@ class TrainingLoop:
                 "dataset that combines theirs, or set AZUREML_ELASTIC_INTEGRATIONS=off."
             )
         sampler = getattr(loader, "sampler", None)
-        known = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
-        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or not known:
+        if not isinstance(loader, DataLoader) or not _in_known_order(loader):
             if self._session.is_main:
                 _LOG.warning(
                     "The training data come from %s with %s: Lightning divides them among the ranks, and samples may "
@@ -187,17 +194,45 @@ class TrainingLoop:
                 )
             return wrapped(trainer, function, stage, loader)
         generator = getattr(sampler, "generator", None)
-        self._loader = self._session.windows(
+        self._loader = self._progress.loader = self._session.windows(
             loader.dataset,
             batch_size=loader.batch_size or 1,
             accumulation=self._accumulation,
             seed=0 if generator is None else generator.initial_seed(),
-            shuffle=type(sampler) is RandomSampler,
+            shuffle=type(sampler) is not SequentialSampler,
             drop_last=loader.drop_last,
+            by_epoch=self._by_epoch,
             **loader_options(loader),
         )
-        trainer.accumulate_grad_batches = self._progress.micro_batches = self._loader.micro_batches
         return self._loader
+
+    def setup_data(self, wrapped: Wrapped) -> None:
+        """Make the loader, and have Lightning validate after as many steps as with all ranks."""
+        wrapped()
+        self._follow_loader()
+
+    def _follow_loader(self) -> None:
+        """Set the numbers of batches by which Lightning counts: those of the loader in this epoch and round."""
+        loader, trainer = self._loader, self._trainer
+        if loader is None:
+            return
+        fit_loop = trainer.fit_loop
+        number = loader.micro_batches
+        trainer.accumulate_grad_batches = number
+        fit_loop.max_batches = len(loader)
+        fit_loop._combined_loader.limits = [len(loader)]  # noqa: SLF001
+        if trainer.val_check_batch is not None:
+            script = self._accumulation * self._factor  # batches of a step, by which the script counts
+            interval = trainer.val_check_interval
+            if not isinstance(interval, int):
+                interval = max(1, int(len(loader) // number * script * interval))
+            trainer.val_check_batch = max(1, interval * number // script)
+
+    @property
+    def _factor(self) -> int:
+        """Number of the script's accumulated batches of a step in the current epoch."""
+        begun = [first for first in self._by_epoch if first <= self._session.epoch]
+        return self._by_epoch[max(begun)] if begun else 1
 
     def backward(self, wrapped: Wrapped, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Weigh a micro-batch's loss so that the mean over the ranks is the mean over the samples."""
@@ -206,9 +241,21 @@ class TrainingLoop:
             # The last one yielded is the current one: Lightning fetches nothing ahead of a loader that has a length. It
             # has divided the loss by the batches of a step.
             loss = loss * (self._loader.untrained[-1].weight * self._loader.micro_batches)
-        return wrapped(loss, *args, **kwargs)
+        result = wrapped(loss, *args, **kwargs)
+        if self._freed and (self._loader is None or self._loader.untrained[-1].last):
+            for weight in self._freed:
+                if weight.grad is not None:
+                    weight.grad.copy_(self._session.mean(weight.grad))
+        return result
 
     # --- steps -------------------------------------------------------------------------------------------------------
+
+    def restore_callbacks(self, wrapped: Wrapped) -> None:
+        """Give callbacks their state of the run before they and the strategy are set up, as far as it can be had."""
+        wrapped()
+        if self._session.find(PROGRESS, "stage") is not None:
+            states, frozen = (self._session.find(PROGRESS, part) for part in ("callbacks", "frozen"))
+            self._progress.load_callbacks(states, frozen)
 
     def restore(self, wrapped: Wrapped) -> Any:
         """Restore the state of the run, or what the script's checkpoint holds."""
@@ -226,6 +273,8 @@ class TrainingLoop:
         own_step, done = trainer.global_step, self._progress.stage
         self._progress.capture(done)
         session.adopt(objects)
+        self._follow_loader()
+        self._reduced = {id(each) for each in trainer.lightning_module.parameters() if each.requires_grad}
         stage = self._progress.stage
         if own_step and not session.steps and self._loader is not None:  # of a checkpoint of another run
             windows = len(self._loader) // self._loader.micro_batches
@@ -237,6 +286,7 @@ class TrainingLoop:
             session.end_epoch()
         # Not before: when it begins to run, Lightning adds the model's callbacks, and moves those that save to the end.
         trainer.callbacks.insert(0, _AfterBatch(self._complete))
+        trainer.callbacks.append(_AfterBatch(self._after_callbacks))
         return loaded
 
     def fit(self, wrapped: Wrapped) -> Any:
@@ -248,7 +298,9 @@ class TrainingLoop:
         # Lightning leaves out a loop that is done, with all that follows its last step. As _FitLoop.run has it:
         fit_loop.reset()
         fit_loop.on_run_start()
-        if self._progress.stage is not Stage.EPOCH:
+        if self._progress.stage is Stage.EPOCH:
+            self._begin(lambda: None)
+        else:
             fit_loop.on_advance_start()
             if self._pending is not None:
                 fit_loop.advance()
@@ -274,6 +326,53 @@ class TrainingLoop:
         self._progress.capture(Stage.STEP)
         self._session.complete_step(changes_state=self._changes_state)
 
+    def _after_callbacks(self, _: Any) -> None:
+        self._progress.extent = max(self._progress.extent, Extent.CALLBACKS)
+
+    def start_training(self, wrapped: Wrapped) -> None:
+        """Run the hooks before the first epoch, which know the script's own settings."""
+        trainer = self._trainer
+        batches, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, self._accumulation
+        wrapped()
+        trainer.accumulate_grad_batches = batches
+
+    def start_epoch(self, wrapped: Wrapped) -> None:
+        """Run what belongs to the beginning of an epoch; in a new process, then continue with what a former one had."""
+        trainer, expected = self._trainer, self._trainer.accumulate_grad_batches
+        if self._begun:
+            begins = True
+            wrapped()
+        else:
+            begins = self._begin(wrapped)
+        wanted = self._accumulation * self._factor if self._by_epoch else expected
+        if self._loader is not None and not trainer.fit_loop._skip_backward:  # noqa: SLF001
+            if (number := trainer.accumulate_grad_batches) not in (expected, wanted):
+                raise UsageError(
+                    f"A hook has set trainer.accumulate_grad_batches={number}, but the samples of a step are "
+                    f"divided into {expected} batches. Give Lightning's GradientAccumulationScheduler "
+                    "the epochs, or set AZUREML_ELASTIC_INTEGRATIONS=off."
+                )
+            self._follow_loader()
+        if type(trainer.strategy).__name__ == "DDPStrategy":
+            weights = trainer.lightning_module.parameters()
+            self._freed = [each for each in weights if each.requires_grad and id(each) not in self._reduced]
+        if begins:
+            self._progress.capture(Stage.BEGUN)
+
+    def _begin(self, start: Callable[[], Any]) -> bool:
+        """Start the first epoch of a process; return whether it is one that no former process has begun."""
+        self._begun, loaded, stage = True, self._progress.loaded, self._progress.stage
+        self._progress.attributes.begin()
+        if loaded and stage is Stage.EPOCH:
+            self._progress.continue_attributes()
+        start()
+        within = self._trainer.fit_loop.restarted_mid_epoch
+        if loaded and stage is not Stage.EPOCH:
+            if within:
+                repeated_hooks.begin_epoch_again(self._trainer)
+            self._progress.continue_attributes()
+        return not within
+
     def begin_epoch(self, wrapped: Wrapped, fetcher: Any) -> None:
         """Begin an epoch, or continue it: do what belongs to the last step, and the former process has not done."""
         wrapped(fetcher)
@@ -283,7 +382,10 @@ class TrainingLoop:
         # As advance() does before it trains: a loop that restarts would go on within its last validation.
         epoch_loop.val_loop.restarting = False
         if self._pending is Stage.STEP and self._loader is not None:
-            progress.run_hooks(self._trainer, self._loader.repeat(), progress.numbers(self._progress.record))
+            record, attributes = progress.numbers(self._progress.record), self._progress.attributes
+            batch, extent = self._loader.repeat(), self._progress.extent
+            repeated_hooks.run_hooks(self._trainer, batch, record, attributes, extent)
+            self._progress.extent = Extent.ALL
         epoch_loop.on_advance_end(fetcher)
         epoch_loop.on_iteration_done()
 
@@ -292,13 +394,14 @@ class TrainingLoop:
         if not self._completed:
             return wrapped(*args, **kwargs)
         pending, self._pending = self._pending, None
+        self._progress.extent = Extent.ALL
         if pending is not Stage.VALIDATED:
             if pending is not Stage.HOOKS:
                 # The hooks of a rank that is lost before this are run again: most scripts log on rank 0 alone.
                 self._session.all_have_arrived()
                 if self._changes_state:
                     self._advance(Stage.HOOKS)
-            with progress.same_names(self._trainer, repeated=self._repeats):
+            with repeated_hooks.same_names(self._trainer, repeated=self._repeats):
                 wrapped(*args, **kwargs)
             if self._changes_state:
                 self._session.all_have_arrived()
@@ -318,7 +421,7 @@ class TrainingLoop:
         """Run what belongs to the epoch's end, then end it."""
         fit_loop = self._trainer.fit_loop
         fit_loop._restarting = False  # noqa: SLF001 - else Lightning leaves out schedulers that follow a metric
-        with progress.same_names(self._trainer, repeated=self._repeats):
+        with repeated_hooks.same_names(self._trainer, repeated=self._repeats):
             added, self._progress.sums = progress.continue_with(self._trainer, self._progress.sums), {}
             result = wrapped(*args, **kwargs)
             progress.forget(self._trainer, added)
@@ -329,10 +432,28 @@ class TrainingLoop:
         return result
 
 
+def _in_known_order(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader's samples are all of its dataset, in order or at random; by torchdata's sampler, too."""
+    sampler: Any = loader.sampler
+    if type(sampler) is SequentialSampler:
+        return True
+    at_random = type(sampler).__name__ == "RandomSampler"
+    theirs = type(sampler).__module__.partition(".")[0] in ("torch", "torchdata")
+    return at_random and theirs and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+
+
+def _accumulation_by_epoch(trainer: Any) -> dict[int, int]:
+    """Return how many batches Lightning's callback accumulates from which epoch, if the trainer has it."""
+    for callback in trainer.callbacks:
+        if any(kind.__name__ == "GradientAccumulationScheduler" for kind in type(callback).__mro__):
+            return {epoch: callback.get_accumulate_grad_batches(epoch) for epoch in callback.scheduling}
+    return {}
+
+
 class _AfterBatch:
     """A callback of Lightning that knows one event; callbacks that save come after it."""
 
-    state_key = _legacy_state_key = "azureml_elastic"
+    state_key = _legacy_state_key = OWN_KEY
 
     def __init__(self, act: Callable[[Any], None]) -> None:
         self._act = act
