@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -68,6 +69,25 @@ def test_a_killed_node_costs_no_step(tmp_path, recovery):
             if isinstance(event, WorkersStarted):
                 pids.setdefault(event.node, set()).update(event.pids)
         assert all(len(found) == 1 for found in pids.values()), pids
+
+
+def kept(text):
+    """Return what averaging.py has printed."""
+    line = next(line for line in text.splitlines() if "kept {" in line)
+    return json.loads(line.partition("kept ")[2])
+
+
+@both
+def test_averages_that_are_not_tracked_go_on_where_they_were(tmp_path, recovery):
+    script = str(PROGRAMS / "averaging.py")
+    environment = {**os.environ, variables.RUN_DIR: str(tmp_path)}
+    expected = kept(run_script([sys.executable, script], env=environment, timeout=120).stdout)
+    report = cluster(tmp_path, recovery, "kill=rank0@step:23", (1, 2)).run([script])
+    assert_nothing_lost(report)
+    found = kept("".join(path.read_text() for path in report.paths.logs.glob("*.log")))
+    assert found.pop("norms") == pytest.approx(expected.pop("norms"), rel=1e-5)
+    assert found == expected
+    assert found["updates"] == 60
 
 
 def restored_from(report):

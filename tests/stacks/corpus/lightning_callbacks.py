@@ -51,13 +51,29 @@ class Classifier(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class Average(lightning.Callback):
+    """Keeps an average of the weights, and a number as a tensor, outside of what Lightning saves."""
+
+    def on_train_start(self, trainer, module):
+        self.kept = [each.detach().clone() for each in module.parameters()]
+        self.count = torch.zeros((), dtype=torch.int64)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer, module, *_):
+        if trainer.global_step > self.count:  # a step may have several batches
+            self.count += 1
+            for average, each in zip(self.kept, module.parameters(), strict=True):
+                average.lerp_(each, 0.1)
+
+
 lightning.seed_everything(23)
+average = Average()
 best = ModelCheckpoint(monitor="val_loss", save_top_k=2, dirpath=args.output_dir / "best")
 trainer = lightning.Trainer(
     max_epochs=3,
     accelerator="auto",
     logger=CSVLogger(args.output_dir, name="csv"),
-    callbacks=[best, EarlyStopping("val_loss", patience=5), LearningRateMonitor()],
+    callbacks=[best, EarlyStopping("val_loss", patience=5), LearningRateMonitor(), average],
     log_every_n_steps=1,
     enable_progress_bar=False,
     enable_model_summary=False,
@@ -72,5 +88,7 @@ if trainer.is_global_zero:
     steps = sorted(set(map(int, (args.output_dir / "steps.txt").read_text().split())))
     found = {"completed_steps": trainer.global_step, "epoch": trainer.current_epoch, "steps": steps,
              "kept": len(best.best_k_models), "loss": float(best.best_model_score)}  # fmt: skip
+    norm = float(torch.cat([each.flatten() for each in average.kept]).norm())
+    found |= {"average": norm, "updates": int(average.count)}
     (args.output_dir / "steps.txt").unlink()
     (args.output_dir / "all_results.json").write_text(json.dumps(found))

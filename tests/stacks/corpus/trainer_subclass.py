@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import toy
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 parser = argparse.ArgumentParser()
@@ -25,7 +26,16 @@ class WeighedTrainer(Trainer):
 
 
 class Steps(TrainerCallback):
-    """Counts what the Trainer tells."""
+    """Counts what the Trainer tells, and keeps an average of the weights."""
+
+    def on_train_begin(self, args, state, control, model=None, **_):
+        self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        self.updates, self.remainders = 0, []
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        self.average.update_parameters(model)
+        self.updates += 1
+        self.remainders.append(self.updates % 3)
 
     def on_train_end(self, args, state, control, **_):
         self.steps = state.global_step
@@ -64,4 +74,6 @@ if trainer.is_world_process_zero():
     logged = [each["step"] for each in trainer.state.log_history if "loss" in each]
     evaluated = [each["step"] for each in trainer.state.log_history if "eval_loss" in each]
     found = {"completed_steps": steps.steps, "logged": logged, "evaluated": evaluated, "loss": metrics["eval_loss"]}
+    norm = float(torch.cat([each.flatten() for each in steps.average.module.parameters()]).norm())
+    found |= {"average": norm, "counts": [int(steps.average.n_averaged), steps.updates, sum(steps.remainders)]}
     (args.output_dir / "all_results.json").write_text(json.dumps(found))

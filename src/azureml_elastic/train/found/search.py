@@ -29,7 +29,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Sampler
 
-__all__ = ["Found", "FoundTensor", "frames_of", "memory_key", "search"]
+__all__ = ["Found", "FoundTensor", "frames_of", "is_of_stack", "memory_key", "own_attributes", "package_of", "search"]
 
 _MOST_OBJECTS = 100_000
 _MOST_ELEMENTS = 20_000
@@ -57,6 +57,7 @@ class FoundTensor:
         others: further paths, through containers and attributes that hold what the variable does
         local: whether it is a variable itself
         buffer: whether it is a buffer of a module
+        holder: path of the object in whose attributes it is, and that object
     """
 
     path: str
@@ -64,6 +65,7 @@ class FoundTensor:
     others: tuple[str, ...] = ()
     local: bool = False
     buffer: bool = False
+    holder: tuple[str, Any] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -74,11 +76,13 @@ class Found:
         tensors: in the order of their distance from the outermost variables
         sharded: paths of tensors of which each rank holds a part
         complete: whether there was no more to look into
+        derived: the script's objects whose classes derive from those of transformers, with their paths
     """
 
     tensors: Sequence[FoundTensor]
     sharded: Sequence[str]
     complete: bool
+    derived: Sequence[tuple[str, Any]] = ()
 
 
 def frames_of(thread: int, error: BaseException | None = None) -> list[FrameType]:
@@ -130,6 +134,7 @@ class _Item:
     depth: int
     of_stack: bool = False
     buffer: bool = False
+    holder: tuple[str, Any] | None = None
 
 
 class _Search:
@@ -140,6 +145,7 @@ class _Search:
         self._others: dict[str, list[str]] = {}  # other paths of what a variable holds
         self._tensors: list[_Item] = []
         self._sharded: list[str] = []
+        self._derived: list[tuple[str, Any]] = []
         self._kept: list[Any] = []  # an id is that of no other object while this one lives
 
     def run(self, frames: Iterable[FrameType]) -> Found:
@@ -148,11 +154,11 @@ class _Search:
             item = todo.popleft()
             if self._is_new(item):
                 todo.extend(self._inside(item))
-        return Found([self._found(item) for item in self._tensors], self._sharded, not todo)
+        return Found([self._found(item) for item in self._tensors], self._sharded, not todo, self._derived)
 
     def _found(self, item: _Item) -> FoundTensor:
         others = tuple(f"{each}{item.path.removeprefix(item.root)}" for each in self._others.get(item.root, ()))
-        return FoundTensor(item.path, item.value, others, item.path == item.root, item.buffer)
+        return FoundTensor(item.path, item.value, others, item.path == item.root, item.buffer, item.holder)
 
     def _is_new(self, item: _Item) -> bool:
         key = id(item.value)
@@ -177,12 +183,21 @@ class _Search:
                 self._sharded.append(item.path)
         elif item.depth < _DEEPEST and not _is_left_out(item.value, kind):
             of_stack = _is_of_stack(kind, item.of_stack)
+            holds = package_of(kind) not in sys.stdlib_module_names or kind in _HOLDERS or kind.__module__ == "__main__"
+            holder = (item.path, item.value) if holds and not of_stack else item.holder
+            if (
+                holds
+                and not of_stack
+                and not issubclass(kind, nn.Module)
+                and any(map(_is_of_transformers, kind.__mro__))
+            ):
+                self._derived.append((item.path, item.value))
             try:
                 parts = list(_parts(item.value, kind))
             except RuntimeError:  # another thread changes it
                 return
             for name, value, buffer in parts:
-                yield _Item(item.path + name, value, item.root, item.depth + 1, of_stack, buffer)
+                yield _Item(item.path + name, value, item.root, item.depth + 1, of_stack, buffer, holder)
 
     def _note(self, item: _Item) -> None:
         tensor = item.value
@@ -223,8 +238,11 @@ def _named(prefix: str, names: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 def _is_foreign(module: str) -> bool:
     """Return whether a module is neither the script's nor one of a library that it trains with."""
     package = module.partition(".")[0]
-    own = package == _OWN or package in _STACKS or package in ("torch", "wrapt")
-    return own or (package in sys.stdlib_module_names and package != "__main__")
+    return package == _OWN or package in _STACKS or package in ("torch", "wrapt") or _is_of_library(package)
+
+
+def _is_of_library(package: str) -> bool:
+    return package in sys.stdlib_module_names and package != "__main__"
 
 
 def _is_left_out(value: Any, kind: type) -> bool:
@@ -239,16 +257,30 @@ def _is_left_out(value: Any, kind: type) -> bool:
     if module.startswith("torch.utils.data") or package in _DATA or package in (_OWN, "wrapt"):
         return True
     containers = (dict, list, tuple, deque, MethodType, GeneratorType, functools.partial, *_HOLDERS)
-    return package in sys.stdlib_module_names and package != "__main__" and not issubclass(kind, containers)
+    return _is_of_library(package) and not issubclass(kind, containers)
+
+
+def package_of(kind: type) -> str:
+    """Return the package that defines a class."""
+    return str(kind.__module__).partition(".")[0]
+
+
+def is_of_stack(kind: type) -> bool:
+    """Return whether a training stack defines a class."""
+    return package_of(kind) in _STACKS
+
+
+def _is_of_transformers(kind: type) -> bool:
+    return package_of(kind) == "transformers"
 
 
 def _is_of_stack(kind: type, holder_is: bool) -> bool:
-    package = str(kind.__module__).partition(".")[0]
+    package = package_of(kind)
     if issubclass(kind, nn.Module):
         return package in _STACKS and package != "transformers"  # whose modules are models
     if package in _STACKS or package == "torch":
         return True
-    return holder_is and (package in sys.stdlib_module_names and package != "__main__")  # a container of its
+    return holder_is and _is_of_library(package)  # a container of its
 
 
 def _parts(value: Any, kind: type) -> Iterator[tuple[str, Any, bool]]:
@@ -283,20 +315,26 @@ def _elements(pairs: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str, Any, bool
     return ((f"[{key!r}]", each, False) for key, each in list(pairs) if type(each) not in _ATOMS)
 
 
-def _attributes(value: Any, kind: type) -> Iterator[tuple[str, Any, bool]]:
+def own_attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes that an object itself has, in slots or in its dictionary."""
+    kind, found = type(value), {}
     for base in kind.__mro__:
         for name, member in base.__dict__.items() if "__slots__" in base.__dict__ else ():
             if type(member) is MemberDescriptorType:
                 try:
-                    yield f".{name}", member.__get__(value, kind), False
+                    found[name] = member.__get__(value, kind)
                 except AttributeError:  # not set
                     continue
     try:
         names = object.__getattribute__(value, "__dict__")
     except AttributeError:
-        return
+        return found
+    return {**found, **names} if type(names) is dict else found
+
+
+def _attributes(value: Any, kind: type) -> Iterator[tuple[str, Any, bool]]:
     of_module = issubclass(kind, nn.Module)
-    for name, each in list(names.items()) if type(names) is dict else ():
+    for name, each in own_attributes(value).items():
         if of_module and name in ("_parameters", "_buffers", "_modules") and isinstance(each, dict):
             yield from ((f".{part}", inner, name == "_buffers") for part, inner in list(each.items()))
         elif type(each) not in _ATOMS:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from azureml_elastic.checkpoint.state.tracked import Tensors, Tracked
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.train.found.comparison import Change, Changes, Comparison, agreed
+from azureml_elastic.train.found.numbers import Numbers
 from azureml_elastic.train.found.search import Found, FoundTensor, frames_of, memory_key, search
 from azureml_elastic.train.found.step_parts import StepPart
 
@@ -51,6 +52,9 @@ class FoundState(Tracked):
         self._apart: set[str] = set()
         self._waited: Counter[str] = Counter()
         self._values: dict[str, torch.Tensor] = {}  # restored, and not copied to where they belong yet
+        self._numbers = Numbers()
+        self._numbers_restored: dict[str, Any] = {}
+        self._numbers_before: dict[str, Any] = {}
         self._named: set[str] = set()
         self._forward = StepPart()
         self._code = StepPart()
@@ -78,42 +82,59 @@ class FoundState(Tracked):
             self.copy_restored(finally_=True)
         if not self._begun:
             self._begun = True
-            self._comparison.compare(self._search(), {*self._state})
+            found = self._search()
+            self._comparison.compare(found, {*self._state})
+            self._watch(found)
+            self._numbers.changed()
         if undone and self._state:
             self._forward.begin({**self._state})
+        self._numbers_before = self._numbers.collect() if undone else {}
 
     def begin_update(self) -> None:
         """Note that the forward and backward pass of a step are complete."""
         if not self._begun:  # a loop without a loader, whose batches are not seen
             self.begin_step(undone=False)
         self._forward.end()
+        self._numbers_before = {}
 
     def undo_step(self) -> None:
         """Undo what the forward pass of a step has changed."""
+        self._numbers.put(self._numbers_before)
         self._name("undone", self._forward.undo(),
                    "%s changed in the step that was interrupted, for the first time before its update: it continues "
                    "from there, one change ahead.")  # fmt: skip
 
     def begin_code(self) -> None:
         """Note the beginning of code that belongs to the last step."""
-        if self._state and not self.repeated:
+        if not self.repeated:
             self._code.begin({**self._state})
+            self._numbers_before = self._numbers.collect()
 
     def end_code(self) -> None:
         """Note its end."""
         self._code.end()
+        self._numbers_before = {}
 
     def undo_code(self) -> None:
         """Undo what that code has changed."""
+        self._numbers.put(self._numbers_before)
         self._name("undone", self._code.undo(),
                    "%s changed in code after a step that was interrupted and runs again, for the first time: it "
                    "continues from there, one change ahead.")  # fmt: skip
 
-    def with_copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the tensors, with CPU copies of them; none where the script's loop repeats what has changed them."""
+    def capture(self) -> Callable[[], None]:
+        """Copy the state, and return a function that restores it; where the loop repeats it, that does nothing."""
         if self.repeated:
-            return []
-        return [(each.detach(), each.detach().to("cpu", copy=True)) for each in self._state.values()]
+            return lambda: None
+        numbers = self._numbers.collect()
+        copies = [(each.detach(), each.detach().to("cpu", copy=True)) for each in self._state.values()]
+
+        def restore() -> None:
+            for target, value in copies:
+                target.copy_(value)
+            self._numbers.put(numbers)
+
+        return restore
 
     # --- what is state -----------------------------------------------------------------------------------------------
 
@@ -123,13 +144,18 @@ class FoundState(Tracked):
             return
         changes = Changes()
         mine: dict[str, Change] = {}
+        numbers: dict[str, Change] = {}
         if self._begun:
             try:
                 changes, mine = self._changes()
+                numbers = {path: Change(value, buffer=False) for path, value in self._numbers.changed().items()}
             except Exception:  # noqa: BLE001 - the other ranks wait for this one
                 _LOG.exception("The script's state beside the tracked objects cannot be compared.")
-        found = control.gather(mine) if control.world_size > 1 else [mine]
-        same, apart = agreed(found, self._waited)
+        found = control.gather((mine, numbers)) if control.world_size > 1 else [(mine, numbers)]
+        same, apart = agreed([tensors for tensors, _ in found], self._waited)
+        self._apart.update(apart)
+        same_numbers, apart = agreed([each for _, each in found], Counter())
+        self._numbers.state = (self._numbers.state | {*same_numbers}) - {*apart}
         self._apart.update(apart)
         for path in same:
             if path in changes.state:
@@ -147,8 +173,15 @@ class FoundState(Tracked):
             self._name("incomplete", ["the script's objects"],
                        "%s are more than are looked into for state beside the tracked objects: what is not found "
                        "begins anew after a restart, unless it is tracked.")  # fmt: skip
+        self._watch(found)
         sums = self._comparison.checksums_of(changes.state)
         return changes, {path: Change(sums[path], each.buffer) for path, each in changes.state.items()}
+
+    def _watch(self, found: Found) -> None:
+        """Watch the numbers of what holds tensors, and of objects of a trainer's kind."""
+        if not self.repeated:
+            self._numbers.watch(each.holder for each in found.tensors if each.holder is not None)
+            self._numbers.watch(found.derived)
 
     def _keep(self, path: str, each: FoundTensor) -> None:
         self._state[path] = each.tensor
@@ -195,7 +228,10 @@ class FoundState(Tracked):
             }
             for path, each in values.items()
         }
-        return {"tensors": plain, "details": details}, {name: each.detach() for name, each in tensors.items()}
+        numbers = {**self._numbers_restored, **self._numbers.collect()}
+        return {"tensors": plain, "details": details, "numbers": numbers}, {
+            name: each.detach() for name, each in tensors.items()
+        }
 
     @override
     def common(self, tensors: Tensors) -> set[str]:
@@ -215,6 +251,7 @@ class FoundState(Tracked):
         self._state.clear()
         self._values = {path: each.detach().clone() for path, each in values.items()}
         self._others = {path: list(each["others"]) for path, each in plain["details"].items()}
+        self._numbers_restored = dict(plain["numbers"])
         self._buffers = {path for path, each in plain["details"].items() if each["buffer"]}
         if not self.repeated:
             self.copy_restored(finally_=False)
@@ -225,10 +262,11 @@ class FoundState(Tracked):
         Args:
             finally_: whether what is not found by now is given up
         """
-        if not self._values:
+        if not (self._values or self._numbers_restored):
             return
+        found_now = self._search()
         by_path: dict[str, FoundTensor] = {}
-        for each in self._search().tensors:
+        for each in found_now.tensors:
             for path in (each.path, *each.others):
                 by_path.setdefault(path, each)
         with torch.no_grad():
@@ -240,8 +278,13 @@ class FoundState(Tracked):
                     fits.tensor.detach().copy_(value)
                     self._state[path] = fits.tensor
                     del self._values[path]
+        self._watch(found_now)
+        self._numbers.state |= self._numbers_restored.keys()
+        missing_numbers = self._numbers.put(self._numbers_restored)
+        self._numbers_restored = {path: self._numbers_restored[path] for path in missing_numbers}
         if finally_:
-            missing, self._values = sorted(self._values), {}
+            missing, self._values = sorted((*self._values, *self._numbers_restored)), {}
+            self._numbers_restored = {}
             self._name("missing", missing,
                        "%s: state that the script has kept in its loop, and that is not there in this process when "
                        "its first batch is taken. It begins anew: make it before, or track the object that holds "

@@ -138,8 +138,14 @@ class ProcessGroupLifecycle:
 
     def discard_step(self) -> None:
         """Discard the current step: :meth:`end_discarded_step` undoes its changes."""
-        weights = [*self._tracked.untrained_weights(), *self.state.found.with_copies()]
-        self._undo = _capture(self._tracked, self.device, weights)
+        undo = _capture(self._tracked, self.device, self._tracked.untrained_weights())
+        undo_found = self.state.found.capture()
+
+        def undo_all() -> None:
+            undo()
+            undo_found()
+
+        self._undo = undo_all
         self._steps.discard()
 
     def end_discarded_step(self) -> None:
@@ -164,10 +170,11 @@ class ProcessGroupLifecycle:
             with_modes = [each for each in tracked.optimizers if several and callable(getattr(each, "eval", None))]
             optimizers = [OptimizerCopy(each, torch.device("cpu")) for each in with_modes]
             found.end_code()
-            undo = _capture(tracked, self.device, [*tracked.weights(), *found.with_copies()] if several else [])
+            undo, undo_found = _capture(tracked, self.device, tracked.weights() if several else []), found.capture()
 
             def undo_all() -> None:
                 undo()
+                undo_found()
                 for each in optimizers:
                     each.restore()
 

@@ -235,10 +235,9 @@ def test_a_step_that_is_undone_is_undone_in_what_was_found():
             found.begin_update()
             if step == 1:
                 found.agree(ALONE)
-        copies = found.with_copies()
+        undo = found.capture()
         queue += 7
-        for target, value in copies:
-            target.copy_(value)
+        undo()
         return queue
 
     assert loop().tolist() == [5.0, 5.0]
