@@ -525,6 +525,21 @@ class Hinge(Counted):
         return (self.inner(one).sum() * other.sum() - 1e6).relu()
 
 
+def test_what_the_first_batch_sets_up_keeps_the_first_batch_whole_alone(caplog):
+    class Scaled(Classifier):
+        scale = None
+
+        def forward(self, x, y):
+            if self.scale is None:
+                self.scale = x.detach().std()
+            return super().forward(x=x / self.scale, y=y)["loss"]
+
+    script = Script(points(Pair), default_collate, Scaled())
+    script.check(lambda model, batch: model(*batch))
+    assert is_divided(script, lambda model, batch: model(*batch))
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     ("model", "reason"),
     [

@@ -150,7 +150,8 @@ class _Divisions:
                         raise
         except IndivisibleError as reason:
             self._failed += 1
-            self._say(model, str(reason))
+            if reason.always or self._failed > 1:  # a model may set itself up by its first batch
+                self._say(model, str(reason))
         if generators is not None:
             generators()
         return whole(*args, **kwargs)
