@@ -10,9 +10,16 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from azureml_elastic.node.agent.saved_files import SavedFiles, is_state_file, scan, stop_between_saves
+from azureml_elastic.node.agent.saved_files import (
+    SavedFiles,
+    is_state_file,
+    is_stopped,
+    resume,
+    scan,
+    stop_between_saves,
+)
 from azureml_elastic.node.core.boundary import SaveRule
-from azureml_elastic.node.preload.optimizer_steps import Steps, read_steps
+from azureml_elastic.node.preload.optimizer_steps import Steps, ask_to_stop, read_steps
 from azureml_elastic.node.preload.state_lookups import Lookups, read_lookups
 
 __all__ = ["NewcomerWatch", "SaveWatch", "describe_wait", "name_lookups"]
@@ -110,8 +117,19 @@ class SaveWatch:
         """Return how many steps the workers' optimizers have taken."""
         return read_steps(self._folder, self._pids)
 
+    def ask_to_stop(self, *, ask: bool = True) -> None:
+        """Ask the first worker to stop after its next step, or to go on."""
+        ask_to_stop(self._folder, self._pids[0], ask=ask)
+        if not ask:
+            resume(self._pids[:1])
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether the first worker has stopped."""
+        return is_stopped(self._pids[0])
+
     def stop_workers(self) -> bool:
-        """Stop the workers unless they save at this moment, and return whether they are stopped now."""
+        """Stop all workers unless they save at this moment, and return whether they are stopped now; else they run."""
         return stop_between_saves(self._pids, self.lookups.files | self.lookups.folders)
 
     def _run(self) -> None:
@@ -151,10 +169,14 @@ class NewcomerWatch:
         self._waiting: frozenset[str] = frozenset()
         self._since = 0.0
         self._rule = SaveRule()
+        self._asked = False
         self.waits = ""
 
     def rest(self) -> None:
         """Stop looking: the round has ended, its workers have a session, or nobody waits any more."""
+        if self._asked:
+            self._saves.ask_to_stop(ask=False)
+        self._asked = False
         self._saves.pause()
         self._waiting, self.waits = frozenset(), ""
 
@@ -170,7 +192,7 @@ class NewcomerWatch:
 
         What the nodes wait for is logged where that has changed.
         """
-        if not self._waiting:
+        if not self._waiting or self._asked:
             return False
         waits = describe_wait(self._waiting, self._saves.lookups, self._timeout)
         # The first look is not yet made at once; what it has found is said, and again where that changes.
@@ -185,8 +207,26 @@ class NewcomerWatch:
         return goes_on
 
     def hold(self) -> bool:
-        """Stop the workers unless they save at this moment, and return whether they are stopped now."""
-        return self._saves.stop_workers()
+        """Stop the workers unless they save at this moment, and return whether they are stopped now.
+
+        Where the program takes steps, the first worker stops itself after the next one instead; see :meth:`take_held`.
+        """
+        if not any(self._saves.read_steps()):
+            return self._saves.stop_workers()
+        self._asked = True
+        self._saves.ask_to_stop()
+        self._rule.goes_on(self._saves.read_steps())  # only steps from now on count, at which it stops
+        return False
+
+    def take_held(self) -> bool:
+        """Return whether the workers are stopped after a step, for which the first one was asked."""
+        if not self._asked or not self._saves.has_stopped:
+            return False
+        self._asked = False
+        if self._rule.goes_on(self._saves.read_steps()) and self._saves.stop_workers():
+            return True
+        self._saves.ask_to_stop(ask=False)
+        return False
 
     def close(self) -> None:
         """Stop looking for files."""

@@ -146,6 +146,8 @@ class RoundObserver:
             yield ev.StoreUsed()
         if self._newcomers.take_saved():
             yield ev.ProgramSaved()
+        if self._newcomers.take_held():
+            yield ev.WorkersHeld()
         if training.leads and not (training.runs_engine or report.in_session or report.present):
             self._session.look(self._workers.pids, connecting=training.connecting)
         yield from self._hangs.look(leads=training.leads)
@@ -265,6 +267,7 @@ class RoundPerformer:
             case do.ReleaseWorkers():
                 workers.release()
             case do.StopWorkers(seconds):
+                self._newcomers.rest()  # else a worker could stop itself in the step after which it would save
                 self._workers.begin_stopping(seconds)
             case do.FlushProgress():
                 self._channel.record_last_step()

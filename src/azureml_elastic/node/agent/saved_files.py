@@ -15,7 +15,7 @@ import psutil
 
 from azureml_elastic.node.preload.state_lookups import Lookups
 
-__all__ = ["SavedFiles", "Scan", "is_state_file", "scan", "stop_between_saves"]
+__all__ = ["SavedFiles", "Scan", "is_state_file", "is_stopped", "resume", "scan", "stop_between_saves"]
 
 _STATE_SUFFIXES = frozenset(
     {".bin", ".ckpt", ".distcp", ".h5", ".keras", ".msgpack", ".pickle", ".pkl", ".pt", ".pth", ".safetensors", ".tar"}
@@ -183,6 +183,11 @@ def _is_replaced(earlier: Stamp | None, stamp: Stamp) -> bool:
     return stamp[2] != earlier[2] or stamp[1] <= earlier[1]
 
 
+def resume(pids: Iterable[int]) -> None:
+    """Have stopped processes go on."""
+    _send(pids, signal.SIGCONT)
+
+
 def stop_between_saves(pids: Collection[int], paths: Collection[str]) -> bool:
     """Stop processes that are about to be ended, unless one of them has one of the files open for writing.
 
@@ -198,11 +203,11 @@ def stop_between_saves(pids: Collection[int], paths: Collection[str]) -> bool:
     if not _is_writing(pids, paths):
         _send(pids, signal.SIGSTOP)
         until = time.monotonic() + _STOP_SECONDS
-        while not (stopped := all(map(_is_stopped, pids))) and time.monotonic() < until:
+        while not (stopped := all(map(is_stopped, pids))) and time.monotonic() < until:
             time.sleep(0.001)
         if stopped and not _is_writing(pids, paths):
             return True
-        _send(pids, signal.SIGCONT)
+    resume(pids)
     return False
 
 
@@ -212,7 +217,7 @@ def _send(pids: Iterable[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
     """Return whether all threads of a process are stopped, or have ended."""
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())

@@ -5,7 +5,8 @@ of. Each optimizer has a count of its own: one that begins when the training is 
 to fit a head for its evaluation, is not the training's. While a process group that steps were taken in is
 closed, nothing is counted: what follows is the work of one rank.
 
-The counts are in a file that the worker has mapped, so that a step costs no system call.
+The counts are in a file that the worker has mapped, so that a step costs no system call. In it the agent asks the
+worker to stop after its next step: there, and nowhere else, the program has certainly not left its training loop.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import itertools
 import mmap
 import os
+import signal
 import struct
 import sys
 from collections.abc import Iterable, Mapping
@@ -26,7 +28,7 @@ from wrapt import register_post_import_hook
 
 from azureml_elastic.environment import names as variables
 
-__all__ = ["Steps", "count_steps", "read_steps"]
+__all__ = ["Steps", "ask_to_stop", "count_steps", "read_steps"]
 
 Steps = tuple[int, ...]
 """Number of steps of each optimizer of each worker, always in the same order; 0 where there is none yet."""
@@ -36,6 +38,8 @@ _OPTIMIZERS = 64
 
 _COUNTS = struct.Struct(f"={_OPTIMIZERS}Q")
 _COUNT = struct.Struct("=Q")
+_ASKED = _COUNTS.size
+"""Where the byte is that asks the worker to stop, behind the counts."""
 
 
 def count_steps(environ: Mapping[str, str]) -> None:
@@ -45,9 +49,9 @@ def count_steps(environ: Mapping[str, str]) -> None:
     with contextlib.suppress(OSError):
         path = _path(Path(environ[variables.CHANNEL]).parent, os.getpid())
         with path.open("w+b") as file:
-            file.write(bytes(_COUNTS.size))
+            file.write(bytes(_COUNTS.size + 1))
             file.flush()
-            counter = _Counter(mmap.mmap(file.fileno(), _COUNTS.size))
+            counter = _Counter(mmap.mmap(file.fileno(), _COUNTS.size + 1))
         register_post_import_hook(counter.begin, "torch.optim.optimizer")
 
 
@@ -56,9 +60,16 @@ def read_steps(folder: Path, pids: Iterable[int]) -> Steps:
     return tuple(count for pid in pids for count in _read(_path(folder, pid)))
 
 
+def ask_to_stop(folder: Path, pid: int, *, ask: bool = True) -> None:
+    """Ask a worker to stop itself by SIGSTOP after its next step, or no longer."""
+    with contextlib.suppress(OSError), _path(folder, pid).open("r+b") as file:
+        file.seek(_ASKED)
+        file.write(bytes([ask]))
+
+
 def _read(path: Path) -> Steps:
     try:
-        return _COUNTS.unpack(path.read_bytes())
+        return _COUNTS.unpack_from(path.read_bytes())
     except (OSError, struct.error):  # of a worker that is about to begin
         return (0,) * _OPTIMIZERS
 
@@ -93,3 +104,6 @@ class _Counter:
         if place is None:
             place = self._places[optimizer] = next(self._free) % _OPTIMIZERS * _COUNT.size
         _COUNT.pack_into(self._counts, place, _COUNT.unpack_from(self._counts, place)[0] + 1)
+        if self._counts[_ASKED]:
+            self._counts[_ASKED] = 0
+            os.kill(self._pid, signal.SIGSTOP)

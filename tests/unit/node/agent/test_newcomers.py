@@ -17,7 +17,7 @@ class Saves:
     """A program that the test has train and save."""
 
     def __init__(self) -> None:
-        self.saved = False
+        self.saved = self.saves_now = self.asked = self.has_stopped = False
         self.steps = 7
         self.begun: list[tuple[int, ...]] = []
         self.lookups = Lookups()
@@ -35,6 +35,16 @@ class Saves:
 
     def read_steps(self) -> tuple[int, ...]:
         return (self.steps,)
+
+    def ask_to_stop(self, *, ask: bool = True) -> None:
+        self.asked, self.has_stopped = ask, self.has_stopped and ask
+
+    def stop_workers(self) -> bool:
+        return not self.saves_now
+
+    def step(self) -> None:
+        self.steps += bool(self.steps)
+        self.has_stopped, self.asked = self.asked, False
 
 
 class Leader:
@@ -72,6 +82,45 @@ def test_a_save_is_reported_with_each_step_after_it(leader):
     assert leader.sees_a_save(1, steps=1)
     assert not leader.sees_a_save(1)
     assert leader.sees_a_save(1, steps=1)
+
+
+def test_a_program_is_stopped_right_after_a_step_and_not_while_it_saves(leader):
+    leader.watch.await_save(WAITING, (4711,))
+    leader.saves.saved = True
+    leader.sees_a_save()
+    assert leader.sees_a_save(steps=1)
+    assert not leader.watch.hold()
+    assert not leader.watch.take_held(), "it may be between two steps, or behind the last one"
+    assert not leader.sees_a_save(1)
+    leader.saves.saves_now = True
+    leader.saves.step()
+    assert not leader.watch.take_held()
+    assert not leader.saves.has_stopped, "it goes on"
+    leader.saves.saves_now = False
+    assert leader.sees_a_save(1, steps=1)
+    leader.watch.hold()
+    leader.saves.step()
+    assert leader.watch.take_held()
+    assert leader.saves.has_stopped
+    assert not leader.watch.take_held()
+
+
+def test_a_program_is_not_asked_to_stop_any_more_when_nobody_waits(leader):
+    leader.watch.await_save(WAITING, (4711,))
+    leader.watch.hold()
+    assert leader.saves.asked
+    leader.saves.step()
+    leader.watch.rest()
+    assert not leader.saves.asked
+    assert not leader.saves.has_stopped
+
+
+@pytest.mark.parametrize("saves_now", [False, True])
+def test_a_program_without_steps_is_stopped_at_once_unless_it_saves(leader, saves_now):
+    leader.watch.await_save(WAITING, (4711,))
+    leader.saves.steps, leader.saves.saves_now = 0, saves_now
+    assert leader.watch.hold() != saves_now
+    assert not leader.saves.asked
 
 
 def test_more_nodes_do_not_begin_the_look_anew_but_a_pause_does(leader):

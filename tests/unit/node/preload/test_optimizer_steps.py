@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from azureml_elastic.environment import names as variables
-from azureml_elastic.node.preload.optimizer_steps import Steps, read_steps
-from tests.support.node_server import run_script
+from azureml_elastic.node.agent.saved_files import is_stopped, resume
+from azureml_elastic.node.preload.optimizer_steps import Steps, ask_to_stop, read_steps
+from tests.support.node_server import Script, run_script
+from tests.support.waiting import until
 
 HEAD = """
 import os
@@ -84,3 +86,20 @@ def test_a_worker_that_has_not_begun_has_taken_no_step(tmp_path):
     assert not any(read_steps(tmp_path, [1, 2]))
     (tmp_path / "steps-1").write_bytes(b"torn")
     assert len(read_steps(tmp_path, [1, 2])) == len(read_steps(tmp_path, [3, 4]))
+
+
+def test_a_worker_that_is_asked_stops_once_after_its_next_step(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(f"{HEAD}import time\noptimizer = make()\nwhile True:\n    optimizer.step()\n    time.sleep(0.01)")
+    environ = {**os.environ, variables.CHANNEL: str(tmp_path / "agent.sock")}
+    with (tmp_path / "output").open("wb") as output:
+        process = Script([sys.executable, script], env=environ, session=True, stdout=output, stderr=output)
+    try:
+        until(lambda: any(read_steps(tmp_path, [process.pid])))
+        ask_to_stop(tmp_path, process.pid)
+        until(lambda: is_stopped(process.pid))
+        steps = read_steps(tmp_path, [process.pid])
+        resume([process.pid])
+        until(lambda: read_steps(tmp_path, [process.pid])[0] > steps[0] + 3)
+    finally:
+        process.kill()
