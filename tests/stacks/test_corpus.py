@@ -27,7 +27,7 @@ FIRST, LAST = (int(number) for number in os.environ.get("CORPUS_SEEDS", "0:2").s
 CASES = [
     "averages",
     "checkpointing",
-    "clm --save_on_main",
+    "clm --save_on_main --resume",
     "clm --resume",
     "closures",
     "cross_validation",

@@ -22,6 +22,20 @@ parser.add_argument("--save_on_main", action="store_true", help="as the scripts 
 args = parser.parse_args()
 
 
+class Average:
+    """A moving average in the shape of that of diffusers, with a number of updates that it depends on."""
+
+    def __init__(self, parameters):
+        self.values, self.updates = [each.detach().clone() for each in parameters], 0
+
+    @torch.no_grad()
+    def update(self, parameters):
+        self.updates += 1
+        decay = min(0.9, self.updates / (9 + self.updates))
+        for value, each in zip(self.values, parameters, strict=True):
+            value.sub_((1 - decay) * (value - each))
+
+
 class Lines(GeneralTracker):
     """Writes what is logged to a file."""
 
@@ -66,6 +80,17 @@ updates = math.ceil(len(train_dataloader) / accelerator.gradient_accumulation_st
 num_train_epochs = math.ceil(args.max_train_steps / updates)
 
 
+if args.save_on_main:
+    average = Average(model.parameters())
+
+    def save_average(models, weights, folder):
+        torch.save([average.values, average.updates], Path(folder, "average.pt"))
+
+    def load_average(models, folder):
+        average.values, average.updates = torch.load(Path(folder, "average.pt"))
+
+    accelerator.register_save_state_pre_hook(save_average)
+    accelerator.register_load_state_pre_hook(load_average)
 if args.die_in_save:
     accelerator.register_save_state_pre_hook(lambda *_: toy.die_once(accelerator, args.output_dir / "died"))
 accelerator.init_trackers("clm", {"lr": 5e-4})
@@ -97,6 +122,8 @@ for epoch in range(starting_epoch, num_train_epochs):
             optimizer.zero_grad()
         if accelerator.sync_gradients:
             completed_steps += 1
+            if args.save_on_main:
+                average.update(model.parameters())
             if completed_steps % args.checkpointing_steps == 0 and (
                 accelerator.is_main_process or not args.save_on_main
             ):
@@ -120,5 +147,7 @@ if accelerator.is_main_process:
     tracked = [json.loads(line) for line in (args.output_dir / "tracked.jsonl").read_text().splitlines()]
     found = {"completed_steps": completed_steps, "tracked": [[each["step"], each["epoch"]] for each in tracked],
              "rate": lr_scheduler.get_last_lr()[0]}  # fmt: skip
+    if args.save_on_main:
+        found |= {"updates": average.updates, "average": float(torch.cat([v.flatten() for v in average.values]).norm())}
     (args.output_dir / "all_results.json").write_text(json.dumps(found))
 accelerator.end_training()

@@ -350,7 +350,8 @@ class TrainingLoop(ScriptLoop):
             ValueError: the folder is not complete, and further than the state of the run.
         """
         folder = self._newest() if input_dir is None else Path(input_dir).expanduser()
-        result = self._load(folder, partial(wrapped, input_dir, *args, **kwargs))
+        hooks = self._accelerator._load_model_state_pre_hook  # noqa: SLF001 - of averages, for instance
+        result = self._load(folder, partial(wrapped, input_dir, *args, **kwargs), holds_more=bool(hooks))
         if self._place is not None and not self._place.complete:
             self._unfinished = folder
         return result

@@ -581,11 +581,15 @@ class ScriptLoop(ABC):
         saved = state_folders.read(folder)
         return later or (saved is not None and saved.complete)
 
-    def _load(self, folder: Path | None, load: Callable[[], Any]) -> Any:
+    def _load(self, folder: Path | None, load: Callable[[], Any], *, holds_more: bool = False) -> Any:
         """Have a folder loaded where it is further than the state of the run, and take over its position.
 
+        Args:
+            holds_more: whether it is loaded in any case, as it holds what the state does not: the steps since then are
+                repeated, and change that once more
+
         Raises:
-            ValueError: the folder is not complete, and further than the state of the run.
+            ValueError: the folder is not complete, and needed.
         """
         if self._begun:
             return load()
@@ -596,13 +600,19 @@ class ScriptLoop(ABC):
         if place is not None:
             self._next_epoch, self._first_window = place.epoch, place.windows
             self._skippable = place.windows * self._accumulation
-        if found is not None and (place is None or place.steps <= found["steps"]):
+        further = found is None or (place is not None and place.steps > found["steps"])
+        if not further and (place is None or not holds_more):
             return None
         if folder is not None and place is not None and not place.complete:
-            aside = state_folders.set_aside(folder, is_main=self._session.is_main)
+            if further:
+                done = f"{state_folders.set_aside(folder, is_main=self._session.is_main)} now"
+            else:  # nothing of it is needed: the state of the run is as far
+                state_folders.remove(folder, is_main=self._session.is_main)
+                done = "removed"
             raise ValueError(
-                f"{folder} is not complete: the process that wrote it ended meanwhile. It is {aside} now, so that the "
+                f"{folder} is not complete: the process that wrote it ended meanwhile. It is {done}, so that the "
                 "script finds the folder before it when it starts again."
             )
-        self._reload = load
+        if further:
+            self._reload = load
         return load()
