@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from azureml_elastic.config import CheckpointPolicy
-from azureml_elastic.ledger.events import HangDetected, Progress, RoundEntered, RoundReopened, read_event
+from azureml_elastic.config import CheckpointPolicy, ElasticDistribution
+from azureml_elastic.ledger.events import HangDetected, HostStruck, Progress, RoundEntered, RoundReopened, read_event
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.ledger.timeline import recoveries
 from azureml_elastic.local.cluster import LocalCluster
@@ -53,6 +53,36 @@ def test_a_hanging_run_tells_where_and_goes_on(tmp_path):
             assert ("in sleep_for_ever" in text) == (rank == victim)
         assert "Stacks of" not in log.partition("===== End of the stacks")[2]
     assert all(node.leftovers == 0 for node in report.nodes)
+
+
+DIFFERENT = TRAINING / "different_collectives.py"
+
+
+def line_of(call: str) -> int:
+    lines = DIFFERENT.read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.strip() == call)
+
+
+WAITING = (
+    f"rank 0 waits in barrier, called at {DIFFERENT}:{line_of('dist.barrier()')} in save",
+    f"rank 1 waits in all_reduce, called at {DIFFERENT}:{line_of('dist.all_reduce(torch.ones(1))')} in average",
+)
+
+
+def test_ranks_that_wait_in_different_collectives_are_no_lost_nodes(tmp_path):
+    """Each node's log says where its ranks wait."""
+    cluster = LocalCluster(
+        (2, 2),
+        run_dir=tmp_path / "run",
+        node_command=(sys.executable, str(TRAINING / "impatient_node.py")),
+        distribution=ElasticDistribution(max_restarts=0),
+    )
+    report = cluster.run([str(DIFFERENT)])
+    assert report.outcome == "failed"
+    assert "hang: no step after step 8" in report.message
+    for node, waiting in zip(report.rounds[0].members, WAITING, strict=True):
+        assert waiting in (report.paths.logs / f"{node}.log").read_text()
+    assert not [each for each in read_events(report.paths.events) if isinstance(each, HostStruck | RoundReopened)]
 
 
 def test_a_hang_is_a_pause_since_the_last_step():

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["StackFile", "stack_files"]
+__all__ = ["SUFFIX", "StackFile", "stack_files"]
 
-_SUFFIX = ".stacks"
+SUFFIX = ".stacks"
 _LONGEST_LINE_BYTES = 4096
 
 
@@ -34,7 +34,7 @@ class StackFile:
 
     def path(self, folder: Path) -> Path:
         """Return the file's path in the folder that all workers of a node share."""
-        return folder / f"worker-{self.pid}{_SUFFIX}"
+        return folder / f"worker-{self.pid}{SUFFIX}"
 
     def to_line(self) -> bytes:
         """Return the first line of the file."""
@@ -54,5 +54,5 @@ class StackFile:
 
 def stack_files(folder: Path) -> Iterator[tuple[Path, StackFile]]:
     """Yield the files of a folder that can be read, with what their first lines say, by rank."""
-    found = [(path, entry) for path in folder.glob(f"*{_SUFFIX}") if (entry := StackFile.read(path)) is not None]
+    found = [(path, entry) for path in folder.glob(f"*{SUFFIX}") if (entry := StackFile.read(path)) is not None]
     yield from sorted(found, key=lambda pair: (pair[1].local_rank, pair[1].pid))

@@ -30,6 +30,7 @@ from azureml_elastic.local.faults.schedule import ChaosState, Due, due, may_add,
 from azureml_elastic.local.processes import NodeProcess, NodeProcesses
 from azureml_elastic.local.run_end import TIMED_OUT, NodeStatus, RunEnd, StopSignals, outcome_of, phase
 from azureml_elastic.local.view import Board, View
+from azureml_elastic.node.hangs.stack_dump import collect, render, stack_folders, waiting_lines
 
 __all__ = ["Launch", "LaunchedNode", "node_environment"]
 
@@ -208,8 +209,21 @@ class Launch:
             )
 
     def _time_out(self, timeout: float | None) -> RunEnd:
-        message = f"The run was stopped after {timeout:g} s, the limit that --timeout set, at step "
-        return RunEnd("failed", TIMED_OUT, f"{message}{self._board.step}. The nodes' logs: {self.paths.logs}")
+        places = [line for node in self._nodes.values() if node.exit_code is None for line in self._ask_where(node)]
+        message = f"The run was stopped after {timeout:g} s, the limit that --timeout set, at step {self._board.step}."
+        if places:
+            message = f"{message} Its workers then: {'; '.join(places)}."
+        return RunEnd("failed", TIMED_OUT, f"{message} The nodes' logs: {self.paths.logs}")
+
+    def _ask_where(self, node: LaunchedNode) -> list[str]:
+        """Write the stacks of a node's workers down, and return where each worker is."""
+        found = [stacks for folder in stack_folders(node.process.tree()) for stacks in collect(folder, {})]
+        if found:
+            folder = self.paths.run_dir / "stacks"
+            folder.mkdir(exist_ok=True)
+            text = render(f"{node.process.name}: the run is stopped at its time limit", found, {})
+            (folder / f"timeout.{node.process.name}.txt").write_text(text, encoding="utf-8")
+        return waiting_lines(found)
 
     def _leave(self, first: signal.Signals, grace: float) -> RunEnd:
         """Let all nodes save and leave like preempted ones, until their time is up or another signal hurries them."""
@@ -231,6 +245,10 @@ class Launch:
 
     def stop_all(self) -> None:
         """Kill the remaining processes, and read the last events and output."""
+        # All stop before one ends: the others would take that for the loss of a node, and hold it against its host.
+        for node in self._nodes.values():
+            if node.exit_code is None:
+                node.process.freeze()
         for node in self._nodes.values():
             self._stop(node)
         self._update()

@@ -25,6 +25,8 @@ from azureml_elastic.node.hangs.stack_dump import (
     collect,
     main_thread_first,
     render,
+    stack_folders,
+    waiting_lines,
 )
 from azureml_elastic.train.agent_client.stack_dump import register_stack_dump, unregister_stack_dump
 from tests.support.train import hangs
@@ -127,6 +129,13 @@ def test_a_collective_whose_peer_does_not_come_and_goes_on_when_it_does(stand, t
     assert waiting.text.startswith("Main thread")
     assert "in reducing" in sleeping.text
     assert "all_reduce" not in sleeping.text
+    # As one that has not started them asks them.
+    assert stack_folders(psutil.Process(one.process.pid) for one in both) == {tmp_path}
+    lines = waiting_lines(collect(tmp_path, {}, seconds=60))
+    assert [re.sub(r":\d+ ", ": ", line) for line in lines] == [
+        f"rank 0 waits in all_reduce, called at {PROGRAM}: in reducing",
+        f"rank 1 is at {PROGRAM}: in reducing",
+    ]
     (tmp_path / "go").touch()
     assert [one.receive() for one in both] == ["sum 3"] * 2
     for one in both:

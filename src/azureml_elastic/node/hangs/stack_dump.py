@@ -27,7 +27,8 @@ from pathlib import Path
 
 import psutil
 
-from azureml_elastic.ipc.stack_file import StackFile, stack_files
+from azureml_elastic.ipc.stack_file import SUFFIX, StackFile, stack_files
+from azureml_elastic.node.hangs.waiting import whereabouts
 
 __all__ = [
     "ProcessStacks",
@@ -37,6 +38,8 @@ __all__ = [
     "collect",
     "main_thread_first",
     "render",
+    "stack_folders",
+    "waiting_lines",
 ]
 
 _LOG = logging.getLogger(__name__)
@@ -244,6 +247,19 @@ def collect(folder: Path, workers: Mapping[int, Worker], *, seconds: float = 2.5
     return list(itertools.chain.from_iterable(list(found[local_rank]) for local_rank in sorted(found)))
 
 
+def stack_folders(processes: Iterable[psutil.Process]) -> set[Path]:
+    """Return the folders in which processes have their files for stacks open."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    path = Path(os.readlink(descriptor))  # noqa: PTH115 - as above
+                    if path.suffix == SUFFIX and StackFile.read(path) is not None:
+                        found.add(path.parent)
+    return found
+
+
 def main_thread_first(text: str, main_thread: int) -> str:
     """Return a dump of :mod:`faulthandler` with the stack of the thread of this identifier before all others."""
     heads = list(_THREAD.finditer(text))
@@ -414,6 +430,12 @@ class StackReporter:
         return True
 
 
+def waiting_lines(found: Iterable[ProcessStacks]) -> list[str]:
+    """Return a line for each worker that says where it waits, as far as its stacks tell."""
+    places = ((one.name, whereabouts(one.text)) for one in found if one.name.startswith("rank "))
+    return [f"{name} {place}" for name, place in places if place]
+
+
 def render(
     title: str,
     found: Sequence[ProcessStacks],
@@ -430,6 +452,8 @@ def render(
         largest_process: characters of one process's stacks, ``None`` for all.
     """
     parts = [f"===== Stacks of {title} =====\n"]
+    if lines := waiting_lines(found):
+        parts.append("\n" + "\n".join(lines) + "\n")
     for _, group in itertools.groupby(found, key=lambda one: (one.name, one.local_rank, one.text, one.remarks)):
         alike = list(group)
         first = alike[0]
