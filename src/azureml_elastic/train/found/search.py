@@ -7,12 +7,15 @@ itself keeps of them, so that no property, no ``__getattr__`` and no overridden 
 
 from __future__ import annotations
 
+import dis
 import functools
+import re
 import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import (
+    CodeType,
     FrameType,
     FunctionType,
     GeneratorType,
@@ -56,6 +59,7 @@ class FoundTensor:
         path: path from a variable, such as ``main.ema.shadow[0]``
         others: further paths, through containers and attributes that hold what the variable does
         local: whether it is a variable itself
+        updated: whether it is one that the script computes of its former value
         buffer: whether it is a buffer of a module
         holder: path of the object in whose attributes it is, and that object
     """
@@ -64,6 +68,7 @@ class FoundTensor:
     tensor: torch.Tensor = field(repr=False)
     others: tuple[str, ...] = ()
     local: bool = False
+    updated: bool = False
     buffer: bool = False
     holder: tuple[str, Any] | None = field(default=None, repr=False)
 
@@ -146,10 +151,15 @@ class _Search:
         self._tensors: list[_Item] = []
         self._sharded: list[str] = []
         self._derived: list[tuple[str, Any]] = []
+        self._updated: set[str] = set()
         self._kept: list[Any] = []  # an id is that of no other object while this one lives
 
     def run(self, frames: Iterable[FrameType]) -> Found:
-        todo: deque[_Item] = deque(_Item(path, value, path, 0) for path, value in _variables(frames))
+        todo: deque[_Item] = deque()
+        for path, value, updated in _variables(frames):
+            todo.append(_Item(path, value, path, 0))
+            if updated:
+                self._updated.add(path)
         while todo and len(self._seen) < _MOST_OBJECTS:
             item = todo.popleft()
             if self._is_new(item):
@@ -158,7 +168,8 @@ class _Search:
 
     def _found(self, item: _Item) -> FoundTensor:
         others = tuple(f"{each}{item.path.removeprefix(item.root)}" for each in self._others.get(item.root, ()))
-        return FoundTensor(item.path, item.value, others, item.path == item.root, item.buffer, item.holder)
+        local, updated = item.path == item.root, item.path in self._updated
+        return FoundTensor(item.path, item.value, others, local, updated, item.buffer, item.holder)
 
     def _is_new(self, item: _Item) -> bool:
         key = id(item.value)
@@ -208,8 +219,11 @@ class _Search:
             self._tensors.append(item)
 
 
-def _variables(frames: Iterable[FrameType]) -> Iterator[tuple[str, Any]]:
-    """Yield the variables of the script's frames by path, and then those of its modules."""
+def _variables(frames: Iterable[FrameType]) -> Iterator[tuple[str, Any, bool]]:
+    """Yield the variables of the script's frames by path, and then those of its modules; and whether code updates them.
+
+    That is to say, whether a statement computes them of their former values.
+    """
     labels: dict[str, int] = {}
     modules: dict[str, dict[str, Any]] = {}
     for frame in frames:
@@ -221,18 +235,38 @@ def _variables(frames: Iterable[FrameType]) -> Iterator[tuple[str, Any]]:
         label = module if of_module else code.co_name
         labels[label] = number = labels.get(label, 0) + 1
         prefix = label if number == 1 else f"{label}#{number}"
-        yield from _named(prefix, frame.f_locals)
+        yield from _named(prefix, frame.f_locals, _updated_by(code))
         if not of_module:
             modules[module] = frame.f_globals
     for module, names in modules.items():
         if module not in labels:
-            yield from _named(module, names)
+            yield from _named(module, names, frozenset())
 
 
-def _named(prefix: str, names: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+@functools.lru_cache(maxsize=256)
+def _updated_by(code: CodeType) -> frozenset[str]:
+    """Return the variables that a statement of the code stores after it has loaded them: ``a = 0.9 * a + b``."""
+    found: set[str] = set()
+    loaded: set[str] = set()
+    stores = False
+    for each in dis.get_instructions(code):
+        # One instruction may load and store several variables.
+        names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
+        for kind, name in zip(re.findall(r"(LOAD|STORE)_(?:FAST|NAME|GLOBAL|DEREF)", each.opname), names, strict=False):
+            if kind == "STORE":
+                stores = True
+                found |= {name} & loaded
+            elif stores:  # of the next statement
+                stores, loaded = False, {name}
+            else:
+                loaded.add(name)
+    return frozenset(found)
+
+
+def _named(prefix: str, names: dict[str, Any], updated: frozenset[str]) -> Iterator[tuple[str, Any, bool]]:
     for name, value in list(names.items()):
         if not name.startswith("__") and type(value) not in _ATOMS:
-            yield f"{prefix}.{name}", value
+            yield f"{prefix}.{name}", value, name in updated
 
 
 def _is_foreign(module: str) -> bool:

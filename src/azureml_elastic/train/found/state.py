@@ -55,6 +55,7 @@ class FoundState(Tracked):
         self._numbers = Numbers()
         self._numbers_restored: dict[str, Any] = {}
         self._numbers_before: dict[str, Any] = {}
+        self._committed: dict[str, int] = {}
         self._named: set[str] = set()
         self._forward = StepPart()
         self._code = StepPart()
@@ -86,6 +87,11 @@ class FoundState(Tracked):
             self._comparison.compare(found, {*self._state})
             self._watch(found)
             self._numbers.changed()
+        versions, self._committed = self._committed, {}
+        late = [path for path, version in versions.items() if self._state[path]._version != version]  # noqa: SLF001
+        self._name("late", late,
+                   "%s: changed after run.commit(). A new process goes on behind that call, so that it may lack one "
+                   "such change each time: call run.commit() after it.")  # fmt: skip
         if undone and self._state:
             self._forward.begin({**self._state})
         self._numbers_before = self._numbers.collect() if undone else {}
@@ -103,6 +109,10 @@ class FoundState(Tracked):
         self._name("undone", self._forward.undo(),
                    "%s changed in the step that was interrupted, for the first time before its update: it continues "
                    "from there, one change ahead.")  # fmt: skip
+
+    def end_commit(self) -> None:
+        """Note the end of a call of the session, after which code may follow that no other process runs again."""
+        self._committed = {path: each._version for path, each in self._state.items()}  # noqa: SLF001 - torch's name
 
     def begin_code(self) -> None:
         """Note the beginning of code that belongs to the last step."""
@@ -163,6 +173,22 @@ class FoundState(Tracked):
         if control.rank == 0:
             self._name_the_rest(changes)
 
+    def end_round(self, world_size: int) -> None:
+        """Name what has changed and is not known to be state, as the process hands over what is known."""
+        if not self._begun or self._values:
+            return
+        try:
+            changes, _ = self._changes()
+        except Exception:  # noqa: BLE001 - what is known is handed over
+            _LOG.exception("The script's state beside the tracked objects cannot be compared.")
+            return
+        for path, each in changes.state.items():
+            if world_size == 1:
+                self._keep(path, each)
+        self._name("young", [] if world_size == 1 else [*changes.state],
+                   "%s: changed by the script in its loop, but not yet known to be the same on all ranks. It begins "
+                   "anew in the next process.")  # fmt: skip
+
     def _changes(self) -> tuple[Changes, dict[str, Change]]:
         found = self._search()
         changes = self._comparison.compare(found, {*self._state, *self._apart})
@@ -190,15 +216,18 @@ class FoundState(Tracked):
             self._buffers.add(path)
 
     def _name_the_rest(self, changes: Changes) -> None:
+        if self.repeated:  # sums of losses, which repeated steps make again
+            changes.rebound = [each for each in changes.rebound if each.tensor.dim()]
+            sums = {path for path, each in changes.state.items() if not each.tensor.dim()}
+            self._named |= {f"apart {path}" for path in self._apart & sums}
         self._name("apart", sorted(self._apart),
                    "%s: changed by the script in its loop, and not the same on all ranks. It begins anew in new "
                    "processes, after each change of the nodes.")  # fmt: skip
         self._name("too large", changes.too_large,
                    "%s: changed by the script in its loop, and too large to be looked after. It begins anew in new "
                    "processes: track the object that holds it.")  # fmt: skip
-        shapes = {each.shape for module in self._objects.modules for each in module.parameters() if each.dim()}
         likely = [each for each in changes.rebound if each.tensor.is_floating_point()]
-        likely = [each for each in likely if not each.local or each.tensor.shape in shapes]
+        likely = [each for each in likely if each.updated or not each.local]
         self._name("rebound", [each.path for each in likely],
                    "%s: bound to another tensor in each step. If it is computed from its former value, as a running "
                    "average is, it begins anew in new processes: change it in place, as by average.lerp_(value, 0.1), "
@@ -249,6 +278,7 @@ class FoundState(Tracked):
     def restore(self, plain: Any, tensors: Tensors) -> None:
         values = tree.join(plain["tensors"], tensors)
         self._state.clear()
+        self._committed.clear()
         self._values = {path: each.detach().clone() for path, each in values.items()}
         self._others = {path: list(each["others"]) for path, each in plain["details"].items()}
         self._numbers_restored = dict(plain["numbers"])

@@ -174,6 +174,7 @@ class Steps:
             self._audit.done(state.steps)  # now, because the process may exit at the boundary
             if self._machine.complete(pending=pending):
                 self._boundary()
+                state.found.end_commit()
             else:
                 self._lifecycle.begin_pending_code(changes_state=changes_state)
         if self._expected is not None and self._expected[1] != position.generation:

@@ -344,6 +344,7 @@ class TrainingState:
         if not part and self._identity.local_rank != 0:
             return True  # local rank 0 hands the same state over
         self._rate.begin()  # an update may have been stopped after the hook that scales its rate
+        self.found.end_round(self._world.control.world_size)
         try:
             memory = self._snapshot().to_memory(self._world.device)
             self._agent.hand_over(self.steps, memory.descriptor, part=part)

@@ -13,7 +13,9 @@ from azureml_elastic.train.found.search import Found, FoundTensor
 
 
 def found(local=False, buffer=False, **tensors):
-    return Found([FoundTensor(path, each, (), local, buffer) for path, each in tensors.items()], (), complete=True)
+    return Found(
+        [FoundTensor(path, each, local=local, buffer=buffer) for path, each in tensors.items()], (), complete=True
+    )
 
 
 KINDS = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.bool]

@@ -219,3 +219,18 @@ def test_objects_of_a_stack_hold_nothing_of_the_scripts_but_lead_to_it():
         return [each.path for each in search([sys._getframe()]).tensors]
 
     assert holder(trainer) == ["holder.trainer.callbacks[0].value"]
+
+
+def test_variables_that_a_statement_updates_are_told_from_those_that_it_binds():
+    def holder(samples):
+        average = total = scaled = torch.zeros(1)
+        for x, y in samples:
+            loss = x * y
+            average = 0.9 * average + (0.1 * loss)
+            total, scaled = total + loss, loss * 2
+        found = search(frames_of(threading.get_ident()))
+        return {each.path: each.updated for each in found.tensors if each.path.startswith("holder.")}, (x, y, scaled)
+
+    found = holder([(torch.ones(1), torch.ones(1))] * 2)[0]
+    assert {path for path, updated in found.items() if updated} == {"holder.average", "holder.total"}
+    assert {"holder.x", "holder.y", "holder.loss", "holder.scaled"} <= found.keys()

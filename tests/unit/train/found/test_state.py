@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
+from azureml_elastic.train.found.comparison import Change
 from azureml_elastic.train.found.state import FoundState
 
 ALONE = types.SimpleNamespace(rank=0, world_size=1)
@@ -241,3 +242,63 @@ def test_a_step_that_is_undone_is_undone_in_what_was_found():
         return queue
 
     assert loop().tolist() == [5.0, 5.0]
+
+
+def test_what_changes_after_the_commit_and_what_is_bound_anew_is_named_once(caplog):
+    found = FoundState()
+    tracked(found)
+
+    def loop():
+        late, early, total = torch.zeros(2), torch.zeros(2), torch.zeros(2)
+        for _ in range(9):
+            x = torch.ones(2)
+            found.begin_step(undone=False)
+            early += x
+            total = total + x
+            found.agree(ALONE)
+            found.end_commit()
+            late += 1
+        return late, early, total
+
+    with caplog.at_level(logging.WARNING):
+        loop()
+    paths = [each.message.partition(":")[0] for each in caplog.records]
+    assert paths == ["loop.total", "loop.late"]
+
+
+class Two:
+    """Two ranks, of which the other has the values of one more sample."""
+
+    rank, world_size = 0, 2
+
+    def gather(self, mine):
+        tensors, numbers = mine
+        others = {path: Change(each.checksum + ("own" in path), each.buffer) for path, each in tensors.items()}
+        return [mine, (others, numbers)]
+
+
+@pytest.mark.parametrize(("control", "known"), [(ALONE, {"loop.own", "loop.both"}), (Two(), {"loop.both"})])
+def test_what_a_rank_has_of_its_own_is_named_and_what_is_too_young_where_there_are_several(caplog, control, known):
+    found = FoundState()
+    tracked(found)
+
+    def loop():
+        own, both, young = torch.zeros(2), torch.zeros(2), torch.zeros(2)
+        for step in range(6):
+            found.begin_step(undone=False)
+            own += 1
+            both += 1
+            if step < 4:
+                found.agree(control)
+            else:
+                young += 1
+        found.end_round(control.world_size)
+        return found.collect()[0]["details"].keys()
+
+    with caplog.at_level(logging.WARNING):
+        kept = loop()
+    paths = [each.message.partition(":")[0] for each in caplog.records]
+    if control is ALONE:
+        assert (kept, paths) == (known | {"loop.young"}, [])
+    else:
+        assert (kept, paths) == (known, ["loop.own", "loop.young"])
