@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import toy
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -35,12 +36,18 @@ for _ in range(5):
         optimizer.step()
         lr_scheduler.step()
         optimizer.zero_grad()
+        if steps % 4 == 0 and accelerator.is_main_process:
+            torch.save(accelerator.unwrap_model(model).state_dict(), args.output_dir / f"model_{steps:02}.pt")
+            accelerator.save_model(model, args.output_dir / f"model_{steps:02}")
         if accelerator.check_trigger():
             stopped = True
             break
     if stopped:
         break
 if accelerator.is_main_process:
-    found = {"completed_steps": steps, "stopped": stopped, "samples": samples}
+    files = [torch.load(path) for path in sorted(args.output_dir.glob("model_*.pt"))]
+    files += [load_file(path) for path in sorted(args.output_dir.glob("model_*/model.safetensors"))]
+    norms = [float(torch.cat([each.flatten() for each in weights.values()]).norm()) for weights in files]
+    found = {"completed_steps": steps, "stopped": stopped, "samples": samples, "weights": norms}
     (args.output_dir / "all_results.json").write_text(json.dumps(found))
 accelerator.end_training()

@@ -32,6 +32,7 @@ from azureml_elastic.train.integrations.script_loop.batch_parts import CurrentBa
 from azureml_elastic.train.integrations.script_loop.collective_results import CollectiveResults
 from azureml_elastic.train.integrations.script_loop.divided_forward import divide_forward
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
+from azureml_elastic.train.integrations.script_loop.kept_files import keep_files
 from azureml_elastic.train.integrations.script_loop.repeated_steps import (
     FirstForward,
     Progress,
@@ -342,6 +343,7 @@ class ScriptLoop(ABC):
     def _begin_repeating(self, current: _Pass) -> None:
         if self._repetition is not None:
             self._repetition.begin(self._history.steps_from(current.epoch) - current.window)
+        keep_files(self._is_past)
         self._repeated_models = self._repeated_models or RepeatedModels(self._models())
         # Before the models answer: the session captures their state and the script's random generators, which the
         # script's own code goes on to use, and gives them back at the end.
@@ -577,9 +579,14 @@ class ScriptLoop(ABC):
         """
         if not (self.repeating or self.repeats):
             return False
-        later = not self._repeats_last_step if self.repeating else self._history.steps_from(self._next_epoch) > 0
         saved = state_folders.read(folder)
-        return later or (saved is not None and saved.complete)
+        return self._is_past() or (saved is not None and saved.complete)
+
+    def _is_past(self) -> bool:
+        """Return whether steps later than the one that the script is at are trained already."""
+        if self.repeating:
+            return not self._repeats_last_step
+        return self.repeats and self._history.steps_from(self._next_epoch) > 0
 
     def _load(self, folder: Path | None, load: Callable[[], Any], *, holds_more: bool = False) -> Any:
         """Have a folder loaded where it is further than the state of the run, and take over its position.
