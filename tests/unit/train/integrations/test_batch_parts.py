@@ -43,7 +43,7 @@ class Script:
         self.models = [copy.deepcopy(model) for model in models]
         self.whole = [copy.deepcopy(model) for model in models]
         self.batch = CurrentBatch(LIMIT, CPU)
-        layout = self.batch.layout = BatchLayout.learn(collate, samples[:PROBED])
+        layout = self.batch.layout = BatchLayout.learn(collate, lambda: samples[:PROBED])
         self.loader = PartedCollate(collate, LIMIT, layout)
         for model in self.models:
             divide_forward(model, self.batch)
@@ -758,6 +758,13 @@ def test_a_collate_function_that_takes_keys_out_of_samples():
     assert isinstance(batch, PartedBatch)
     assert len(batch.parts) == 3
     torch.testing.assert_close(batch.parts[1]["x"], pad_sequence([each["x"] for each in samples[2:4]]))
+
+
+def test_samples_that_cannot_be_read_teach_nothing():
+    def fail():
+        raise OSError
+
+    assert not BatchLayout.learn(default_collate, fail).rules
 
 
 def test_batches_of_equal_shapes_are_collated_once():

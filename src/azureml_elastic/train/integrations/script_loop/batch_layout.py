@@ -61,15 +61,20 @@ class BatchLayout:
     sizes: dict[Path, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
-    def learn(cls, collate: Callable[[list[Any]], Any], samples: Sequence[Any]) -> BatchLayout:
-        """Learn the layout from some samples; without any rule if there are too few, or they cannot be collated."""
+    def learn(cls, collate: Callable[[list[Any]], Any], read: Callable[[], list[Any]]) -> BatchLayout:
+        """Learn the layout from some samples; without any rule if there are too few, or they cannot be collated.
+
+        Args:
+            read: returns the samples
+        """
         layout = cls({})
-        samples = samples[: len(samples) - (len(samples) % 2 == 0)]
-        half = len(samples) // 2
-        if not half:
-            return layout
-        groups = (samples, samples, samples[:half], samples[half:])
         try:
+            samples = read()
+            samples = samples[: len(samples) - (len(samples) % 2 == 0)]
+            half = len(samples) // 2
+            if not half:
+                return layout
+            groups = (samples, samples, samples[:half], samples[half:])
             with random_state.kept():
                 whole, again, *parts = (collate(copied_samples(each)) for each in groups)
             layout.random = not _equal(whole, again)

@@ -270,8 +270,9 @@ class DividedArguments:
         held = children(value)
         if held is None:
             return self._read_object(value, path, known)
-        self._signature.append((path, type(value), len(held)))
-        if len(path) > 1 and isinstance(value, (list, tuple)) and self._has_items(value, known):
+        items = len(path) > 1 and isinstance(value, (list, tuple)) and self._has_items(value, known)
+        self._signature.append((path, type(value), None if items else len(held)))
+        if items:
             self._cut = True
             return lambda start, stop, index: rebuilt(value, value[start:stop])
         pieces = {key: self._read(each, (*path, key)) for key, each in held.items()}

@@ -49,6 +49,9 @@ _SHIFTING = ("ForCausalLM", "LMHeadModel")
 _ATTEMPTS = 8
 """Checks of a model that end without a division, after which all its batches are computed whole."""
 
+_STRUCTURES = 64
+"""Kinds of arguments of a model that are told apart, each of which costs a check."""
+
 
 def divide_forward(model: nn.Module, batch: CurrentBatch) -> None:
     """Have the training batches of a model computed in parts, as far as they give the same as the whole batch.
@@ -169,6 +172,8 @@ class _Divisions:
         key = (given.signature, uneven)
         found = self._known.get(key)
         if found is None or found.due:
+            if len(self._known) >= _STRUCTURES:
+                raise IndivisibleError("its arguments have another structure in each batch", always=False)
             passes = 0 if found is None else found.passes
             try:
                 found = _Division(check(model, whole, given, given.batch.device, labels), passes)

@@ -190,7 +190,7 @@ class ScriptLoop(ABC):
             return
         self._leave_pass()
         assert self._windows is not None
-        if self._has_larger_batches and not self._current.layout.rules:
+        if self._has_larger_batches and self._windows.collated.layout is None:
             self._learn_layout()
         current = self._pass = _Pass(self._next_epoch)
         try:
@@ -479,9 +479,10 @@ class ScriptLoop(ABC):
 
     def _learn_layout(self) -> None:
         """Learn what of a larger batch belongs to which samples, and have its parts collated where that is needed."""
-        assert self._windows is not None
-        collated = self._windows.collated
-        layout = BatchLayout.learn(collated.collate, self._windows.some_samples(PROBED))
+        windows = self._windows
+        assert windows is not None
+        collated = windows.collated
+        layout = BatchLayout.learn(collated.collate, lambda: windows.some_samples(PROBED))
         self._current.layout = collated.layout = layout
         collated.limit = self._batch_size
 
