@@ -7,16 +7,17 @@ import argparse
 import json
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, WeightedRandomSampler
 from transformers import Trainer, TrainingArguments
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--folder", type=Path)
-parser.add_argument("--loader", choices=["weighted", "batches", "plain", "iterable", "foreign"])
+parser.add_argument("--loader", choices=["weighted", "batches", "counted", "plain", "iterable", "foreign"])
 parser.add_argument("--pause", type=float, default=0.03)
 options = parser.parse_args()
 
@@ -59,6 +60,29 @@ class Foreign:
             yield torch.utils.data.default_collate(self.dataset[batch * BATCH : (batch + 1) * BATCH])
 
 
+@dataclass
+class Blocks(TrainingArguments):
+    """Arguments with a size of blocks of samples, as those of trl's trainers that generate ahead of several steps."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.block = self.per_device_train_batch_size * self.world_size * 2
+
+
+class Repeated(Sampler):
+    """Each block of samples twice, as it is trained in two batches."""
+
+    def __init__(self, block):
+        self.block = block
+
+    def __iter__(self):
+        for begin in range(0, SAMPLES, self.block):
+            yield from [*range(begin, begin + self.block)] * 2
+
+    def __len__(self):
+        return 2 * SAMPLES
+
+
 class Own(Trainer):
     """A trainer as libraries have them."""
 
@@ -69,6 +93,9 @@ class Own(Trainer):
             return DataLoader(data, BATCH, shuffle=True)
         if options.loader == "iterable":
             return self.accelerator.prepare(DataLoader(Stream(), BATCH))
+        if options.loader == "counted":
+            loader = DataLoader(data, 2 * BATCH, sampler=Repeated(self.args.block))
+            return self.accelerator.prepare(loader)
         if options.loader == "batches":
             return self.accelerator.prepare(DataLoader(data, batch_sampler=Alternating()))
         sampler = WeightedRandomSampler(
@@ -78,11 +105,11 @@ class Own(Trainer):
 
     def training_step(self, model, inputs, *args, **kwargs):
         time.sleep(options.pause)
-        with (options.folder / f"seen.{os.getpid()}").open("a") as file:
-            file.write(json.dumps([self.state.global_step, inputs["index"].tolist()]) + "\n")
         return super().training_step(model, inputs, *args, **kwargs)
 
     def compute_loss(self, model, inputs, return_outputs=False, **_):
+        with (options.folder / f"seen.{os.getpid()}").open("a") as file:
+            file.write(json.dumps([self.state.global_step, inputs["index"].tolist()]) + "\n")
         return (model(inputs["x"]).squeeze(1) - inputs["x"].sum(1)).pow(2).mean()
 
     def _load_from_checkpoint(self, folder, model=None):
@@ -93,10 +120,28 @@ class Own(Trainer):
         torch.save(self.accelerator.unwrap_model(self.model).state_dict(), Path(output_dir) / "weights.pt")
 
 
+class Counting(Own):
+    """A trainer that takes a block of samples for several batches, and counts them."""
+
+    batches = 0
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        time.sleep(options.pause)
+        if self.batches % 2 == 0:
+            self.block = {name: value.chunk(2) for name, value in inputs.items()}
+        loss = self.compute_loss(model, {name: value[self.batches % 2] for name, value in self.block.items()})
+        self.batches += 1
+        self.accelerator.backward(loss / 2)
+        return loss.detach() / 2
+
+
 torch.manual_seed(0)
 data = [{"x": torch.randn(4), "index": index} for index in range(SAMPLES)]
 length = {"max_steps": 40} if options.loader == "iterable" else {"num_train_epochs": EPOCHS}
-arguments = TrainingArguments(
+kind, own, more = TrainingArguments, Own, {}
+if options.loader == "counted":
+    kind, own, more = Blocks, Counting, {"gradient_accumulation_steps": 2}
+arguments = kind(
     str(options.folder / "output"),
     per_device_train_batch_size=BATCH,
     learning_rate=0.01,
@@ -106,10 +151,12 @@ arguments = TrainingArguments(
     remove_unused_columns=False,
     disable_tqdm=True,
     **length,
+    **more,
 )
-trainer = Own(model=nn.Linear(4, 1), args=arguments, train_dataset=data)
+trainer = own(model=nn.Linear(4, 1), args=arguments, train_dataset=data)
 trainer.train()
 if trainer.is_world_process_zero():
     weights = trainer.accelerator.unwrap_model(trainer.model).weight.tolist()
     record = {"log": trainer.state.log_history, "steps": trainer.state.global_step, "weights": weights}
     (options.folder / "record.json").write_text(json.dumps(record))
+    trainer.model.weight = nn.Parameter(torch.zeros(1))  # as one that exports a part of its model, or merges it

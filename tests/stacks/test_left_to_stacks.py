@@ -15,6 +15,7 @@ from azureml_elastic.train.integrations.deepspeed import training_loop
 from azureml_elastic.train.integrations.deepspeed import training_loop as deepspeed_loop
 from azureml_elastic.train.integrations.deepspeed.batch_sizes import batch_sizes
 from azureml_elastic.train.integrations.lightning import training_loop as lightning_loop
+from azureml_elastic.train.integrations.transformers import training_data as transformers_data
 from azureml_elastic.train.integrations.transformers import training_loop as transformers_loop
 
 pl = pytest.importorskip("lightning.pytorch")
@@ -101,6 +102,32 @@ def test_trainings_that_are_left_to_transformers(session, caplog, tmp_path):
     assert said(caplog) == [f"Trainer.train() does not use the elastic session: {reason}." for reason in reasons]
 
 
+class Partly(transformers.Trainer):
+    """A trainer with a loop around that of transformers, and an evaluation of its own."""
+
+    def _inner_training_loop(self, *args, **kwargs):
+        return super()._inner_training_loop(*args, **kwargs)
+
+    def evaluation_loop(self, *args, **kwargs):
+        """Evaluate nothing."""
+
+
+class Wholly(Partly):
+    """A trainer with a training loop of its own."""
+
+    def _inner_training_loop(self, *args, **kwargs):
+        """Train nothing."""
+
+
+def test_a_training_loop_of_a_subclass_is_said_where_it_does_not_call_that_of_transformers(session, caplog, tmp_path):
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    model = nn.Linear(2, 2)
+    assert transformers_loop.obstacle(session, Partly(model, arguments), (), {}) is None
+    reason = transformers_loop.obstacle(session, Wholly(model, arguments), (), {})
+    assert reason == "Wholly has a training loop of its own"
+    assert f"Trainer.train() does not use the elastic session: {reason}." in caplog.text
+
+
 def test_a_second_training_and_one_of_other_ranks(session, tmp_path):
     module = pl.LightningModule()
     session.world_size = 2
@@ -136,9 +163,9 @@ def test_several_training_loaders_of_lightning_are_refused(session):
 
 
 def test_data_that_are_left_to_transformers(session, caplog, tmp_path):
-    loop = transformers_loop.TrainingLoop(session, transformers_trainer(tmp_path))
+    data = transformers_data.TrainingData(session, transformers_trainer(tmp_path))
     loader = DataLoader(Numbers(), batch_size=2)
-    assert next(iter(loop.get_train_dataloader(lambda: loader))).tolist() == [0, 1]
+    assert next(iter(data.get_train_dataloader(lambda: loader))).tolist() == [0, 1]
     reason = "the samples of Numbers have no index"
     assert f"transformers divides the training data among the ranks: {reason}." in caplog.text
     assert "a step may train some more samples" in caplog.text

@@ -23,12 +23,12 @@ def batches(run):
     return sorted({(step, tuple(ids)) for lines in files for step, ids in lines})
 
 
-def assert_is_the_same_training(run):
-    assert run.record["steps"] == STEPS
+def assert_is_the_same_training(run, steps=STEPS):
+    assert run.record["steps"] == steps
     rates = dict(run.curve("learning_rate"))
     # transformers logs the rate with which a step was taken; one line may be lost with rank 0.
-    assert len(rates) >= STEPS - 1
-    assert rates == pytest.approx({step: 0.01 * (STEPS + 1 - step) / STEPS for step in rates}, abs=1e-9)
+    assert len(rates) >= steps - 1
+    assert rates == pytest.approx({step: 0.01 * (steps + 1 - step) / steps for step in rates}, abs=1e-9)
     assert run.report.world_sizes == (2, 1)
 
 
@@ -60,6 +60,17 @@ def test_batches_of_a_batch_sampler_stay_whole(run_script, tmp_path):
     for epoch in range(2):
         counts = Counter(index for step, ids in seen if step // (STEPS // 2) == epoch for index in ids)
         assert counts == Counter(range(SAMPLES))
+
+
+def test_a_trainer_that_collects_batches_is_given_as_many_in_each_step(run_script, tmp_path):
+    """Its sizes are those of a run with all nodes, too: what it computes by the number of ranks."""
+    run = run_script(tmp_path / "run", "--loader", "counted", **LOSS)
+    assert_is_the_same_training(run, steps=STEPS // 2)
+    block = 4 * BATCH
+    for step in range(STEPS // 2):
+        begin = step * block % SAMPLES
+        # A step that was interrupted has two divisions of its block.
+        assert {index for at, ids in batches(run) if at == step for index in ids} == {*range(begin, begin + block)}
 
 
 def test_a_loader_that_nothing_divides_is_divided_and_said(run_script, tmp_path):

@@ -1,8 +1,8 @@
 """The order of a sampler of the script's own, or the batches of its batch sampler, as the order of an elastic loader.
 
-What a sampler yields may depend on random numbers and on what it has yielded before. Each process draws all epochs up
-to its own, unless the sampler is told its epoch, and random numbers begin anew with each: so the same order comes again
-in a new process in the middle of an epoch. That of rank 0 is the order of all ranks.
+What a sampler yields may depend on random numbers and on what it has yielded before, also where it is told its epoch.
+Each process draws all epochs up to its own, and random numbers begin anew with each: so the same order comes again in a
+new process in the middle of an epoch. That of rank 0 is the order of all ranks.
 
 The samples of a loader are then the positions of an epoch: a sampler may draw one of the dataset's twice. The batches
 of a batch sampler are trained as they are, since a loss may compare their samples with each other: each counts as one
@@ -62,13 +62,12 @@ class DrawnOrder:
         )
 
     def _draw(self, epoch: int) -> None:
-        if epoch < self._epoch and not hasattr(self._sampler, "set_epoch"):
+        if epoch < self._epoch:
             raise UsageError(f"{self.name} has drawn epoch {self._epoch}, and cannot draw epoch {epoch} again.")
-        if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(epoch)
-            self._epoch = epoch - 1
         drawn: Iterable[Any] = ()
         for each in range(self._epoch + 1, epoch + 1):
+            if hasattr(self._sampler, "set_epoch"):
+                self._sampler.set_epoch(each)
             with seeded(self._seed, each, "order"):
                 drawn = [list(batch) for batch in self._sampler] if self.whole_batches else [*map(int, self._sampler)]
         self._epoch, self._drawn = epoch, self._fitted(self._agree(drawn))

@@ -240,19 +240,26 @@ def parts(
         logical_workers: number of parts that the window is divided into first, so that the micro-batches are the same
             at any world size; ``None`` to divide it among the ranks
         most: limit on the samples of a micro-batch, ``None`` for no limit
-        number: number of micro-batches in place of both, as far as the samples suffice
+        number: number of micro-batches in place of both, as far as the samples suffice; the first ones of all ranks
+            are the first samples, as those of a stack that gives the ranks batch after batch
     """
-    if logical_workers is None or number is not None:
+    if number is not None:
+        found = [_part(share(count, number, index), world_size, rank) for index in range(number)]
+        return [each for each in found if each]
+    if logical_workers is None:
         shares = [share(count, world_size, rank)]
     else:
         shares = [share(count, logical_workers, worker) for worker in share(logical_workers, world_size, rank)]
     found = []
     for whole in shares:
-        pieces = number or (1 if most is None else -(-len(whole) // most))
-        for index in range(pieces):
-            part = share(len(whole), pieces, index)
-            found.append(whole[part.start : part.stop])
+        pieces = 1 if most is None else -(-len(whole) // most)
+        found += [_part(whole, pieces, index) for index in range(pieces)]
     return [each for each in found if each]
+
+
+def _part(whole: range, number: int, index: int) -> range:
+    part = share(len(whole), number, index)
+    return whole[part.start : part.stop]
 
 
 def weight(own: int, count: int, world_size: int) -> float:

@@ -163,6 +163,14 @@ class StackSession:
         if self.trains and (error is None or (isinstance(error, SystemExit) and not error.code)):
             self._steps.finish()
 
+    def save_last(self) -> None:
+        """Save what the stack has trained, once it has trained all, unless that is saved. A collective.
+
+        Raises:
+            CheckpointError: it cannot be saved.
+        """
+        self._steps.save_unsaved()
+
     def find(self, name: str, part: str | None = None) -> Any:
         """Return the state of one object that :meth:`track` will restore, if any. A collective when called first.
 

@@ -13,7 +13,12 @@ from torch.utils.data import DataLoader
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.train.data.map_loader import WindowLoader
-from azureml_elastic.train.integrations.accelerate.training_data import SequentialLoader, TrainingData, fit_to_round
+from azureml_elastic.train.integrations.accelerate.training_data import (
+    FULL_RANKS,
+    SequentialLoader,
+    TrainingData,
+    fit_to_round,
+)
 from azureml_elastic.train.integrations.deepspeed.attachment import another_stack_prepares
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
 from azureml_elastic.train.integrations.wrapping import Wrapped, Wrappers, in_loop, wrap
@@ -114,6 +119,8 @@ def _num_processes(wrapped: Callable[[Any], int], accelerator: Any) -> int:
         session = stack_session()
         return wrapped(accelerator) if session is None else session.reference_world_size
     caller = str(sys._getframe(1).f_globals.get("__name__", ""))  # noqa: SLF001
+    if caller.startswith("trl.") and hasattr(accelerator, FULL_RANKS):
+        return int(getattr(accelerator, FULL_RANKS))
     session = None if caller.partition(".")[0] in _STACKS or getattr(accelerator, _APART, False) else stack_session()
     if session is None or (_data.loop is not None and _data.loop.weighs_by_ranks()):
         return wrapped(accelerator)

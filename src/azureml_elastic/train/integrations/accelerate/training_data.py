@@ -24,7 +24,7 @@ from azureml_elastic.train.integrations.accelerate.training_loop import Training
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader, StandIn
 from azureml_elastic.train.session.stack_session import StackSession
 
-__all__ = ["TrainingData", "fit_to_round", "obstacle"]
+__all__ = ["FULL_RANKS", "TrainingData", "fit_to_round", "obstacle"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -32,6 +32,9 @@ _SHARDING = {
     "MEGATRON_LM": "Megatron-LM has checkpoints of its own",
     "XLA": "the device is an XLA device",
 }
+
+FULL_RANKS = "_azureml_elastic_full_ranks"
+"""Attribute of a trainer's accelerator with the ranks of a run with all nodes, while trl makes a sampler by them."""
 
 _WARNED = ""
 """In place of the reason, once a warning has named it."""

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ from typing import Any
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.train.integrations.script_loop.state_folders import flush, write_together
 from azureml_elastic.train.integrations.transformers.evaluation import evaluating
+from azureml_elastic.train.integrations.transformers.training_data import DATA_METHODS
 from azureml_elastic.train.integrations.transformers.training_loop import METHODS, TrainingLoop, obstacle
 from azureml_elastic.train.integrations.wrapping import Wrapped, Wrappers, replaced, wrap
 from azureml_elastic.train.session.stack_session import stack_session
@@ -26,6 +28,8 @@ from azureml_elastic.train.session.stack_session import stack_session
 __all__ = ["INCOMPLETE", "WRAPPERS", "attach", "newest", "save"]
 
 INCOMPLETE = "checkpoint-is-incomplete.txt"
+
+_ARGUMENTS = "transformers.training_args"
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 
@@ -67,8 +71,11 @@ def attach(module: ModuleType) -> None:
     """Attach to a module of transformers."""
     wrap(module, WRAPPERS)
     if module.__name__ == "transformers.trainer":
-        for name in METHODS:
+        for name in (*METHODS, *DATA_METHODS):
             getattr(module.Trainer, name)  # as for the functions that are wrapped, see wrapping.py
+    elif module.__name__ == _ARGUMENTS:
+        ranks = module.TrainingArguments.world_size.fget
+        module.TrainingArguments.world_size = property(functools.partial(_world_size, ranks))
 
 
 def _begin(wrapped: Wrapped, arguments: Any, args: Any, kwargs: Any) -> Any:
@@ -77,6 +84,17 @@ def _begin(wrapped: Wrapped, arguments: Any, args: Any, kwargs: Any) -> Any:
     if session is not None and not device_of(session.device).separate and not arguments.deepspeed:
         arguments.use_cpu = True  # without it the ranks of a machine without a GPU train apart
     return wrapped(*args, **kwargs)
+
+
+def _world_size(wrapped: Callable[[Any], int], arguments: Any) -> int:
+    """Return the number of ranks of a run with all nodes to the constructor of a subclass of ``TrainingArguments``.
+
+    Sizes that it computes, as of what trl generates for a step, must not depend on the present number.
+    """
+    caller = sys._getframe(1)  # noqa: SLF001
+    constructs = caller.f_code.co_name == "__post_init__" and caller.f_globals.get("__name__") != _ARGUMENTS
+    session = stack_session() if constructs else None
+    return wrapped(arguments) if session is None else session.reference_world_size
 
 
 def _train(wrapped: Wrapped, trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -117,7 +135,7 @@ def _save_checkpoint(trainer: Any, wrapped: Wrapped, *args: Any, **kwargs: Any) 
 
 WRAPPERS: Wrappers = {
     # It makes the arguments' device, and with it the process group.
-    "transformers.training_args": {"TrainingArguments.__post_init__": _begin},
+    _ARGUMENTS: {"TrainingArguments.__post_init__": _begin},
     "transformers.trainer_utils": {
         "get_last_checkpoint": lambda wrapped, instance, args, kwargs: newest(*args, **kwargs),
     },

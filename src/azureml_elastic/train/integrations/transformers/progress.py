@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from azureml_elastic.train.integrations.transformers.left_loader import LeftLoader
+from azureml_elastic.train.integrations.transformers.training_data import TrainingData
 
 __all__ = ["LabelCount", "Progress", "Stage", "count_labels"]
 
@@ -97,21 +97,20 @@ class Progress:
         unlogged: sum of the losses of the steps that are not logged, the same on all ranks
         line: what the log has of a step beside its loss, as far as it is known
         restored: state of the run before this process, ``None`` for the beginning
-        left: loader whose position is a part of the state, if there is one
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, data: TrainingData) -> None:
         self._trainer = trainer
+        self._data = data
         self._captured: dict[str, Any] = {}
         self.stage = Stage.DONE
         self.unlogged: torch.Tensor | float = 0.0
         self.line: dict[str, Any] = {}
         self.restored: dict[str, Any] | None = None
-        self.left: LeftLoader | None = None
 
     def capture(self, stage: Stage) -> None:
         """Take over the trainer's current state."""
-        trainer, self.stage = self._trainer, stage
+        trainer, left, self.stage = self._trainer, self._data.left, stage
         state = {field.name: getattr(trainer.state, field.name) for field in dataclasses.fields(trainer.state)}
         state["stateful_callbacks"] = self._callbacks()
         state["total_flos"] += trainer.current_flos * trainer.args.world_size  # of steps that are not logged
@@ -124,7 +123,7 @@ class Progress:
             "last_logged": trainer._globalstep_last_logged,  # noqa: SLF001
             "line": dict(self.line),
             "stage": stage.value,
-            "left": None if self.left is None else (self.left.epoch, self.left.trained),
+            "left": None if left is None else (left.epoch, left.trained),
         }
 
     def _callbacks(self) -> dict[str, Any]:

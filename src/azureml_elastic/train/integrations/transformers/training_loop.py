@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import tempfile
 import time
 from collections import deque
@@ -24,12 +23,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.train.data.drawn_order import DrawnOrder
-from azureml_elastic.train.data.map_loader import WindowLoader
 from azureml_elastic.train.integrations.accelerate import training_data
 from azureml_elastic.train.integrations.transformers import sources
-from azureml_elastic.train.integrations.transformers.left_loader import LeftLoader
 from azureml_elastic.train.integrations.transformers.progress import LabelCount, Progress, Stage, count_labels
+from azureml_elastic.train.integrations.transformers.training_data import DATA_METHODS, TrainingData
 from azureml_elastic.train.integrations.wrapping import Wrapped, replaced
 from azureml_elastic.train.session.stack_session import StackSession
 
@@ -50,8 +47,6 @@ METHODS = {
     **{
         name: name.lstrip("_")
         for name in (
-            "get_train_dataloader",
-            "get_total_train_batch_size",
             "training_step",
             "set_initial_training_values",
             "_get_num_items_in_batch",
@@ -109,9 +104,8 @@ class TrainingLoop:
     def __init__(self, session: StackSession, trainer: Any) -> None:
         self._session = session
         self._trainer = trainer
-        self._progress = Progress(trainer)
-        self._loader: WindowLoader | None = None
-        self._accumulation = trainer.args.gradient_accumulation_steps
+        self._data = TrainingData(session, trainer)
+        self._progress = Progress(trainer, self._data)
         self._stage_after = Stage.DONE
         self._epochs: int | None = None
         self._steps_of_epoch = 1
@@ -131,7 +125,7 @@ class TrainingLoop:
         self._ignored_keys = args[1] if len(args) > 1 else kwargs.get("ignore_keys_for_eval")
         found = self._session.find(_PROGRESS)
         before = {
-            "gradient_accumulation_steps": self._accumulation,
+            "gradient_accumulation_steps": self._data.accumulation,
             "restore_callback_states_from_checkpoint": arguments.restore_callback_states_from_checkpoint,
             "average_tokens_across_devices": arguments.average_tokens_across_devices,
             "eval_on_start": arguments.eval_on_start,
@@ -144,6 +138,7 @@ class TrainingLoop:
         gradients: dict[str, Wrapped] = {"backward": self._backward, "clip_grad_norm_": self._recorded_clip}
         events = {event: getattr(self, event) for event in _EVENTS}
         methods = {name: getattr(self, own) for name, own in METHODS.items()}
+        methods |= {name: getattr(self._data, own) for name, own in DATA_METHODS.items()}
         try:
             with (
                 replaced(trainer, methods),
@@ -160,7 +155,10 @@ class TrainingLoop:
                     text = json.dumps(found["state"])
                     Path(folder, "trainer_state.json").write_text(text, encoding="utf-8")
                     resume_from_checkpoint = folder
-                return wrapped(resume_from_checkpoint, *args, **kwargs)
+                result = wrapped(resume_from_checkpoint, *args, **kwargs)
+            # What the script does with its model from here on, to export it for example, is not the run's state.
+            self._session.save_last()
+            return result
         finally:
             for name, value in before.items():
                 setattr(arguments, name, value)
@@ -170,74 +168,14 @@ class TrainingLoop:
         """Return whether a checkpoint folder stands for what the session restores."""
         return Path(str(checkpoint)).name.startswith(_STATE_FOLDER)
 
-    # --- data --------------------------------------------------------------------------------------------------------
-
-    def get_train_dataloader(self, wrapped: Wrapped) -> Any:
-        """Return a loader of windows over the data of the trainer's own, where they can be divided by their index."""
-        prepared, trainer, session = wrapped(), self._trainer, self._session
-        # What it does with a batch is not known: it may collect some of a step, count them, or divide by their number.
-        own_step = sources.calls_its_own(trainer, "training_step") or sources.calls_its_own(trainer, "_prepare_inputs")
-        arguments, full = trainer.args, session.reference_world_size
-        reason = sources.obstacle(prepared)
-        if reason is not None:
-            left = self._progress.left = LeftLoader(
-                prepared,
-                ranks=session.world_size,
-                full=full,
-                accumulation=self._accumulation,
-                keep_count=own_step is not None,
-            )
-            if session.is_main:
-                _LOG.warning(
-                    "transformers divides the training data among the ranks: %s. Steps and learning rates are those of "
-                    "a run with all nodes. After a change of their number %s, and data that come in another order when "
-                    "they are read again may repeat or be left out in that epoch.",
-                    reason,
-                    "a step trains more or fewer samples" if own_step else "a step may train some more samples",
-                )
-            # By it and by the loader's length the trainer counts steps from here on; `train` sets it back.
-            arguments.gradient_accumulation_steps = left.accumulation
-            return left
-        source = sources.source_of(prepared, full)
-        if not source.divided and session.is_main:
-            _LOG.warning(
-                "%s.get_train_dataloader() returns a loader of which each rank would train all samples: they are "
-                "divided among the ranks.",
-                type(trainer).__name__,
-            )
-        seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
-        seed = seed if source.seed is None else source.seed
-        drawn = None
-        if source.sampler is not None:
-            drawn = DrawnOrder(source.sampler, whole_batches=source.whole_batches, seed=seed, agree=session.from_main)
-        self._loader = session.windows(
-            source.dataset,
-            batch_size=source.batch_size,
-            accumulation=self._accumulation,
-            batches=None if own_step is None else self._accumulation,
-            seed=seed,
-            shuffle=source.shuffle,
-            drop_last=source.drop_last,
-            drawn=drawn,
-            **source.options,
-        )
-        arguments.gradient_accumulation_steps = self._loader.micro_batches  # as above
-        return self._loader
-
-    def get_total_train_batch_size(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
-        """Return the global batch size."""
-        if self._loader is None:
-            return wrapped(*args, **kwargs)
-        return self._trainer._train_batch_size * self._accumulation * self._session.reference_world_size  # noqa: SLF001
-
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def get_num_items_in_batch(self, wrapped: Wrapped, batches: list[Any], *args: Any, **kwargs: Any) -> Any:
         """Count the labels of all ranks' micro-batches, without those that have no samples of their own."""
-        if self._loader is None or not self._loader.untrained:  # a batch of an evaluation
+        if self._data.loader is None or not self._data.loader.untrained:  # a batch of an evaluation
             return wrapped(batches, *args, **kwargs)
         micros = (
-            self._loader.untrained
+            self._data.loader.untrained
         )  # those of one step: Trainer.get_batch_samples fetches all before any is trained
         batches = [
             batch if micro.samples else _without_labels(batch) for batch, micro in zip(batches, micros, strict=True)
@@ -255,13 +193,13 @@ class TrainingLoop:
         """
         self._last_factor = 1.0  # of a subclass that does not call accelerator.backward
         loss = wrapped(*args, **kwargs)
-        if self._loader is not None:
+        if self._data.loader is not None:
             loss = loss * self._last_factor
-            self._loader.untrained.popleft()
+            self._data.loader.untrained.popleft()
             if self._counts:
                 self._counts.popleft()
-        if self._progress.left is not None:
-            self._progress.left.count()
+        if self._data.left is not None:
+            self._data.left.count()
         self._step_loss = self._step_loss.to(loss.device) + loss
         if self._trainer.accelerator.sync_gradients:
             mean = self._session.mean(self._step_loss)
@@ -287,8 +225,8 @@ class TrainingLoop:
 
     def _factor(self) -> float | torch.Tensor:
         """Return the factor of the loss that was computed of the current micro-batch."""
-        assert self._loader is not None
-        trainer, micro = self._trainer, self._loader.untrained[0]
+        assert self._data.loader is not None
+        trainer, micro = self._trainer, self._data.loader.untrained[0]
         # As Trainer.training_step decides whether it divides the loss by the number of micro-batches.
         own = getattr(trainer, "loss_is_scaled_for_ga", None)
         by_labels = trainer.model_accepts_loss_kwargs and self._labels is not None
@@ -302,7 +240,7 @@ class TrainingLoop:
 
     def _backward(self, backward: Wrapped, loss: torch.Tensor, **kwargs: Any) -> Any:
         self._session.observe(loss)
-        if self._loader is not None:
+        if self._data.loader is not None:
             self._last_factor = self._factor()
         return backward(loss * self._last_factor, **kwargs)
 
@@ -320,27 +258,12 @@ class TrainingLoop:
         values = wrapped(*args, **kwargs)  # epochs, steps of an epoch, ..., steps of the training
         found = self._session.find(_PROGRESS) if self._folder else None
         self._steps_of_epoch = values[1]
-        if self._progress.left is not None:
-            values = self._full_values(values, found)
+        values = self._data.full_values(values, found)
         if found and Stage(found["stage"]) in (Stage.EPOCH_CALLBACKS, Stage.EPOCH):
             self._epochs, steps = values[0], found["state"]["global_step"]
             if steps >= values[-1] or found["flags"]["should_training_stop"]:
                 return (min(values[0], steps // values[1]), *values[1:])
         return values
-
-    def _full_values(self, values: tuple[Any, ...], found: Any) -> tuple[Any, ...]:
-        """Return the same with the steps of a run with all nodes, which must not depend on the present number."""
-        left, arguments = self._progress.left, self._trainer.args
-        assert left is not None
-        epochs, steps_of_epoch, *rest, steps = values
-        if found:
-            steps = found["state"]["max_steps"]
-        elif arguments.max_steps <= 0:
-            steps = math.ceil(arguments.num_train_epochs * left.full_steps)
-        if left.changes:
-            # Where the ranks share an epoch unevenly it has some steps less: the training ends by the number of steps.
-            epochs = max(epochs, math.ceil(steps / steps_of_epoch)) + 1
-        return (epochs, steps_of_epoch, *rest, steps)
 
     def on_train_begin(self, wrapped: Wrapped, args: Any, state: Any, control: Any) -> Any:
         """Restore the state of the run, and do what followed its last step and was interrupted."""
@@ -364,7 +287,7 @@ class TrainingLoop:
             self._carried = restored["unlogged"]
             if self._epochs is not None:
                 state.num_train_epochs = self._epochs
-            left = progress.left
+            left = self._data.left
             if left is not None and restored["left"]:
                 left.begin_at(*restored["left"])
             self._continue(restored)
@@ -379,14 +302,14 @@ class TrainingLoop:
                 self._carried = 0.0
         elif state.global_step:  # the script has resumed from a checkpoint of another run
             self._begin_at(state.global_step)
-        loader = progress.left if self._loader is None else self._loader
+        loader = self._data.left if self._data.loader is None else self._data.loader
         assert loader is not None
         loader.closed = state.global_step >= state.max_steps or trainer.control.should_training_stop
         return trainer.control
 
     def _begin_at(self, steps: int) -> None:
         """Begin where a checkpoint of another run ends."""
-        left, epoch, windows = self._progress.left, *divmod(steps, self._steps_of_epoch)
+        left, epoch, windows = self._data.left, *divmod(steps, self._steps_of_epoch)
         if left is None:
             self._session.begin_at(steps, epoch, windows)
         else:
@@ -394,7 +317,7 @@ class TrainingLoop:
 
     @property
     def _epoch_ending(self) -> bool:
-        left = self._progress.left
+        left = self._data.left
         return self._session.epoch_ending if left is None else left.ended
 
     def _continue(self, restored: dict[str, Any]) -> None:
@@ -504,8 +427,8 @@ class TrainingLoop:
         return result
 
     def _end_epoch(self) -> None:
-        if self._progress.left is not None:
-            self._progress.left.end_epoch()
+        if self._data.left is not None:
+            self._data.left.end_epoch()
         self._session.end_epoch()
 
     def _after_step(self) -> None:
