@@ -35,6 +35,7 @@ class Session:
     """A session of one rank that has trained nothing."""
 
     world_size, reference_world_size, is_main, trains = 1, 1, True, False
+    device = torch.device("cpu")
 
     def drive(self, loop):
         """Take a loop that trains nothing."""
