@@ -27,6 +27,7 @@ OLDEST_TRANSFORMERS = "4.57.6"
 LONG = ("-o", "test_cpu_limit=1800", "-o", "test_wait_limit=1800")
 GROUPED = ("--dist", "loadgroup", "--no-loadscope-reorder")
 """Tests that share what a module sets up run in one process."""
+OTHER_SESSIONS = ("--ignore=tests/stacks", "--ignore=tests/trainers")
 TWO, THREE, FOUR = (("-n", str(number), *GROUPED) for number in (2, 3, 4))
 SDK_USERS = (
     "compilation",
@@ -184,7 +185,7 @@ def tests(session: nox.Session) -> None:
     """Run all tests against the installed wheel."""
     install_wheel(session, "all", groups=("test", "integrations", "notebooks"))
     # Most of the time is spent waiting for processes to start and to die, so more run at once than there are cores.
-    session.run("python", "-m", "pytest", *(session.posargs or (*FOUR, "--ignore=tests/stacks")))
+    session.run("python", "-m", "pytest", *(session.posargs or (*FOUR, *OTHER_SESSIONS)))
 
 
 @nox.session(tags=[FULL])
@@ -272,8 +273,13 @@ def stacks(session: nox.Session) -> None:
     extras = ("node", "transformers", "accelerate", "lightning")
     # Lightning is published under two names; its command line needs jsonargparse.
     install_wheel(session, *extras, groups=("test",), others=("pytorch-lightning", "jsonargparse[signatures]"))
-    # One of the second file's tests needs Lightning, too.
-    paths = ("tests/stacks", "tests/unit/node/preload/test_rank_at_import.py", f"--ignore=tests/{T5_SAMPLE}")
+    # One of the last file's tests needs Lightning, too.
+    paths = (
+        "tests/stacks",
+        "tests/trainers",
+        "tests/unit/node/preload/test_rank_at_import.py",
+        f"--ignore=tests/{T5_SAMPLE}",
+    )
     session.run("python", "-m", "pytest", *(session.posargs or THREE), *paths)
 
 
@@ -284,6 +290,17 @@ def corpus(session: nox.Session) -> None:
     install_wheel(session, *extras, groups=("test",), others=("pytorch-lightning", "jsonargparse[signatures]"))
     tests = "tests/stacks/test_corpus.py::test_a_script_trains_under_random_faults_as_without"
     session.run("python", "-m", "pytest", *(session.posargs or TWO), *LONG, tests, env={"CORPUS_SEEDS": "0:100"})
+
+
+@nox.session(tags=[FULL])
+def trainers(session: nox.Session) -> None:
+    """Run the real trainers of public libraries under faults; writes docs/how-to/stacks/libraries.md."""
+    extras = ("node", "transformers", "accelerate", "lightning")
+    install_wheel(session, *extras, groups=("test", "trainers"))
+    # It asks for torchaudio, which does not load with every torch, and which training does not need.
+    install(session, "--no-deps", "speechbrain")
+    env = {"TRAINERS": "all", **({} if session.posargs else {"TRAINERS_PAGE": "1"})}
+    session.run("python", "-m", "pytest", *(session.posargs or TWO), *LONG, "tests/trainers", env=env)
 
 
 @nox.session(tags=[FULL])
@@ -322,10 +339,15 @@ def run_deepspeed_tests(session: nox.Session, version: str) -> None:
     install_wheel(session, "node", "transformers", "accelerate", groups=("test",), others=(f"deepspeed=={version}",))
     extensions = Path(session.create_tmp()) / "extensions"
     shutil.rmtree(extensions, ignore_errors=True)
-    env = {"DEEPSPEED_TESTS": "1", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(extensions)}
+    env = {
+        "DEEPSPEED_TESTS": "1",
+        "TRAINERS": "deepspeed",
+        "DS_ACCELERATOR": "cpu",
+        "TORCH_EXTENSIONS_DIR": str(extensions),
+    }
     # It compiles a part of itself when it is first used: here, outside of the tests' time limits.
     session.run("python", "-c", "from deepspeed.comm.torch import build_shm_op; build_shm_op()", env=env)
-    paths = ("tests/integration/deepspeed", "tests/stacks/test_deepspeed.py")
+    paths = ("tests/integration/deepspeed", "tests/stacks/test_deepspeed.py", "tests/trainers/test_trainers.py")
     session.run("python", "-m", "pytest", *(session.posargs or THREE), *paths, env=env)
 
 

@@ -11,6 +11,7 @@ from hypothesis import settings
 from azureml_elastic.local.azurite import Azurite
 
 pytest_plugins = ["tests.support.costs.plugin"]
+pytest.register_assert_rewrite("tests.support.observed")
 
 # A shell that starts the tests in the background makes them ignore Ctrl-C, which some of them test.
 signal.signal(signal.SIGINT, signal.default_int_handler)

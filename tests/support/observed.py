@@ -40,7 +40,7 @@ def samples(lines):
 def files(run):
     """Return the files that the script has left."""
     names = (path.relative_to(run.folder).as_posix() for path in run.folder.rglob("*") if path.is_file())
-    by_process = ("observed.", "random_states_", "rng_state", "events.out.tfevents.")
+    by_process = ("observed.", "random_states_", "rng_state", "events.out.tfevents.", "__")
     return {name for name in names if not Path(name).name.startswith(by_process)}
 
 

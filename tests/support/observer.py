@@ -50,15 +50,25 @@ def tensors(value):
             yield from tensors(each)
 
 
+def known_by(batch):
+    """Return the tensors by which a batch is known: its first one, or all of its first list, as of images."""
+    first = batch[0] if isinstance(batch, (list, tuple)) and batch and isinstance(batch[0], (list, tuple)) else batch
+    return list(tensors(first))[: None if first is not batch else 1]
+
+
 def same(inputs, given):
     """Return whether a model was given this batch. One without tensors is prepared by the trainer."""
-    return inputs is not None and inputs.shape == given.shape and inputs.dtype == given.dtype and inputs.equal(given)
+    return bool(inputs) and all(any(equal(one, other) for other in given) for one in inputs)
+
+
+def equal(one, other):
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
 
 
 def fetch(self, ids, _fetch=_MapDatasetFetcher.fetch):
     """Note which samples a batch has."""
     batch = _fetch(self, ids)
-    fetched.append((next(tensors(batch), None), list(map(int, ids))))
+    fetched.append((known_by(batch), list(map(int, ids))))
     if not now["depth"]:  # the first forward pass of a process fetches its batch once more
         computed.clear()
     return batch
@@ -68,7 +78,7 @@ def call(self, *args, _call=nn.Module.__call__, **kwargs):
     """Note the batches that a model computes with gradients: known by what they hold, as stacks copy them."""
     if torch.is_grad_enabled() and not now["depth"]:
         given = list(tensors((args, kwargs)))
-        computed.extend(ids for inputs, ids in fetched if any(same(inputs, each) for each in given))
+        computed.extend(ids for inputs, ids in fetched if same(inputs, given))
     now["depth"] += 1
     try:
         return _call(self, *args, **kwargs)
