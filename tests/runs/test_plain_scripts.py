@@ -54,7 +54,7 @@ def test_a_code_of_the_scripts_own_is_a_failure_and_the_runs_code(tmp_path, word
     assert why in report.message
 
 
-@pytest.mark.parametrize("words", [("optimizer",), ()], ids=["steps", "no steps"])
+@pytest.mark.parametrize("words", [("trains",), ()], ids=["trains", "does not train"])
 def test_a_fault_in_seconds_comes_in_a_script_that_only_names_the_library(tmp_path, words):
     """Such a script would report its steps, if it had opened a session."""
     cluster = LocalCluster(
@@ -64,3 +64,4 @@ def test_a_fault_in_seconds_comes_in_a_script_that_only_names_the_library(tmp_pa
     report = cluster.run(["python", str(PROGRAMS / "branching.py"), *words])
     assert (report.outcome, report.exit_code, report.missed_faults) == ("succeeded", 0, ()), report.message
     assert report.world_sizes == (2, 1)
+    assert ("trains all its steps again" in (report.paths.logs / "node-0.log").read_text()) == bool(words)

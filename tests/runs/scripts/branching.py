@@ -1,4 +1,7 @@
-"""A script that only names the library: ``branching.py [optimizer]``. Two workers go on until one is lost."""
+"""A script that only names the library: ``branching.py [trains]``. Two workers go on until one is lost.
+
+With ``trains`` it has an optimizer of its own, which torch knows nothing of.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ if "session" in sys.argv:
 else:
     dist.init_process_group("gloo")
 weight = torch.nn.Parameter(torch.zeros(1))
-optimizer = torch.optim.SGD([weight])
 while dist.get_world_size() == 2:
     time.sleep(0.02)
     dist.all_reduce(torch.zeros(1))
-    if "optimizer" in sys.argv:
-        optimizer.step()
+    if "trains" in sys.argv:
+        weight.square().sum().backward()
+        weight.data -= 0.1 * weight.grad

@@ -148,8 +148,11 @@ class RoundObserver:
             yield ev.ProgramSaved()
         if self._newcomers.take_held():
             yield ev.WorkersHeld()
-        if training.leads and not (training.runs_engine or report.in_session or report.present):
-            self._session.look(self._workers.pids, connecting=training.connecting)
+        if report.pace is not None:
+            self._session.session_has_begun()
+        elif training.leads and not training.runs_engine:
+            opened = report.in_session or bool(report.present)
+            self._session.look(self._workers.pids, connecting=training.connecting, opened=opened)
         yield from self._hangs.look(leads=training.leads)
         yield ev.TimePassed()
 

@@ -22,6 +22,9 @@ _IMPORT_SECONDS = 30.0
 _CONNECT_SECONDS = 3.0
 """The same, once its ranks begin to connect to each other."""
 
+_REPORT_SECONDS = 1.0, 2.0
+"""Time in which a session reports that it has begun, after a first backward pass; and where one has been opened."""
+
 
 def describe_restarts(lookups: Lookups) -> str:
     """Return what happens to a program without a session when the nodes change.
@@ -61,27 +64,38 @@ class SessionWatch:
         self._clock = clock
         self._began: float | None = None
         self._connecting: float | None = None
-        self._recorded = self._said = False
+        self._training: float | None = None
+        self._recorded = self._done = False
 
-    def look(self, pids: Sequence[int], *, connecting: bool) -> None:
-        """Look once; to be called several times a second while no worker has opened a session.
+    def session_has_begun(self) -> None:
+        """Look no more: the program does not train without a session."""
+        self._done = True
+
+    def look(self, pids: Sequence[int], *, connecting: bool, opened: bool) -> None:
+        """Look once; to be called several times a second until a session has begun.
 
         Args:
             pids: processes of the workers.
             connecting: whether workers of the round have begun to connect to each other.
+            opened: whether a worker has opened a session, which perhaps takes no part in its training.
         """
-        if self._said:
+        if self._done:
             return
         now = self._clock()
         self._began = now if self._began is None else self._began
         self._connecting = None if not connecting else now if self._connecting is None else self._connecting
         connects = self._connecting is not None and now - self._connecting >= _CONNECT_SECONDS
-        trains = any(read_steps(self._folder, pids))
-        if not self._recorded and (trains or connects or now - self._began >= _IMPORT_SECONDS):
+        if any(read_steps(self._folder, pids)):
+            self._training = now if self._training is None else self._training
+        else:
+            self._training = None
+        trains = self._training is not None and now - self._training >= _REPORT_SECONDS[opened]
+        late = not opened and (connects or now - self._began >= _IMPORT_SECONDS)
+        if not self._recorded and (trains or late):
             self._recorded = True
             self._record(TrainsWithoutSession)
         if trains:
-            self._said = True
+            self._done = True
             lookups = read_lookups(self._folder, pids)
             found = lookups.files or lookups.folders
             _LOG.log(logging.INFO if found else logging.WARNING, "%s", describe_restarts(lookups))

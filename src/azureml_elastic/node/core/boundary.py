@@ -212,7 +212,7 @@ class SaveRule:
     """Decides whether a program without a session that has saved goes on training, for one wait of other nodes.
 
     It does so when an optimizer that had taken steps before the save takes another one: the others may be those of an
-    evaluation. Of a program that takes no steps of torch's optimizers it shows in a further save.
+    evaluation. Of a program that takes no steps that can be seen it shows in a further save.
     """
 
     def __init__(self) -> None:

@@ -2,8 +2,9 @@
 
 A script without a session reports nothing, but whoever trains with torch takes steps of an optimizer, which torch tells
 of. Each optimizer has a count of its own: one that begins when the training is over, to calibrate what was trained or
-to fit a head for its evaluation, is not the training's. While a process group that steps were taken in is
-closed, nothing is counted: what follows is the work of one rank.
+to fit a head for its evaluation, is not the training's. While a process group that steps were taken in is closed,
+nothing is counted: what follows is the work of one rank. Of a script with optimizers that are not torch's own, as
+fastai's, backward passes are counted instead.
 
 The counts are in a file that the worker has mapped, so that a step costs no system call. In it the agent asks the
 worker to stop after its next step: there, and nowhere else, the program has certainly not left its training loop.
@@ -12,13 +13,14 @@ worker to stop after its next step: there, and nowhere else, the program has cer
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import mmap
 import os
 import signal
 import struct
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,7 +30,7 @@ from wrapt import register_post_import_hook
 
 from azureml_elastic.environment import names as variables
 
-__all__ = ["Steps", "ask_to_stop", "count_steps", "read_steps"]
+__all__ = ["Steps", "ask_to_stop", "count_steps", "on_backward", "read_steps"]
 
 Steps = tuple[int, ...]
 """Number of steps of each optimizer of each worker, always in the same order; 0 where there is none yet."""
@@ -53,6 +55,23 @@ def count_steps(environ: Mapping[str, str]) -> None:
             file.flush()
             counter = _Counter(mmap.mmap(file.fileno(), _COUNTS.size + 1))
         register_post_import_hook(counter.begin, "torch.optim.optimizer")
+        on_backward(counter.passed_backward)
+
+
+def on_backward(callback: Callable[[], None]) -> None:
+    """Have a function called after each backward pass of this process."""
+
+    def wrap(autograd: ModuleType) -> None:
+        plain = autograd.backward
+
+        @functools.wraps(plain)
+        def backward(*args: Any, **kwargs: Any) -> None:
+            plain(*args, **kwargs)
+            callback()
+
+        autograd.backward = backward  # type: ignore[attr-defined]  # where Tensor.backward() looks for it
+
+    register_post_import_hook(wrap, "torch.autograd")
 
 
 def read_steps(folder: Path, pids: Iterable[int]) -> Steps:
@@ -86,13 +105,22 @@ class _Counter:
         self._pid = os.getpid()
         self._places: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._free = itertools.count()
-        self._opened = False
+        self._opened = self._steps_are_seen = False
 
     def begin(self, optimizer: ModuleType) -> None:
         """Count from now on."""
         optimizer.register_optimizer_step_post_hook(self._on_step)
 
+    def passed_backward(self) -> None:
+        """Count a backward pass, unless the steps of optimizers can be counted."""
+        if not self._steps_are_seen:
+            self._count(self)
+
     def _on_step(self, optimizer: Any, *_: Any) -> None:
+        self._steps_are_seen = True
+        self._count(optimizer)
+
+    def _count(self, of: Any) -> None:
         if os.getpid() != self._pid:
             return
         distributed = sys.modules.get("torch.distributed")
@@ -100,9 +128,9 @@ class _Counter:
         self._opened = self._opened or is_open
         if self._opened and not is_open:
             return
-        place = self._places.get(optimizer)
+        place = self._places.get(of)
         if place is None:
-            place = self._places[optimizer] = next(self._free) % _OPTIMIZERS * _COUNT.size
+            place = self._places[of] = next(self._free) % _OPTIMIZERS * _COUNT.size
         _COUNT.pack_into(self._counts, place, _COUNT.unpack_from(self._counts, place)[0] + 1)
         if self._counts[_ASKED]:
             self._counts[_ASKED] = 0

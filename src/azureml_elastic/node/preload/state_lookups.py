@@ -5,7 +5,8 @@ many save and never read. So its reads are noted at each start: files that it op
 or not, and folders that it lists. The node's agent reads the notes; see :mod:`~azureml_elastic.node.agent.saved_files`.
 
 Opened files and listed folders are seen by an audit hook. No event tells of a question such as ``os.path.exists()``,
-all of which ask :func:`os.stat`; it is wrapped until the first step of an optimizer, where the notes end.
+all of which ask :func:`os.stat`; it is wrapped until the first backward pass or step of an optimizer, where the notes
+end.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 from wrapt import register_post_import_hook
 
 from azureml_elastic.environment import names as variables
+from azureml_elastic.node.preload.optimizer_steps import on_backward
 
 __all__ = ["Lookups", "read_lookups", "record"]
 
@@ -108,9 +110,12 @@ class _Recorder:
         sys.addaudithook(self._on_event)
         self._wrap_stat()
         register_post_import_hook(self._await_step, "torch.optim.optimizer")
+        on_backward(self.end)
 
     def end(self) -> None:
         """Note nothing more."""
+        if not self._active:
+            return
         self._active = False
         if os.stat is not self._stat:
             self._set_stat(self._stat)

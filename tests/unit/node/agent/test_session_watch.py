@@ -24,9 +24,9 @@ class Node:
     def steps(self, count: int) -> None:
         (self.folder / "steps-7").write_bytes(struct.pack("=64Q", count, *[0] * 63))
 
-    def look(self, seconds: float = 0.0, *, connecting: bool = False) -> list[type]:
+    def look(self, seconds: float = 0.0, *, connecting: bool = False, opened: bool = False) -> list[type]:
         self.now += seconds
-        self.watch.look([7], connecting=connecting)
+        self.watch.look([7], connecting=connecting, opened=opened)
         return self.recorded
 
 
@@ -36,10 +36,14 @@ def node(tmp_path, caplog):
     return Node(tmp_path)
 
 
-def test_the_first_step_shows_that_a_program_has_no_session(node, caplog):
-    assert node.look() == node.look(1.0) == []
+@pytest.mark.parametrize(
+    ("opened", "seconds"), [(False, 1.0), (True, 2.0)], ids=["no session", "one that takes no part"]
+)
+def test_the_first_step_shows_that_a_program_trains_without_a_session(node, caplog, opened, seconds):
+    assert node.look(opened=opened) == node.look(1.0, opened=opened) == []
     node.steps(1)
-    assert node.look() == [TrainsWithoutSession]
+    assert node.look(opened=opened) == node.look(seconds - 0.1, opened=opened) == [], "its report may be under way"
+    assert node.look(0.1, opened=opened) == [TrainsWithoutSession]
     assert [(record.levelname, record.message) for record in caplog.records] == [
         ("WARNING", describe_restarts(Lookups()))
     ]
@@ -52,6 +56,8 @@ def test_the_first_step_shows_that_a_program_has_no_session(node, caplog):
 def test_a_program_without_an_optimizer_has_time_to_open_a_session(node, caplog, connecting, seconds):
     assert node.look(connecting=connecting) == []
     assert node.look(seconds - 0.1, connecting=connecting) == []
+    assert node.look(0.1, connecting=connecting, opened=True) == [], "it has opened one"
+    node.now -= 0.1
     assert node.look(0.1, connecting=connecting) == [TrainsWithoutSession]
     assert not caplog.records, "it may only be reading its data"
 
@@ -60,6 +66,7 @@ def test_what_is_looked_for_is_named(node, caplog):
     (node.folder / "lookups-7").write_bytes(b"f/out/last.pt\0d/data\0")
     node.steps(1)
     node.look()
+    node.look(1.0)
     (record,) = caplog.records
     assert record.levelname == "INFO"
     assert "It has looked for /out/last.pt, /data." in record.message
@@ -68,3 +75,11 @@ def test_what_is_looked_for_is_named(node, caplog):
 
 def test_the_consequence_is_said():
     assert "started again from its first line, and trains all its steps again" in describe_restarts(Lookups())
+
+
+def test_nothing_is_said_once_a_session_has_begun(node, caplog):
+    """In a further round its processes may have trained already, and have not yet reported that they begin."""
+    node.watch.session_has_begun()
+    node.steps(9)
+    assert node.look(60.0, connecting=True) == node.look(60.0) == []
+    assert not caplog.records

@@ -26,6 +26,9 @@ def make():
     weight.grad = torch.ones(1)
     return torch.optim.SGD([weight])
 
+def loss():
+    return torch.nn.Parameter(torch.ones(1)).sum()
+
 def open_group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 """
@@ -72,6 +75,17 @@ os.wait()
     "many optimizers": (
         "several = [make() for _ in range(100)]\nfor optimizer in several: optimizer.step()",
         (2,) * 36 + (1,) * 28,
+    ),
+    "an optimizer of its own": ("for _ in range(3): loss().backward()", (3,)),
+    "backward passes": (
+        """
+optimizer = make()
+for _ in range(3):
+    loss().backward()
+    optimizer.step()
+    torch.autograd.backward(loss())
+""",
+        (1, 3),
     ),
     "compiled": ("step = torch.compile(make().step, backend='eager')\nfor _ in range(3): step()", (3,)),
 }

@@ -83,9 +83,10 @@ def test_lookups_are_noted_where_the_integrations_are_switched_off(tmp_path):
     assert names(tmp_path, run(tmp_path, "os.path.exists('last.pt')", **{variables.INTEGRATIONS: "off"}).files)
 
 
-def test_the_first_step_ends_the_notes(tmp_path):
+@pytest.mark.parametrize("first", ["torch.optim.SGD([weight]).step()", "weight.sum().backward()"])
+def test_the_first_step_or_backward_pass_ends_the_notes(tmp_path, first):
     """Neither the imports before it are noted, which list the script's folder, nor a save."""
-    code = """
+    code = f"""
 import torch
 try:
     torch.load("before.pt")
@@ -93,8 +94,7 @@ except FileNotFoundError:
     torch.save(1, "saved.pt")
 assert type(os.stat).__name__ == "function"
 weight = torch.nn.Parameter(torch.ones(1))
-optimizer = torch.optim.SGD([weight])
-optimizer.step()
+{first}
 os.path.exists("after.pt"), open("saved.pt", "rb"), os.listdir()
 assert type(os.stat).__name__ == "builtin_function_or_method"
 """
