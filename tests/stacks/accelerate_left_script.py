@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--folder", type=Path)
-parser.add_argument("--kind", choices=["sampler", "iterable", "dispatch", "second", "local", "twice"])
+parser.add_argument("--kind", choices=["sampler", "iterable", "dispatch", "second", "local", "twice", "again"])
 args = parser.parse_args()
 
 
@@ -35,11 +35,22 @@ loader = {
     "second": lambda: DataLoader(TensorDataset(points, -targets), shuffle=True, batch_size=4),
     "local": lambda: DataLoader(data, shuffle=True, batch_size=4),
     "twice": lambda: DataLoader(data, shuffle=True, batch_size=4),
+    "again": lambda: DataLoader(data, shuffle=True, batch_size=4),
 }[args.kind]()
 division = DataLoaderConfiguration(dispatch_batches=True if args.kind == "dispatch" else None)
 accelerator = Accelerator(dataloader_config=division)
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+if args.kind == "again":
+    before = nn.Linear(4, 1)
+    before, first, batches = accelerator.prepare(
+        before, torch.optim.SGD(before.parameters(), lr=0.01), DataLoader(data, shuffle=True, batch_size=8)
+    )
+    for x, y in batches:
+        accelerator.backward(nn.functional.mse_loss(before(x), y))
+        first.step()
+        first.zero_grad()
+    accelerator.free_memory()
 if args.kind == "second":
     accelerator.prepare(DataLoader(data, shuffle=True, batch_size=4))
 model, optimizer, loader, evaluation = accelerator.prepare(model, optimizer, loader, DataLoader(data, batch_size=4))

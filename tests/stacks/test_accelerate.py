@@ -157,6 +157,7 @@ def test_weights_do_not_depend_on_the_world_size(run_script, tmp_path, accumulat
         ("dispatch", "dispatch_batches=True has rank 0 read all data"),
         ("second", "another loader is the one of the training"),
         ("local", "LocalSGD trains each rank by itself"),
+        ("again", "the run neither saves nor restores it: after a change of the nodes it begins anew"),
     ],
 )
 def test_data_that_are_left_to_accelerate_are_named_once_they_are_trained(tmp_path, kind, reason):

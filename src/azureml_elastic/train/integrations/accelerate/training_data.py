@@ -148,13 +148,20 @@ class TrainingData:
         self._left[key] = _WARNED
         if reason == _WARNED or not session.is_main:
             return
+        if self.loop is None:
+            consequence = (
+                "The run neither saves nor restores this training: after a change of its nodes the script starts "
+                "again, from what it saves and loads by itself."
+            )
+        elif self.loop.tracks_models_of(accelerator):
+            consequence = "Samples of it may repeat or be left out after a change of the world size."
+        else:
+            consequence = (
+                "Its model was prepared after the training had begun, so the run neither saves nor restores it: after "
+                "a change of the nodes it begins anew."
+            )
         _LOG.warning(
-            "The script trains a batch that the session does not divide among the ranks: %s. %s",
-            reason,
-            "Samples of it may repeat or be left out after a change of the world size."
-            if self.loop is not None
-            else "The run neither saves nor restores this training: after a change of its nodes the script starts "
-            "again, from what it saves and loads by itself.",
+            "The script trains a batch that the session does not divide among the ranks: %s. %s", reason, consequence
         )
 
     def _trains_another(self, session: StackSession) -> bool:

@@ -61,6 +61,7 @@ class TrainingLoop(ScriptLoop):
         self._accelerator = accelerator
         self._divided = divided
         self._left = False
+        self._tracked_models: set[int] = set()
         self._unfinished: Path | None = None  # folder that the script has loaded and that is not complete
         seed = accelerator.dataloader_config.data_seed
         generator = getattr(loader.sampler, "generator", None)
@@ -124,6 +125,10 @@ class TrainingLoop(ScriptLoop):
 
     def _mark(self, *, last: bool) -> None:
         self._accelerator.gradient_state._set_sync_gradients(last)  # noqa: SLF001
+
+    def tracks_models_of(self, accelerator: Any) -> bool:
+        """Return whether all models of an accelerator are part of the state of the run."""
+        return not self._begun or set(map(id, accelerator._models)) <= self._tracked_models  # noqa: SLF001
 
     @property
     def has_batch(self) -> bool:
@@ -366,6 +371,7 @@ class TrainingLoop(ScriptLoop):
     def _begin(self) -> None:
         """Restore the state of the run, and write the folder whose writing the end of a process has cut short."""
         super()._begin()
+        self._tracked_models = set(map(id, self._models()))
         folder, self._unfinished = self._unfinished, None
         if folder is not None and self._place is not None and self._place.steps == self._session.steps:
             self._accelerator.save_state(str(folder))
