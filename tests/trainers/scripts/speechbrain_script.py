@@ -28,7 +28,7 @@ class Brain(sb.Brain):
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
         if stage == sb.Stage.VALID:
-            self.checkpointer.save_and_keep_only(meta={"loss": stage_loss}, min_keys=["loss"])
+            self.checkpointer.save_and_keep_only(meta={"loss": stage_loss}, name=f"epoch-{epoch}")
 
 
 sb.utils.distributed.ddp_init_group({"distributed_launch": True, "distributed_backend": "gloo"})
