@@ -6,19 +6,15 @@ stack's own classes set is theirs to restore.
 
 from __future__ import annotations
 
-import dis
 import json
 from collections import deque
 from collections.abc import Iterable, Mapping
-from functools import cache
-from types import CodeType, FunctionType
 from typing import Any
 
 import xxhash
-from torch import nn
 
 from azureml_elastic.checkpoint.state import tree
-from azureml_elastic.train.found.search import is_of_stack, own_attributes, package_of
+from azureml_elastic.train.found.search import own_attributes, package_of, set_by_stacks
 
 __all__ = ["Numbers"]
 
@@ -71,32 +67,14 @@ class Numbers:
             for name, value in _attributes(holder).items():
                 path = f"{prefix}.{name}"
                 if (wanted is None or path in wanted) and _is_plain(value):
-                    found[path] = tree.split(path, list(value) if type(value) is deque else value)[0]
+                    found[path] = tree.split(path, _with_lists(value))[0]
         return found
 
 
 def _attributes(holder: Any) -> dict[str, Any]:
     kind: Any = type(holder)
-    theirs = _set_by_stacks(kind)
+    theirs = set_by_stacks(kind)
     return {name: value for name, value in own_attributes(holder).items() if name not in theirs and "." not in name}
-
-
-@cache
-def _set_by_stacks(kind: Any) -> frozenset[str]:
-    """Return the attributes that methods of a class's bases set, where these are a stack's or torch's."""
-    names: set[str] = set()
-    for base in kind.__mro__:
-        if is_of_stack(base) or issubclass(nn.Module, base):
-            for member in base.__dict__.values():
-                if isinstance(member, FunctionType):
-                    names |= _stored(member.__code__)
-    return frozenset(names)
-
-
-def _stored(code: CodeType) -> set[str]:
-    inner = (each for each in code.co_consts if isinstance(each, CodeType))
-    own = {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"}
-    return own.union(*map(_stored, inner))
 
 
 def _is_plain(value: Any, depth: int = 0) -> bool:
@@ -112,25 +90,34 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
     return kind in (list, tuple, deque) and all(_is_plain(each, depth + 1) for each in value)
 
 
+def _with_lists(value: Any) -> Any:
+    """Return the value with lists in place of deques, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _with_lists(each) for key, each in value.items()}
+    if isinstance(value, (list, deque)):
+        return [_with_lists(each) for each in value]
+    return tuple(map(_with_lists, value)) if isinstance(value, tuple) else value
+
+
 def _set(holder: Any, name: str, value: Any) -> None:
     """Set an attribute; a list or dictionary is filled in place, as others may refer to it."""
-    before = _attributes(holder).get(name)
+    if not _fill(_attributes(holder).get(name), value):
+        object.__setattr__(holder, name, value)
+
+
+def _fill(before: Any, value: Any) -> bool:
+    """Fill a container in place; return whether that is possible."""
     if isinstance(before, dict) and isinstance(value, dict):
-        _fill(before, value)
+        for key in [key for key in before if key not in value]:
+            del before[key]
+        for key, each in value.items():
+            if not _fill(before.get(key), each):
+                before[key] = each
     elif isinstance(before, list) and isinstance(value, list):
         before[:] = value
     elif isinstance(before, deque) and isinstance(value, list):
         before.clear()
         before.extend(value)
     else:
-        object.__setattr__(holder, name, value)
-
-
-def _fill(before: dict[Any, Any], values: dict[Any, Any]) -> None:
-    for key in [key for key in before if key not in values]:
-        del before[key]
-    for key, value in values.items():
-        if isinstance(before.get(key), dict) and isinstance(value, dict):
-            _fill(before[key], value)  # which may make values for keys that it lacks
-        else:
-            before[key] = value
+        return False
+    return True

@@ -11,7 +11,7 @@ import dis
 import functools
 import re
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import (
@@ -32,10 +32,20 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Sampler
 
-__all__ = ["Found", "FoundTensor", "frames_of", "is_of_stack", "memory_key", "own_attributes", "package_of", "search"]
+__all__ = [
+    "Found",
+    "FoundTensor",
+    "frames_of",
+    "is_of_stack",
+    "memory_key",
+    "own_attributes",
+    "package_of",
+    "search",
+    "set_by_stacks",
+]
 
 _MOST_OBJECTS = 100_000
-_MOST_ELEMENTS = 20_000
+_MOST_ELEMENTS = 4_000
 """Elements of a container, above which it holds data."""
 _DEEPEST = 20
 _MOST_OTHER_PATHS = 3
@@ -47,7 +57,8 @@ _OWN = "azureml_elastic"
 _DATA = frozenset({"datasets", "torchdata", "webdataset"})
 _HOLDERS = (SimpleNamespace,)  # of the standard library, in which scripts keep things
 _TENSORS = (torch.Tensor, nn.Parameter)
-_ATOMS = (int, float, complex, bool, type(None), str, bytes, bytearray, range, slice)
+_ATOMS = frozenset({int, float, complex, bool, type(None), str, bytes, bytearray, range, slice})
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple, deque})
 _LEFT_OUT = (ModuleType, type, Optimizer, Sampler, torch.Generator, torch.utils.data.Dataset)
 
 
@@ -304,6 +315,24 @@ def is_of_stack(kind: type) -> bool:
     return package_of(kind) in _STACKS
 
 
+@functools.cache
+def set_by_stacks(kind: Any) -> frozenset[str]:
+    """Return the attributes that methods of a class's bases set, where these are a stack's or torch's."""
+    names: set[str] = set()
+    for base in kind.__mro__:
+        if is_of_stack(base) or issubclass(nn.Module, base):
+            for member in base.__dict__.values():
+                if isinstance(member, FunctionType):
+                    names |= _stored(member.__code__)
+    return frozenset(names)
+
+
+def _stored(code: CodeType) -> set[str]:
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    own = {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"}
+    return own.union(*map(_stored, inner))
+
+
 def _is_of_transformers(kind: type) -> bool:
     return package_of(kind) == "transformers"
 
@@ -346,7 +375,13 @@ def _parts(value: Any, kind: type) -> Iterator[tuple[str, Any, bool]]:
 
 
 def _elements(pairs: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str, Any, bool]]:
-    return ((f"[{key!r}]", each, False) for key, each in list(pairs) if type(each) not in _ATOMS)
+    return ((f"[{key!r}]", each, False) for key, each in list(pairs) if not _is_nothing(each))
+
+
+def _is_nothing(value: Any) -> bool:
+    """Return whether nothing is to be looked into, as most attributes of modules are; for speed alone."""
+    kind = type(value)
+    return kind in _ATOMS or kind is set or (kind in _CONTAINERS and not kind.__len__(value))
 
 
 def own_attributes(value: Any) -> dict[str, Any]:
@@ -371,5 +406,5 @@ def _attributes(value: Any, kind: type) -> Iterator[tuple[str, Any, bool]]:
     for name, each in own_attributes(value).items():
         if of_module and name in ("_parameters", "_buffers", "_modules") and isinstance(each, dict):
             yield from ((f".{part}", inner, name == "_buffers") for part, inner in list(each.items()))
-        elif type(each) not in _ATOMS:
+        elif not _is_nothing(each) and not (type(each) in _TENSORS and name in set_by_stacks(kind)):
             yield f".{name}", each, False

@@ -21,7 +21,7 @@ from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.train.found.comparison import Change, Changes, Comparison, agreed
 from azureml_elastic.train.found.numbers import Numbers
-from azureml_elastic.train.found.search import Found, FoundTensor, frames_of, memory_key, search
+from azureml_elastic.train.found.search import Found, FoundTensor, frames_of, memory_key, package_of, search
 from azureml_elastic.train.found.step_parts import StepPart
 
 __all__ = ["FoundState"]
@@ -227,7 +227,7 @@ class FoundState(Tracked):
                    "%s: changed by the script in its loop, and too large to be looked after. It begins anew in new "
                    "processes: track the object that holds it.")  # fmt: skip
         likely = [each for each in changes.rebound if each.tensor.is_floating_point()]
-        likely = [each for each in likely if each.updated or not each.local]
+        likely = [each for each in likely if (each.updated or not each.local) and not _looked_after(each)]
         self._name("rebound", [each.path for each in likely],
                    "%s: bound to another tensor in each step. If it is computed from its former value, as a running "
                    "average is, it begins anew in new processes: change it in place, as by average.lerp_(value, 0.1), "
@@ -338,6 +338,13 @@ class FoundState(Tracked):
         for path in gone:
             if path in by_path and _fits(by_path[path], self._state[path]):
                 self._state[path] = by_path[path]
+
+
+def _looked_after(each: FoundTensor) -> bool:
+    """Return whether it is an attribute of a Lightning module or callback, whose integration restores it."""
+    path, holder = each.holder or ("", None)
+    bases = {package_of(kind) for kind in type(holder).__mro__}
+    return bool(bases & {"lightning", "pytorch_lightning"}) and each.path.rpartition(".")[0] == path
 
 
 def _fits(target: torch.Tensor, value: torch.Tensor) -> bool:

@@ -44,7 +44,7 @@ _SETTLED_STEPS = 2
 """Steps after which optimizers have all of their state, so that its size is known."""
 
 _COMPARED_STEPS = (2, 4, 8, 16, 32)
-"""Steps of a round after which the script's own state is compared, beside each snapshot and checkpoint."""
+"""Steps of a round after which the script's own state is compared, beside each epoch, snapshot and checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,7 @@ class TrainingState:
         self._snapshot_schedule = SnapshotSchedule(policy, world.control, clock=time.monotonic)
         self.tracked: TrackedState | None = None
         self.found = FoundState()
+        self._compared_epochs = position.epochs
         self._inherited: tuple[RecoverableState | None, Snapshot | None] | None = None
         self._last_saved: tuple[int, str] | None = None
         self._pending: tuple[int, str] | None = None
@@ -203,7 +204,8 @@ class TrainingState:
         """Take a checkpoint if it is requested or due, or else a snapshot if that is due. A collective if one is."""
         self.settle(0)
         entered = self.steps - self._entered_at
-        if entered in _COMPARED_STEPS:
+        epochs, self._compared_epochs = self._compared_epochs, self._position.epochs
+        if entered in _COMPARED_STEPS or (entered > _SETTLED_STEPS and epochs != self._compared_epochs):
             self.found.agree(self._world.control)
         if entered == _SETTLED_STEPS:
             with self._machine.read():

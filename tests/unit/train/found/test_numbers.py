@@ -29,6 +29,7 @@ class Holder(Base):
         self.count, self.text, self.constant, self.slot, self.nothing = 0, "", 5, 1.5, None
         self.history, self.recent = [], collections.deque(maxlen=3)
         self.metrics = {"train": collections.defaultdict(list), 7: 1}
+        self.logs = {"texts": collections.deque(maxlen=2)}
         self.tensor, self.mixed, self.other = torch.zeros(1), [], object()
 
     def go_on(self):
@@ -40,10 +41,11 @@ class Holder(Base):
         self.history.append([self.count])
         self.recent.append(self.count)
         self.metrics["train"]["loss"].append(0.5)
+        self.logs["texts"].append(str(self.count))
         self.mixed.append(torch.zeros(1))
 
 
-CHANGED = {f"callback.{name}" for name in ("count", "text", "slot", "nothing", "history", "recent", "metrics")}
+CHANGED = {f"callback.{name}" for name in ("count", "text", "slot", "nothing", "history", "recent", "metrics", "logs")}
 
 
 def watched(holder):
@@ -70,6 +72,7 @@ def test_what_changes_and_no_stack_sets_is_carried_over():
     assert shared is other.history
     assert (other.count, other.text, other.slot, other.nothing) == (2, "aa", 6.0, float("inf"))
     assert (other.history, [*other.recent], other.recent.maxlen) == ([[1], [2]], [1, 2], 3)
+    assert (other.logs["texts"].maxlen, [*other.logs["texts"]]) == (2, ["1", "2"])
     other.metrics["train"]["new"].append(1)
     assert other.metrics == {"train": {"loss": [0.5, 0.5], "new": [1]}, 7: 1}
     assert (other.of_the_stack, other.mixed) == (0, [])

@@ -234,3 +234,28 @@ def test_variables_that_a_statement_updates_are_told_from_those_that_it_binds():
     found = holder([(torch.ones(1), torch.ones(1))] * 2)[0]
     assert {path for path, updated in found.items() if updated} == {"holder.average", "holder.total"}
     assert {"holder.x", "holder.y", "holder.loss", "holder.scaled"} <= found.keys()
+
+
+class Base:
+    """Of a stack, by its module."""
+
+    def __init__(self):
+        self.sum_of_the_stack = torch.zeros(1)
+
+
+Base.__module__ = "transformers.trainer"
+
+
+class Derived(Base):
+    def __init__(self):
+        super().__init__()
+        self.own = torch.zeros(1)
+
+
+def test_tensors_that_a_stack_sets_in_an_object_of_the_scripts_are_the_stacks():
+    def holder(trainer):
+        found = search([sys._getframe()])
+        return [each.path for each in found.tensors], found.derived, trainer
+
+    paths, derived, trainer = holder(Derived())
+    assert (paths, derived) == (["holder.trainer.own"], [("holder.trainer", trainer)])
