@@ -24,6 +24,16 @@ OLDEST_SDK = "1.28.1"
 DEEPSPEED = "0.19.8"
 OLDEST_DEEPSPEED = "0.16.9"
 OLDEST_TRANSFORMERS = "4.57.6"
+OLD_TORCH = (("3.10", "2.6.0"), ("3.11", "2.7.1"), ("3.12", "2.8.0"), ("3.13", None))
+"""Each supported Python, with one of the oldest supported releases of torch or with that of the constraints."""
+
+OLD_TORCH_TESTS = (
+    "integration/node/preload/test_round_store.py",
+    "runs/test_plain_scripts.py::test_what_a_script_saves_on_sigterm_is_what_the_next_round_continues_from",
+    "stacks/test_transformers.py::test_a_run_with_faults_is_the_same_training",
+    "stacks/test_accelerate.py::test_weights_do_not_depend_on_the_world_size",
+    "stacks/test_lightning.py::test_a_run_with_faults_is_the_same_training",
+)
 LONG = ("-o", "test_cpu_limit=1800", "-o", "test_wait_limit=1800")
 GROUPED = ("--dist", "loadgroup", "--no-loadscope-reorder")
 """Tests that share what a module sets up run in one process."""
@@ -157,8 +167,21 @@ def build_wheel(session: nox.Session) -> Path | None:
     return WHEELS[0] if WHEELS else None
 
 
+def constraints_without(session: nox.Session, *packages: str) -> Path:
+    """Return a file of the constraints without those of some packages, of which the session has other versions."""
+    path = Path(session.create_tmp()) / "constraints.txt"
+    names = tuple(f"{package}==" for package in packages)
+    lines = CONSTRAINTS.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if not line.startswith(names)))
+    return path
+
+
 def install_wheel(
-    session: nox.Session, *extras: str, groups: tuple[str, ...] = (), others: tuple[str, ...] = ()
+    session: nox.Session,
+    *extras: str,
+    groups: tuple[str, ...] = (),
+    others: tuple[str, ...] = (),
+    constraints: Path = CONSTRAINTS,
 ) -> None:
     """Install the built wheel, never the source tree, with pinned dependencies."""
     wheel = build_wheel(session)
@@ -168,7 +191,7 @@ def install_wheel(
     dependencies = nox.project.dependency_groups(PYPROJECT, *groups) if groups else ()
     # A wheel of the same version may be in a reused environment.
     again = ("--reinstall-package", "azureml-elastic") if has_uv(session) else ()
-    install(session, *again, wanted, *dependencies, *others)
+    install(session, *again, wanted, *dependencies, *others, constraints=constraints)
     if not again:
         session.install("--quiet", "--force-reinstall", "--no-deps", str(wheel))
 
@@ -326,12 +349,28 @@ def oldest_sdk(session: nox.Session) -> None:
     and the commands of checkpoints read blobs.
     """
     install_wheel(session, "node", "blob", "demo", "testing", groups=("test", "notebooks"), others=("mlflow-skinny",))
-    others = Path(session.create_tmp()) / "constraints.txt"
-    lines = CONSTRAINTS.read_text().splitlines(keepends=True)
-    others.write_text("".join(line for line in lines if not line.startswith("azure-ai-ml==")))
-    install(session, f"azure-ai-ml=={OLDEST_SDK}", constraints=others)
+    install(session, f"azure-ai-ml=={OLDEST_SDK}", constraints=constraints_without(session, "azure-ai-ml"))
     arguments = session.posargs or TWO  # each process imports and collects for as long as all tests but ten take
     session.run("python", "-m", "pytest", *arguments, *(f"tests/{path}" for path in SDK_TESTS))
+
+
+@nox.session(tags=[FULL])
+@nox.parametrize(("python", "torch"), OLD_TORCH)
+def oldest_torch(session: nox.Session, torch: str | None) -> None:
+    """Run the demo on each Python, and scripts with and without stacks on the oldest supported releases of torch."""
+    release = () if torch is None else (f"torch=={torch}",)
+    stacks = ("transformers", "accelerate", "lightning") if torch else ()
+    install_wheel(
+        session,
+        *("node", "demo", *stacks),
+        groups=("test",),
+        others=(*release, *(("pytorch-lightning", "jsonargparse[signatures]") if torch else ())),
+        constraints=constraints_without(session, "torch", "sympy") if torch else CONSTRAINTS,  # torch pins sympy
+    )
+    session.run("azureml-elastic", "demo")
+    if torch:
+        paths = [f"tests/{test}" for test in OLD_TORCH_TESTS]
+        session.run("python", "-m", "pytest", *(session.posargs or TWO), *paths)
 
 
 def run_deepspeed_tests(session: nox.Session, version: str) -> None:
