@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import distributed as torch_parallel
 
 from azureml_elastic.errors import RoundBroken
 
@@ -61,7 +63,7 @@ class ElasticDataParallel(DistributedDataParallel):
         awaits_state: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(module, **_without_weights(options) if awaits_state else options)
+        _construct(self, module, options, awaits_state=awaits_state)
         self._elastic = _Elastic(absorb, discarded, options, awaits_state=awaits_state)
         if awaits_state:
             self._send_buffers()
@@ -92,7 +94,7 @@ class ElasticDataParallel(DistributedDataParallel):
         elastic.awaits_state = awaits_state
         try:
             options = elastic.options
-            DistributedDataParallel.__init__(self, module, **_without_weights(options) if awaits_state else options)
+            _construct(self, module, options, awaits_state=awaits_state)
             if hook is not None:
                 DistributedDataParallel.register_comm_hook(self, *hook)
             if awaits_state:
@@ -152,5 +154,24 @@ class ElasticDataParallel(DistributedDataParallel):
             return self.module(*inputs, **named)
 
 
-def _without_weights(options: dict[str, Any]) -> dict[str, Any]:
-    return {**options, "init_sync": False}
+def _construct(
+    model: DistributedDataParallel, module: nn.Module, options: dict[str, Any], *, awaits_state: bool
+) -> None:
+    """Run torch's constructor; where the weights come later, without its exchange of those that are there."""
+    if not awaits_state:
+        DistributedDataParallel.__init__(model, module, **options)
+    elif "init_sync" in inspect.signature(DistributedDataParallel.__init__).parameters:
+        DistributedDataParallel.__init__(model, module, **{**options, "init_sync": False})
+    else:  # torch 2.6
+        usual = {name: getattr(torch_parallel, name) for name in _EXCHANGES}
+        try:
+            for name in _EXCHANGES:
+                setattr(torch_parallel, name, lambda *_, **__: None)
+            DistributedDataParallel.__init__(model, module, **options)
+        finally:
+            for name, function in usual.items():
+                setattr(torch_parallel, name, function)
+
+
+_EXCHANGES = ("_verify_param_shape_across_processes", "_sync_module_states")
+"""What torch's constructor does if its ``init_sync`` is true, which releases before 2.7 do not have."""
