@@ -1,7 +1,7 @@
 """What a ``Trainer`` trains: the data, order and batches of the loader that its loop would iterate over.
 
-The loader is the one that ``get_train_dataloader`` returns, whoever has overridden it: accelerate's around that of the
-script, or one that nothing divides among the ranks.
+The loader is what ``get_train_dataloader`` returns, of whatever class: accelerate's around that of the script, or one
+that nothing divides among the ranks.
 """
 
 from __future__ import annotations

@@ -134,6 +134,12 @@ class TrainingLoop:
         # on how the samples of the step are divided.
         arguments.average_tokens_across_devices = arguments.world_size > 1
         _remove_checkpoints_on_signals(trainer)
+        evaluates = sources.calls_its_own(trainer, "evaluation_loop")
+        if evaluates is not None and arguments.do_eval and self._session.is_main:
+            _LOG.warning(
+                "%s.evaluation_loop() does not call that of Trainer: its results may depend on the number of nodes.",
+                evaluates,
+            )
         # Trainer.training_step calls the accelerator after a subclass's compute_loss and its own division.
         gradients: dict[str, Wrapped] = {"backward": self._backward, "clip_grad_norm_": self._recorded_clip}
         events = {event: getattr(self, event) for event in _EVENTS}
