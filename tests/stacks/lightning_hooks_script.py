@@ -12,6 +12,7 @@ import signal
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import torch
@@ -19,6 +20,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--folder", type=Path)
@@ -56,21 +58,39 @@ class Counting(pl.Callback):
         self.steps = set(state["steps"])
 
 
+class Watch(pl.Callback):
+    """Needs an object in its second hook that its first one makes."""
+
+    def on_train_batch_start(self, *_):
+        self.watch = SimpleNamespace(begun=time.time())
+
+    def on_train_batch_end(self, *_):
+        self.took = time.time() - self.watch.begun
+
+
 class Line(pl.LightningModule):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 1)
+        self.mean_loss = MeanMetric()
+
+    def on_train_epoch_start(self):
+        self.began = SimpleNamespace(epoch=self.current_epoch)
 
     def training_step(self, batch, _):
         time.sleep(options.pause)
+        self.points = batch[0]
         loss = nn.functional.mse_loss(self.layer(batch[0]), batch[1])
+        self.mean_loss(loss)
+        self.log("mean_loss", self.mean_loss, on_step=False, on_epoch=True)
         self.log("loss", loss)
         self.log("seen", float(len(batch[0])), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
         return loss
 
     def on_train_batch_end(self, outputs, batch, _):
         assert outputs["loss"].ndim == 0
-        assert len(batch) == 2
+        assert torch.equal(self.points, batch[0])
+        assert self.began.epoch == self.current_epoch
         reach("hook", self.global_step)
 
     def validation_step(self, batch, _):
@@ -112,7 +132,7 @@ trainer = pl.Trainer(
     max_steps=options.max_steps,
     logger=CSVLogger(options.folder, "csv"),
     log_every_n_steps=1,
-    callbacks=[counting, checkpoint, stopping],
+    callbacks=[counting, Watch(), checkpoint, stopping],
     enable_progress_bar=False,
     enable_model_summary=False,
 )
@@ -128,7 +148,9 @@ if trainer.is_global_zero:
         "counted": len(counting.steps),
         "places": Counter(places),
         "rates": {int(step): float(rate) for step, rate in rates},
-        "logged": {name: [line["step"] for line in lines if line[name]] for name in ("loss", "val_loss", "seen")},
+        "logged": {
+            name: [line["step"] for line in lines if line[name]] for name in ("loss", "val_loss", "seen", "mean_loss")
+        },
         "val_loss": [float(line["val_loss"]) for line in lines if line["val_loss"]],
         "seen": [float(line["seen"]) for line in lines if line["seen"]],
         "folders": [path.name for path in (options.folder / "csv").iterdir()],

@@ -36,6 +36,9 @@ def test_a_worker_is_lost_after_a_step_is_complete(run_script, tmp_path, undistu
     assert run.report.audit.rolled_back_steps == 0
     assert len(run.report.rounds) == 2
     require_equal(run.record, undisturbed.record)
+    output = "".join(file.read_text() for file in run.report.paths.logs.iterdir())
+    assert ("Watch.on_train_batch_end() was run again" in output) == (place[0] == "hook")
+    assert "on_train_batch_end() was run again" not in output.replace("Watch.on_train_batch_end", "")
 
 
 def test_a_worker_is_lost_at_the_end_that_max_steps_makes(run_script, tmp_path):

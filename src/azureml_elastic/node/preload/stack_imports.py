@@ -43,6 +43,8 @@ _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
                 "trainer.connectors.checkpoint_connector",
                 "trainer.connectors.signal_connector",
                 "trainer.trainer",
+                "tuner.batch_size_scaling",
+                "tuner.lr_finder",
             ),
         ),
     },

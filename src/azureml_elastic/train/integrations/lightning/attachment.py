@@ -64,12 +64,12 @@ def _unless_elastic(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> 
 
 def _initialize(wrapped: Wrapped, trainer: Any, args: Any, kwargs: Any) -> Any:
     session = stack_session()
-    if session is None or session.over:
+    if session is None:
         return wrapped(*args, **kwargs)
     if not args:
         kwargs = {**kwargs, **_sizes(session.world_size)}
     result = wrapped(*args, **kwargs)
-    if not session.trains and (found := session.find(PROGRESS, "loggers")):
+    if not session.over and not session.trains and (found := session.find(PROGRESS, "loggers")):
         training_loop.continue_from(trainer, found)  # before callbacks and the script ask for their folders
     return result
 
@@ -81,6 +81,18 @@ def _sizes(world_size: int) -> dict[str, int]:
     """
     per_node = WorkerEnvironment.read().local_world_size
     return {"devices": per_node, "num_nodes": world_size // per_node}
+
+
+def _search(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Leave a search for a learning rate or a batch size, which is none of the training's steps, to Lightning."""
+    trainer = args[0] if args else kwargs["trainer"]
+    loop = vars(trainer).pop(_LOOP, None)
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        if loop is not None:
+            setattr(trainer, _LOOP, loop)
+            trainer.fit_loop._combined_loader = None  # noqa: SLF001 - that of the search
 
 
 def _run(wrapped: Wrapped, trainer: Any, args: Any, kwargs: Any) -> Any:
@@ -131,5 +143,7 @@ WRAPPERS: Wrappers = {
         "_SignalConnector._sigterm_notifier_fn": _unless_elastic,
         "_SignalConnector.register_signal_handlers": _unless_elastic,
     },
+    "tuner.batch_size_scaling": {"_scale_batch_size": _search},
+    "tuner.lr_finder": {"_lr_find": _search},
     "trainer.trainer": {"Trainer.__init__": _initialize, "Trainer._run": _run},
 }

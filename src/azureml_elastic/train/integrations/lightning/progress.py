@@ -52,17 +52,22 @@ _LOG = logging.getLogger(__name__)
 def added_up(trainer: Any, earlier: Sums) -> Sums:
     """Return the sums of the epoch by metric, with those of former processes.
 
-    Objects of ``torchmetrics`` have states of their own and are left out.
+    Objects of ``torchmetrics`` have states of their own, which are kept with the module's attributes.
     """
     found = dict(earlier)
     for key, metric in trainer.fit_loop.epoch_loop._results.items():  # noqa: SLF001
         meta = metric.meta
-        if metric.is_tensor and meta.on_epoch and not metric.has_reset and meta.dataloader_idx is None:
+        if meta.on_epoch and not metric.has_reset and meta.dataloader_idx is None:
             found[key] = {
                 **{name: getattr(meta, name) for name in _FIELDS},
                 "reduce_fx": meta.reduce_fx.__name__,
                 "sync_dist": meta.sync.should,
                 "rank_zero_only": meta.sync.rank_zero_only,
+                "metric_attribute": meta.metric_attribute,
+            }
+            if not metric.is_tensor:
+                continue
+            found[key] |= {
                 _SUM: _joined(metric, key, _SUM, earlier),
                 _COUNT: _joined(metric, key, _COUNT, earlier) if meta.is_mean_reduction else 0,
             }
@@ -78,6 +83,8 @@ def divided(sums: Sums, ranks: int, ranks_now: int) -> Sums:
             _SUM: state[_SUM] * (share if state["reduce_fx"] in ("mean", "sum") else 1),
             _COUNT: state[_COUNT] * share,
         }
+        if _SUM in state
+        else state
         for key, state in sums.items()
     }
 
@@ -88,14 +95,20 @@ def continue_with(trainer: Any, earlier: Sums) -> list[str]:
     for key, state in earlier.items():
         if key not in results or results[key].has_reset:
             unknown.append(key)
-            names = (*_FIELDS, "reduce_fx", "sync_dist", "rank_zero_only")
-            reduce = trainer.strategy.reduce
-            first = torch.as_tensor(state[_SUM], device=trainer.strategy.root_device)
+            properties = {name: state[name] for name in state if name not in (_SUM, _COUNT)}
+            properties["sync_dist_fn"] = trainer.strategy.reduce
             results.pop(key, None)
             # It is logged to be made with its properties alone: its numbers are set below.
-            results.log(value=first, batch_size=1, sync_dist_fn=reduce, **{name: state[name] for name in names})
+            if _SUM not in state:
+                metric = trainer.lightning_module.get_submodule(state["metric_attribute"])
+                results.log(value=metric, batch_size=1, **properties)
+                continue
+            first = torch.as_tensor(state[_SUM], device=trainer.strategy.root_device)
+            results.log(value=first, batch_size=1, **properties)
             results[key].reset()
             results[key].has_reset = False
+        if _SUM not in state:
+            continue
         metric = results[key]
         joined = {name: _joined(metric, key, name, earlier) for name in (_SUM, _COUNT) if hasattr(metric, name)}
         for name, value in joined.items():

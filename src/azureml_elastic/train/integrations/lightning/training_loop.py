@@ -120,10 +120,18 @@ def obstacle(session: StackSession, trainer: Any, model: Any, *_: Any) -> str | 
         "the optimization is manual": not model.automatic_optimization,
         "the training data are loaded anew in each epoch": bool(trainer.reload_dataloaders_every_n_epochs),
         "only a part of the training data is used": trainer.limit_train_batches != 1.0 or trainer.overfit_batches > 0,
+        "ModelPruning renames the weights while it trains": any(
+            kind.__name__ == "ModelPruning" for each in trainer.callbacks for kind in type(each).__mro__
+        ),
     }
     reason = next((text for text, applies in reasons.items() if applies), None)
     if reason is not None and session.is_main:
-        _LOG.warning("Trainer.fit() does not use the elastic session: %s.", reason)
+        _LOG.warning(
+            "Trainer.fit() does not use the elastic session: %s. Where a node is lost or comes, the script starts "
+            "again, and this training goes on from its own checkpoint if the script gives ckpt_path, else from its "
+            "beginning; its steps and learning rates follow the number of ranks.",
+            reason,
+        )
     return reason
 
 
