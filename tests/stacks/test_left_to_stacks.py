@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train.integrations.deepspeed import training_loop
@@ -40,7 +41,11 @@ class Session:
     def drive(self, loop):
         """Take a loop that trains nothing."""
 
-    def windows(self, dataset, **_):
+    def from_main(self, value):
+        return value
+
+    def windows(self, dataset, **options):
+        self.given = options
         return type("Windows", (), {"micro_batches": 2, "__len__": lambda _: 8})()
 
 
@@ -158,9 +163,33 @@ SAMPLED = DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 8, 8))
     [(DataLoader(Numbers(), batch_size=2), "_InfiniteConstantSampler"), (SAMPLED, "WeightedRandomSampler")],
 )
 def test_data_that_are_left_to_lightning(session, caplog, loader, sampler):
-    loop = lightning_loop.TrainingLoop(session, lightning_trainer())
-    assert loop.process_dataloader(lambda *given: given[-1], None, None, "train", loader) is loader
+    trainer = lightning_trainer(use_distributed_sampler=False)
+    loop = lightning_loop.TrainingLoop(session, trainer)
+    assert loop.process_dataloader(lambda *given: given[-1], trainer, None, "train", loader) is loader
     assert f"The training data come from DataLoader with {sampler}: Lightning divides them" in caplog.text
+
+
+BATCHES = [[0, 1], [2, 3, 4], [5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("loader", "given"),
+    [
+        (lambda: SAMPLED, ("WeightedRandomSampler", 8, False)),
+        (lambda: DataLoader(DATA, batch_sampler=BATCHES), ("list", 3, True)),
+        (lambda: DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0)), None),
+        (lambda: StatefulDataLoader(DATA, shuffle=True), None),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_data_of_the_scripts_own_samplers_are_divided_with_lightning(session, caplog, loader, given):
+    trainer = lightning_trainer()
+    loop = lightning_loop.TrainingLoop(session, trainer)
+    assert loop.process_dataloader(None, trainer, None, "train", loader()).micro_batches == 2
+    drawn = session.given["drawn"]
+    assert (drawn and (drawn.name, drawn.length, drawn.whole_batches)) == given
+    assert session.given["shuffle"]
+    assert not said(caplog)
 
 
 def test_several_training_loaders_of_lightning_are_refused(session):

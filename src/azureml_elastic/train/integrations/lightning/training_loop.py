@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.train.data.map_loader import WindowLoader, loader_options
+from azureml_elastic.train.data.drawn_order import DrawnOrder
+from azureml_elastic.train.data.map_loader import WindowLoader
 from azureml_elastic.train.integrations.lightning import progress, repeated_hooks
 from azureml_elastic.train.integrations.lightning.checkpoint_hooks import OWN_KEY, callbacks_of
 from azureml_elastic.train.integrations.lightning.progress import Progress, Stage
 from azureml_elastic.train.integrations.lightning.repeated_hooks import Extent
+from azureml_elastic.train.integrations.transformers import sources
 from azureml_elastic.train.integrations.wrapping import Wrapped
 from azureml_elastic.train.session.stack_session import StackSession
 
@@ -191,26 +193,33 @@ class TrainingLoop:
                 "The script trains with several loaders at once, whose data have no single order. Train with one of a "
                 "dataset that combines theirs, or set AZUREML_ELASTIC_INTEGRATIONS=off."
             )
-        sampler = getattr(loader, "sampler", None)
-        if not isinstance(loader, DataLoader) or not _in_known_order(loader):
+        divides = trainer is None or trainer._accelerator_connector.use_distributed_sampler  # noqa: SLF001
+        if sources.obstacle(loader) is not None or not (divides or _in_known_order(loader)):
             if self._session.is_main:
                 _LOG.warning(
                     "The training data come from %s with %s: Lightning divides them among the ranks, and samples may "
                     "repeat or be left out after a change of the world size.",
                     type(loader).__name__,
-                    type(sampler).__name__,
+                    type(getattr(loader, "sampler", None)).__name__,
                 )
             return wrapped(trainer, function, stage, loader)
-        generator = getattr(sampler, "generator", None)
+        source = sources.source_of(loader, self._session.reference_world_size)
+        generator = getattr(loader.sampler, "generator", None)
+        seed = source.seed or (0 if generator is None else generator.initial_seed())
+        drawn = None
+        if source.sampler is not None and not _in_known_order(loader):
+            agree = self._session.from_main
+            drawn = DrawnOrder(source.sampler, whole_batches=source.whole_batches, seed=seed, agree=agree)
         self._loader = self._progress.loader = self._session.windows(
-            loader.dataset,
-            batch_size=loader.batch_size or 1,
+            source.dataset,
+            batch_size=source.batch_size,
             accumulation=self._accumulation,
-            seed=0 if generator is None else generator.initial_seed(),
-            shuffle=type(sampler) is not SequentialSampler,
-            drop_last=loader.drop_last,
+            seed=seed,
+            shuffle=source.shuffle or source.sampler is not None,
+            drop_last=source.drop_last,
             by_epoch=self._by_epoch,
-            **loader_options(loader),
+            drawn=drawn,
+            **source.options,
         )
         return self._loader
 
@@ -443,7 +452,9 @@ class TrainingLoop:
 def _in_known_order(loader: DataLoader[Any]) -> bool:
     """Return whether a loader's samples are all of its dataset, in order or at random; by torchdata's sampler, too."""
     sampler: Any = loader.sampler
-    if type(sampler) is SequentialSampler:
+    if type(loader.batch_sampler).__name__ != "BatchSampler":
+        return False
+    if type(sampler) in (SequentialSampler, DistributedSampler):
         return True
     at_random = type(sampler).__name__ == "RandomSampler"
     theirs = type(sampler).__module__.partition(".")[0] in ("torch", "torchdata")
