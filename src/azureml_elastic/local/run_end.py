@@ -97,7 +97,8 @@ def outcome_of(nodes: Collection[NodeStatus], ended: RunEnded | None, failure: W
     if ended is not None and ended.message:
         message = ended.message
     elif failure is not None and (ended is not None or failed):
-        message = f"{failure.process} on {failure.node} exited with {failure.exit_code}: {failure.message}"
+        what = failure.process[:1].upper() + failure.process[1:]
+        message = f"{what} on {failure.node} exited with {failure.exit_code}: {failure.message}"
     elif failed:
         first = failed[0]
         after = f" after {first.last_line!r}" if first.last_line else ""
