@@ -1,10 +1,10 @@
 """Counts of the steps that a script's optimizers take, which the node's agent reads.
 
-A script without a session reports nothing, but whoever trains with torch takes steps of an optimizer, which torch tells
-of. Each optimizer has a count of its own: one that begins when the training is over, to calibrate what was trained or
-to fit a head for its evaluation, is not the training's. While a process group that steps were taken in is closed,
-nothing is counted: what follows is the work of one rank. Of a script with optimizers that are not torch's own, as
-fastai's, backward passes are counted instead.
+A script without a session reports nothing, but one that trains with torch takes steps of an optimizer, of which torch
+informs hooks. Each optimizer has a count of its own: one that begins when the training is over, to calibrate what was
+trained or to fit a head for its evaluation, is not the training's. While a process group that steps were taken in is
+closed, nothing is counted: what follows is the work of one rank. Of a script with optimizers that are not torch's own,
+as fastai's, backward passes are counted instead.
 
 The counts are in a file that the worker has mapped, so that a step costs no system call. In it the agent asks the
 worker to stop after its next step: there, and nowhere else, the program has certainly not left its training loop.

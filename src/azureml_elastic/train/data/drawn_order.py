@@ -1,6 +1,6 @@
 """The order of a sampler of the script's own, or the batches of its batch sampler, as the order of an elastic loader.
 
-What a sampler yields may depend on random numbers and on what it has yielded before, also where it is told its epoch.
+What a sampler yields may depend on random numbers and on what it has yielded before, also where it receives its epoch.
 Each process draws all epochs up to its own, and random numbers begin anew with each: so the same order comes again in a
 new process in the middle of an epoch. That of rank 0 is the order of all ranks.
 

@@ -1,8 +1,8 @@
 """Which of a script's tensors are state: compared between two moments of a process, and between its ranks.
 
 What keeps its identity and changes its bytes is written to, and lives as long as the loop: that is state, and so is a
-buffer of a module. What is bound anew, such as a batch, a loss or ``a = 0.9 * a + 0.1 * w``, is not told apart by what
-it is. Pure but for the tensors that are read.
+buffer of a module. What is bound anew, such as a batch, a loss or ``a = 0.9 * a + 0.1 * w``, cannot be distinguished by
+what it is. Pure but for the tensors that are read.
 """
 
 from __future__ import annotations

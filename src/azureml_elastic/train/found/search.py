@@ -1,8 +1,8 @@
 """The tensors that a script can reach from its stack, by path. Pure: nothing of the script's own is called.
 
 Averages of the weights, teachers, queues and running baselines are reachable from the frames of the training thread,
-whoever holds them: a local variable, an attribute of a callback, a closure. Objects are looked into by what Python
-itself keeps of them, so that no property, no ``__getattr__`` and no overridden iteration runs.
+in whatever object they are: a local variable, an attribute of a callback, a closure. Objects are looked into by what
+Python itself keeps of them, so that no property, no ``__getattr__`` and no overridden iteration runs.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Found:
     """What a search has found.
 
     Args:
-        tensors: in the order of their distance from the outermost variables
+        tensors: tensors in the order of their distance from the outermost variables
         sharded: paths of tensors of which each rank holds a part
         complete: whether there was no more to look into
         derived: the script's objects whose classes derive from those of transformers, with their paths

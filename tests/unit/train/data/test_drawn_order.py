@@ -11,8 +11,8 @@ from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data.drawn_order import DrawnOrder
 
 
-class Told:
-    """A sampler that is told its epoch, and yet draws from one sequence and from NumPy's global generator."""
+class WithEpoch:
+    """A sampler that receives its epoch, and yet draws from one sequence and from NumPy's global generator."""
 
     def __init__(self):
         self.epoch, self.generator = 0, torch.Generator().manual_seed(3)
@@ -42,7 +42,7 @@ def test_the_first_epochs_are_those_of_the_sampler_itself():
         assert order.samples(epoch, [*range(12)]) == list(sampler)
 
 
-@pytest.mark.parametrize("make", [Told, weighted])
+@pytest.mark.parametrize("make", [WithEpoch, weighted])
 def test_a_process_that_begins_in_a_later_epoch_has_the_same_order(make):
     first, later = drawn(make()), drawn(make())
     torch.manual_seed(1)

@@ -30,7 +30,7 @@ class Held:
 
 
 class Forbidding:
-    """Whoever runs its code has called the script."""
+    """It runs only where the script is called."""
 
     def __init__(self):
         self.__dict__["inner"] = torch.zeros(3)
@@ -89,7 +89,7 @@ def look(**options):
     return {each.path: each for each in own.tensors if each.path.startswith("script.")}
 
 
-def test_whoever_holds_a_tensor_it_is_found():
+def test_a_tensor_is_found_in_any_holder():
     found = script(look)
     assert {
         "script.module.0.weight",
@@ -221,7 +221,7 @@ def test_objects_of_a_stack_hold_nothing_of_the_scripts_but_lead_to_it():
     assert holder(trainer) == ["holder.trainer.callbacks[0].value"]
 
 
-def test_variables_that_a_statement_updates_are_told_from_those_that_it_binds():
+def test_variables_that_a_statement_updates_are_distinguished_from_those_that_it_binds():
     def holder(samples):
         average = total = scaled = torch.zeros(1)
         for x, y in samples:

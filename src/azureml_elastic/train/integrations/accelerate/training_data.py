@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from azureml_elastic.errors import UsageError
 from azureml_elastic.plurals import counted
 from azureml_elastic.train.integrations.accelerate.training_loop import TrainingLoop, batches_of_epoch
-from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader, StandIn
+from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader, ReplacedLoader
 from azureml_elastic.train.session.stack_session import StackSession
 
 __all__ = ["FULL_RANKS", "TrainingData", "fit_to_round", "obstacle"]
@@ -196,7 +196,7 @@ class TrainingData:
         return self.loop.loader
 
 
-class SequentialLoader(StandIn):
+class SequentialLoader(ReplacedLoader):
     """A loader in the data's own order: one of training data, if the script iterates over it to train.
 
     Args:

@@ -28,7 +28,7 @@ _SAVE, _LOAD = "on_save_checkpoint", "on_load_checkpoint"
 
 _LOG = logging.getLogger(__name__)
 
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def callbacks_of(trainer: Any) -> list[Any]:
@@ -149,6 +149,6 @@ def _returned(value: Any, weights: Mapping[str, Any]) -> Any:
 
 
 def _warn(name: str, why: str) -> None:
-    if name not in _told:
-        _told.add(name)
+    if name not in _warned:
+        _warned.add(name)
         _LOG.warning("What %s keeps in a checkpoint begins anew in a new process: %s", name, why)

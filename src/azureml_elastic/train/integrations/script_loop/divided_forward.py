@@ -50,7 +50,7 @@ _ATTEMPTS = 8
 """Checks of a model that end without a division, after which all its batches are computed whole."""
 
 _STRUCTURES = 64
-"""Kinds of arguments of a model that are told apart, each of which costs a check."""
+"""Kinds of arguments of a model that are distinguished, each of which costs a check."""
 
 
 def divide_forward(model: nn.Module, batch: CurrentBatch) -> None:
@@ -167,7 +167,7 @@ class _Divisions:
         labels, uneven = None, False
         if first is None or first.outputs is None or first.outputs.reduces:
             labels = given.labels(shifted=any(kind.__name__.endswith(_SHIFTING) for kind in type(model).__mro__))
-            # A mean over labels cannot be told from one over samples while all samples have as many.
+            # A mean over labels cannot be distinguished from one over samples while all samples have as many.
             uneven = given.uneven(labels)
         key = (given.signature, uneven)
         found = self._known.get(key)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from azureml_elastic.train.integrations.script_loop.loop import ScriptLoop
 
-__all__ = ["EpochLoader", "StandIn"]
+__all__ = ["EpochLoader", "ReplacedLoader"]
 
 
-class StandIn:
+class ReplacedLoader:
     """A loader in place of a stack's own, whose other attributes and class it has: scripts and libraries ask for them.
 
     Args:
@@ -34,7 +34,7 @@ class StandIn:
     """The class by which ``isinstance`` knows the stack's own."""
 
 
-class EpochLoader(StandIn):
+class EpochLoader(ReplacedLoader):
     """This rank's batches of an epoch that are not trained yet.
 
     Its length is that of a whole epoch at the reference world size: scripts compute numbers of optimizer steps by it.

@@ -37,7 +37,7 @@ class Source:
         shuffle: whether the order is random, without a sampler
         whole_batches: whether the sampler is a batch sampler, whose batches belong together
         divided: whether the script or accelerate has the data divided among the ranks
-        seed: seed of the random order where the sampler has one
+        seed: the sampler's own seed of its random order, if it has one
     """
 
     dataset: Any
