@@ -232,7 +232,7 @@ MUTATIONS = (
     Mutation(
         "same-error-restarted",
         "node/core/failures.py",
-        "    if earlier is not None:\n",
+        "    if earlier is not None and not resized:\n",
         "    if earlier is not None and not conclusive:\n",
         ("unit/node/core/test_failures.py",),
     ),
