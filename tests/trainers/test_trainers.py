@@ -95,9 +95,11 @@ def test_a_trainer_trains_each_sample_on_two_nodes(undisturbed, case):
     steps = observed(run)
     assert run.record.get("completed_steps", case.steps) == case.steps
     if case.session:
-        assert len(steps) == case.steps
         assert_says(case, run)
-    if case.session and case.epochs is not None:
+    if case.searches or not case.session:
+        return
+    assert len(steps) == case.steps
+    if case.epochs is not None:
         assert set(completed(steps).values()) == {case.epochs}
 
 
@@ -124,7 +126,8 @@ def test_a_trainer_trains_under_faults_as_without(tmp_path, undisturbed, case, s
     assert found.report.last_step == expected.report.last_step, trail
     kept = found.record.keys() - set(case.ignored)
     assert_same({name: found.record[name] for name in kept}, {name: expected.record[name] for name in kept}, case.close)
-    assert_trained_as(observed(found), observed(expected), case)
+    if not case.searches:
+        assert_trained_as(observed(found), observed(expected), case)
     assert files(found) == files(expected), trail
     assert_says(case, found)
 
