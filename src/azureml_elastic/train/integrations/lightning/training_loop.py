@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data.drawn_order import DrawnOrder
 from azureml_elastic.train.data.map_loader import WindowLoader
+from azureml_elastic.train.integrations import sources
 from azureml_elastic.train.integrations.lightning import progress, repeated_hooks
 from azureml_elastic.train.integrations.lightning.checkpoint_hooks import OWN_KEY, callbacks_of
 from azureml_elastic.train.integrations.lightning.progress import Progress, Stage
 from azureml_elastic.train.integrations.lightning.repeated_hooks import Extent
-from azureml_elastic.train.integrations.transformers import sources
 from azureml_elastic.train.integrations.wrapping import Wrapped
 from azureml_elastic.train.session.stack_session import StackSession
 

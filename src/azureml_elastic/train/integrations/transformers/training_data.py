@@ -8,8 +8,8 @@ from typing import Any
 
 from azureml_elastic.train.data.drawn_order import DrawnOrder
 from azureml_elastic.train.data.map_loader import WindowLoader
+from azureml_elastic.train.integrations import sources
 from azureml_elastic.train.integrations.accelerate.training_data import FULL_RANKS
-from azureml_elastic.train.integrations.transformers import sources
 from azureml_elastic.train.integrations.transformers.left_loader import LeftLoader
 from azureml_elastic.train.integrations.wrapping import Wrapped
 from azureml_elastic.train.session.stack_session import StackSession

@@ -23,8 +23,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from azureml_elastic.errors import UsageError
+from azureml_elastic.train.integrations import sources
 from azureml_elastic.train.integrations.accelerate import training_data
-from azureml_elastic.train.integrations.transformers import sources
 from azureml_elastic.train.integrations.transformers.progress import LabelCount, Progress, Stage, count_labels
 from azureml_elastic.train.integrations.transformers.training_data import DATA_METHODS, TrainingData
 from azureml_elastic.train.integrations.wrapping import Wrapped, replaced

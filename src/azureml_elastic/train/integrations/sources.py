@@ -1,7 +1,7 @@
-"""What a ``Trainer`` trains: the data, order and batches of the loader that its loop would iterate over.
+"""What a stack's trainer trains: the data, order and batches of the loader that its loop would iterate over.
 
-The loader is what ``get_train_dataloader`` returns, of whatever class: accelerate's around that of the script, or one
-that nothing divides among the ranks.
+The loader is what a hook such as ``get_train_dataloader`` returns, of whatever class: accelerate's around that of the
+script, or one that nothing divides among the ranks.
 """
 
 from __future__ import annotations
