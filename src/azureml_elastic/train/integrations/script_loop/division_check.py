@@ -187,7 +187,7 @@ class _StillDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         reduced = torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32
-        self._reduced = 2.0**-10 if torch.cuda.is_available() and reduced else 0.0
+        self._reduced = 2.0**-10 if torch.accelerator.is_available() and reduced else 0.0
         self.eps = max(torch.finfo(torch.float32).eps, self._reduced)
 
     def limit(self, kind: int) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from azureml_elastic.distributed.device import device_of
 from azureml_elastic.train.integrations.nested import children, rebuilt
 from azureml_elastic.train.integrations.script_loop.batch_layout import Path
 from azureml_elastic.train.integrations.script_loop.batch_parts import IndivisibleError
@@ -198,7 +199,9 @@ def alike(one: Any, other: Any, limit: float) -> bool:
         finite = one.isfinite()
         if not torch.equal(finite, other.isfinite()):
             return False
-        wide = torch.complex128 if one.is_complex() else torch.float64 if one.device.type == "cpu" else torch.float32
+        # Some devices compute in no more than 32 bits.
+        exact = torch.float32 if device_of(one.device).separate else torch.float64
+        wide = torch.complex128 if one.is_complex() else exact
         first, second = (torch.where(finite, each, 0).to(wide) for each in (one, other))
         # Without what is exactly the same, such as the large number in place of what a mask hides.
         unequal = first != second
