@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -14,6 +15,9 @@ import pytest
 from tests.support.stacks import run_stock
 
 __all__ = ["assert_same", "assert_same_steps", "files", "observed", "run_observed", "samples"]
+
+_OF_A_ROUND = re.compile(r"\.round-\d+\.[0-9a-f]+")
+"""The end of the name of a checkpoint's folder: the round, and a random number."""
 
 _OBSERVER = Path(__file__).with_name("observer.py")
 
@@ -40,6 +44,7 @@ def samples(lines):
 def files(run):
     """Return the files that the script has left."""
     names = (path.relative_to(run.folder).as_posix() for path in run.folder.rglob("*") if path.is_file())
+    names = (_OF_A_ROUND.sub("", name) for name in names)
     by_process = ("observed.", "random_states_", "rng_state", "events.out.tfevents.", "__")
     return {name for name in names if not Path(name).name.startswith(by_process)}
 

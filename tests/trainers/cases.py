@@ -28,6 +28,7 @@ class Case:
         ignored: what the script records that depends on the ranks.
         says: part of a message of this library that the run must show; it shows no other one on what does not hold.
         after: the first step at which a node may be lost.
+        sharded: whether a loss costs steps, as its state is sharded without replicas.
         searches: whether it takes steps that are none of the training, so that single steps are not compared.
         preloaded: whether its imports can be made before it runs.
         quick: whether the case is part of the default run.
@@ -46,6 +47,7 @@ class Case:
     ignored: tuple[str, ...] = ()
     says: str = ""
     after: int = 2
+    sharded: bool = False
     searches: bool = False
     preloaded: bool = True
     quick: bool = False
@@ -195,5 +197,12 @@ CASES = [
         preloaded=False,
         notes=_OWN,
     ),
-    Case("deepspeed", "deepspeed", "the shape of its examples: `initialize(training_data=…)`"),
+    Case(
+        "deepspeed",
+        "deepspeed",
+        "the shape of its examples: `initialize(training_data=…)`",
+        weights=None,  # those of a rank's partition
+        sharded=True,
+        notes="ZeRO shards the state: the steps since the last snapshot are trained again",
+    ),
 ]

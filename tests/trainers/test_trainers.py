@@ -122,7 +122,7 @@ def test_a_trainer_trains_under_faults_as_without(tmp_path, undisturbed, case, s
     found = run(case, tmp_path / "run", "--full", "2", nodes=(1, 2), chaos=chaos)
     trail = f"{chaos}; files in {found.folder.parent}"
     assert not found.report.missed_faults, trail
-    assert found.report.audit.rolled_back_steps == 0, trail
+    assert found.report.audit.rolled_back_steps == 0 or case.sharded, trail
     assert found.report.last_step == expected.report.last_step, trail
     kept = found.record.keys() - set(case.ignored)
     assert_same({name: found.record[name] for name in kept}, {name: expected.record[name] for name in kept}, case.close)
