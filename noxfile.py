@@ -295,7 +295,9 @@ def stacks(session: nox.Session) -> None:
     """Run stock scripts of training stacks under faults: a node's loss, an arrival and a preemption with notice."""
     extras = ("node", "transformers", "accelerate", "lightning")
     # Lightning is published under two names; its command line needs jsonargparse.
-    install_wheel(session, *extras, groups=("test",), others=("pytorch-lightning", "jsonargparse[signatures]"))
+    install_wheel(
+        session, *extras, groups=("test",), others=("pytorch-lightning", "jsonargparse[signatures]", "torchdata")
+    )
     # One of the last file's tests needs Lightning, too.
     paths = (
         "tests/stacks",
@@ -310,7 +312,9 @@ def stacks(session: nox.Session) -> None:
 def corpus(session: nox.Session) -> None:
     """Run scripts in the shapes of public examples under a hundred random schedules of faults."""
     extras = ("node", "transformers", "accelerate", "lightning")
-    install_wheel(session, *extras, groups=("test",), others=("pytorch-lightning", "jsonargparse[signatures]"))
+    install_wheel(
+        session, *extras, groups=("test",), others=("pytorch-lightning", "jsonargparse[signatures]", "torchdata")
+    )
     tests = "tests/stacks/test_corpus.py::test_a_script_trains_under_random_faults_as_without"
     session.run("python", "-m", "pytest", *(session.posargs or TWO), *LONG, tests, env={"CORPUS_SEEDS": "0:100"})
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from azureml_elastic.train.found.checksums import checksums
-from azureml_elastic.train.found.search import Found, FoundTensor
+from azureml_elastic.train.found.search import Found, FoundTensor, version_of
 
 __all__ = ["Change", "Changes", "Comparison", "agreed"]
 
@@ -88,7 +88,7 @@ class Comparison:
             before = self._known.get(id(each.tensor))
             if before is None or before.reference() is not each.tensor:
                 before = None
-            known = before or _Known(path, weakref.ref(each.tensor), None, each.tensor._version)  # noqa: SLF001
+            known = before or _Known(path, weakref.ref(each.tensor), None, version_of(each.tensor))
             new[id(each.tensor)] = known
             if path in settled:
                 continue
@@ -120,7 +120,7 @@ class Comparison:
         left = _FIRST_BYTES if self._number <= _FIRST else _LATER_BYTES
         chosen: list[tuple[FoundTensor, _Known]] = []
         for each, known in sorted(pairs, key=lambda pair: (pair[1].compared, pair[0].tensor.nbytes, pair[0].path)):
-            version = each.tensor._version  # noqa: SLF001 - torch's own name of it
+            version = version_of(each.tensor)
             if each.tensor.nbytes <= left:
                 left -= each.tensor.nbytes
                 chosen.append((each, known))

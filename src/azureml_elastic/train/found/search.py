@@ -42,6 +42,8 @@ __all__ = [
     "package_of",
     "search",
     "set_by_stacks",
+    "version_of",
+    "write",
 ]
 
 _MOST_OBJECTS = 100_000
@@ -120,6 +122,18 @@ def frames_of(thread: int, error: BaseException | None = None) -> list[FrameType
 def memory_key(tensor: torch.Tensor) -> tuple[str, int]:
     """Return a key of the memory of a tensor, the same for all views of it."""
     return str(tensor.device), tensor.untyped_storage().data_ptr()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the number of times that a tensor was written to; 0 for those of inference mode, which do not count."""
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - torch's own name of it
+
+
+def write(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a value into a tensor, unseen by autograd."""
+    # Inference mode alone may write to its tensors, and the version of others does not count there.
+    with torch.inference_mode() if target.is_inference() else torch.no_grad():
+        target.detach().copy_(value)
 
 
 def search(

@@ -21,7 +21,16 @@ from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.train.found.comparison import Change, Changes, Comparison, agreed
 from azureml_elastic.train.found.numbers import Numbers
-from azureml_elastic.train.found.search import Found, FoundTensor, frames_of, memory_key, package_of, search
+from azureml_elastic.train.found.search import (
+    Found,
+    FoundTensor,
+    frames_of,
+    memory_key,
+    package_of,
+    search,
+    version_of,
+    write,
+)
 from azureml_elastic.train.found.step_parts import StepPart
 
 __all__ = ["FoundState"]
@@ -29,6 +38,10 @@ __all__ = ["FoundState"]
 _LOG = logging.getLogger(__name__)
 
 _SHOWN = 4
+_FAILED = (
+    "The script's state beside the tracked objects cannot be looked for: what it keeps there begins anew in new "
+    "processes, unless it is tracked."
+)
 
 
 class FoundState(Tracked):
@@ -83,12 +96,16 @@ class FoundState(Tracked):
             self.copy_restored(finally_=True)
         if not self._begun:
             self._begun = True
-            found = self._search()
-            self._comparison.compare(found, {*self._state})
-            self._watch(found)
-            self._numbers.changed()
+            try:
+                found = self._search()
+                self._comparison.compare(found, {*self._state})
+                self._watch(found)
+                self._numbers.changed()
+            except Exception:  # noqa: BLE001 - of objects of any kind, for which nobody has asked
+                self._comparison = Comparison()
+                _LOG.exception(_FAILED)
         versions, self._committed = self._committed, {}
-        late = [path for path, version in versions.items() if self._state[path]._version != version]  # noqa: SLF001
+        late = [path for path, version in versions.items() if version_of(self._state[path]) != version]
         self._name("late", late,
                    "%s: changed after run.commit(). A new process goes on behind that call, so that it may lack one "
                    "such change each time: call run.commit() after it.")  # fmt: skip
@@ -112,7 +129,7 @@ class FoundState(Tracked):
 
     def end_commit(self) -> None:
         """Note the end of a call of the session, after which code may follow that no other process runs again."""
-        self._committed = {path: each._version for path, each in self._state.items()}  # noqa: SLF001 - torch's name
+        self._committed = {path: version_of(each) for path, each in self._state.items()}
 
     def begin_code(self) -> None:
         """Note the beginning of code that belongs to the last step."""
@@ -141,7 +158,7 @@ class FoundState(Tracked):
 
         def restore() -> None:
             for target, value in copies:
-                target.copy_(value)
+                write(target, value)
             self._numbers.put(numbers)
 
         return restore
@@ -160,7 +177,7 @@ class FoundState(Tracked):
                 changes, mine = self._changes()
                 numbers = {path: Change(value, buffer=False) for path, value in self._numbers.changed().items()}
             except Exception:  # noqa: BLE001 - the other ranks wait for this one
-                _LOG.exception("The script's state beside the tracked objects cannot be compared.")
+                _LOG.exception(_FAILED)
         found = control.gather((mine, numbers)) if control.world_size > 1 else [(mine, numbers)]
         same, apart = agreed([tensors for tensors, _ in found], self._waited)
         self._apart.update(apart)
@@ -180,7 +197,7 @@ class FoundState(Tracked):
         try:
             changes, _ = self._changes()
         except Exception:  # noqa: BLE001 - what is known is handed over
-            _LOG.exception("The script's state beside the tracked objects cannot be compared.")
+            _LOG.exception(_FAILED)
             return
         for path, each in changes.state.items():
             if world_size == 1:
@@ -299,15 +316,14 @@ class FoundState(Tracked):
         for each in found_now.tensors:
             for path in (each.path, *each.others):
                 by_path.setdefault(path, each)
-        with torch.no_grad():
-            for path, value in list(self._values.items()):
-                # What a container holds lives longer than a variable, which a loop over it may have bound.
-                found = (by_path.get(each) for each in (*self._others.get(path, ()), path))
-                fits = next((each for each in found if each is not None and _fits(each.tensor, value)), None)
-                if fits is not None:
-                    fits.tensor.detach().copy_(value)
-                    self._state[path] = fits.tensor
-                    del self._values[path]
+        for path, value in list(self._values.items()):
+            # What a container holds lives longer than a variable, which a loop over it may have bound.
+            found = (by_path.get(each) for each in (*self._others.get(path, ()), path))
+            fits = next((each for each in found if each is not None and _fits(each.tensor, value)), None)
+            if fits is not None:
+                write(fits.tensor, value)
+                self._state[path] = fits.tensor
+                del self._values[path]
         self._watch(found_now)
         self._numbers.state |= self._numbers_restored.keys()
         missing_numbers = self._numbers.put(self._numbers_restored)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from azureml_elastic.train.found.checksums import checksums
+from azureml_elastic.train.found.search import version_of, write
 
 __all__ = ["StepPart"]
 
@@ -44,7 +45,7 @@ class StepPart:
         if not tensors:
             return
         sums = self._sums(tensors) if self._checked < _CHECKED else {}
-        versions = {path: each._version for path, each in tensors.items()}  # noqa: SLF001 - torch's own name of it
+        versions = {path: version_of(each) for path, each in tensors.items()}
         copies = {path: self._copied(path, tensors[path]) for path in self._changing & tensors.keys()}
         self._begun = _Begun(tensors, versions, sums, copies)
 
@@ -64,17 +65,16 @@ class StepPart:
         begun, self._begun = self._begun, None
         if begun is None:
             return []
-        with torch.no_grad():
-            for path, copy in begun.copies.items():
-                begun.tensors[path].copy_(copy)
+        for path, copy in begun.copies.items():
+            write(begun.tensors[path], copy)
         return sorted(_changed(begun) - begun.copies.keys())
 
     def _copied(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
         buffer = self._buffers.get(path)
         if buffer is None or (buffer.shape, buffer.dtype, buffer.device) != (tensor.shape, tensor.dtype, tensor.device):
             self._buffers[path] = buffer = torch.empty_like(tensor, requires_grad=False)
-        with torch.no_grad():
-            return buffer.copy_(tensor)
+        write(buffer, tensor)
+        return buffer
 
     @staticmethod
     def _sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -82,4 +82,4 @@ class StepPart:
 
 
 def _changed(begun: _Begun) -> set[str]:
-    return {path for path, each in begun.tensors.items() if each._version != begun.versions[path]}  # noqa: SLF001
+    return {path for path, each in begun.tensors.items() if version_of(each) != begun.versions[path]}

@@ -302,3 +302,20 @@ def test_what_a_rank_has_of_its_own_is_named_and_what_is_too_young_where_there_a
         assert (kept, paths) == (known | {"loop.young"}, [])
     else:
         assert (kept, paths) == (known, ["loop.own", "loop.young"])
+
+
+def test_results_of_inference_mode_are_compared_as_others_are():
+    """They have no version counter, and evaluations leave them in variables."""
+    state = FoundState()
+    with torch.inference_mode():
+        result = torch.zeros(2)
+    tracked(state)
+    for step in range(1, 5):
+        state.begin_step(undone=True)
+        with torch.inference_mode():
+            result += 1
+        state.begin_update()
+        state.agree(ALONE)
+        assert float(result[0]) == step
+    plain, _ = state.collect()
+    assert [path for path in plain["details"] if path.endswith(".result")]

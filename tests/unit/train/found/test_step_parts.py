@@ -38,3 +38,17 @@ def test_a_change_that_comes_late_is_learned():
             queue += 1
     assert part.undo() == []
     assert queue.tolist() == [1.0] * 3
+
+
+def test_tensors_of_inference_mode_are_undone_too():
+    part = StepPart()
+    with torch.inference_mode():
+        queue = torch.zeros(3)
+    for step in range(3):
+        part.begin({"queue": queue})
+        with torch.inference_mode():
+            queue += 1
+        if step < 2:
+            part.end()
+    assert part.undo() == []
+    assert queue.tolist() == [2.0] * 3
