@@ -21,7 +21,8 @@ from tests.trainers.page import FAULTS, UNDISTURBED
 
 SCRIPTS = Path(__file__).with_name("scripts")
 FIRST, LAST = (int(number) for number in os.environ.get("TRAINERS_SEEDS", "0:1").split(":"))
-ALL = os.environ.get("TRAINERS") == "all"
+CHOSEN = os.environ.get("TRAINERS", "")
+"""Script of the cases to run, or "all"; the quick ones without it."""
 MODULES = {"pytorch-ignite": "ignite", "torch-geometric": "torch_geometric"}
 CONSEQUENCE = re.compile(
     r"does not use the elastic session|among the ranks|not divide|not restored|trains without|A defect of"
@@ -34,7 +35,10 @@ def cases():
     for case in CASES:
         script = case.script.split()[0]
         there = importlib.util.find_spec(MODULES.get(case.library, case.library.replace("-", "_"))) is not None
-        if (ALL and case.library != "deepspeed") or (there and (case.quick or os.environ.get("TRAINERS") == script)):
+        chosen = (
+            case.library != "deepspeed" if CHOSEN == "all" else there and (script == CHOSEN if CHOSEN else case.quick)
+        )
+        if chosen:
             yield pytest.param(case, id=case.id, marks=pytest.mark.xdist_group(script))
 
 
