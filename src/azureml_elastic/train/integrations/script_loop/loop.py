@@ -567,11 +567,9 @@ class ScriptLoop(ABC):
         Args:
             options: further arguments of ``state_folders.save``
         """
-        return (
-            None
-            if self._is_saved(folder)
-            else state_folders.save(folder, place, write, rank=self._session.rank, **options)
-        )
+        if self._is_saved(folder):
+            return None
+        return state_folders.save(folder, place, write, rank=self._session.rank, **options)
 
     def _is_saved(self, folder: Path) -> bool:
         """Return whether a folder that the script saves again, in a step that is trained, is left as it is.
