@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -220,9 +221,10 @@ class Launch:
         found = [stacks for folder in stack_folders(node.process.tree()) for stacks in collect(folder, {})]
         if found:
             folder = self.paths.run_dir / "stacks"
-            folder.mkdir(exist_ok=True)
             text = render(f"{node.process.name}: the run is stopped at its time limit", found, {})
-            (folder / f"timeout.{node.process.name}.txt").write_text(text, encoding="utf-8")
+            with contextlib.suppress(OSError):  # a full disk: the lines below say where the workers are
+                folder.mkdir(exist_ok=True)
+                (folder / f"timeout.{node.process.name}.txt").write_text(text, encoding="utf-8")
         return waiting_lines(found)
 
     def _leave(self, first: signal.Signals, grace: float) -> RunEnd:

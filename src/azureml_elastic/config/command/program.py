@@ -10,6 +10,7 @@ Its files are its own, and those of the local modules that it imports. Nothing i
 from __future__ import annotations
 
 import ast
+import gc
 import os
 import shlex
 import sys
@@ -134,6 +135,11 @@ def full_name(node: ast.AST, imports: Mapping[str, str]) -> str:
 
 def parse_quietly(text: bytes) -> ast.Module | None:
     """Return the syntax tree of a module, ``None`` if it has none."""
+    # The interpreter keeps one recursion depth for all threads while it builds a tree. A collection in between may run
+    # finalizers, thus another thread that parses (a traceback that is logged does), and end in a SystemError
+    # (CPython 3.11, https://github.com/python/cpython/issues/106905).
+    collecting = gc.isenabled()
+    gc.disable()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes and the like are reported when the program runs
@@ -141,6 +147,9 @@ def parse_quietly(text: bytes) -> ast.Module | None:
     # Null bytes are a ValueError, and expressions that are nested too deeply one of the last two.
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _installed(parts: list[str]) -> tuple[Path, Path] | None:

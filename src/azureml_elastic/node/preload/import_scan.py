@@ -17,14 +17,13 @@ import importlib.util
 import site
 import sys
 import sysconfig
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-from azureml_elastic.config.command.program import dotted_name
+from azureml_elastic.config.command.program import dotted_name, parse_quietly
 from azureml_elastic.node.preload.command import READ_BY_TORCH, is_read_late
 
 __all__ = [
@@ -275,10 +274,10 @@ class _Scan:
             return
         self._seen.add(name)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # shown when the script itself is compiled
-                tree = ast.parse(path.read_bytes())
-        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            tree = parse_quietly(path.read_bytes())
+        except OSError:
+            return
+        if tree is None:
             return
         package = name if is_package else name.rpartition(".")[0]
         self._scan(tree.body, _Module(path, package, is_main))
