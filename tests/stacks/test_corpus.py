@@ -85,7 +85,12 @@ def run(case, folder, *more, **options):
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory):
     """Return the run of a case without faults, once for each: ``undisturbed(case)``."""
-    return functools.cache(lambda case: run(case, tmp_path_factory.mktemp("undisturbed") / "run", nodes=(2, 2)))
+
+    @functools.cache
+    def made(case, processes=1):
+        return run(case, tmp_path_factory.mktemp("undisturbed") / "run", nodes=(2, 2), processes=processes)
+
+    return made
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -111,10 +116,14 @@ RANDOM += ["ema_evaluated", "one_cycle"]
 
 @pytest.mark.parametrize("seed", range(FIRST, LAST))
 def test_a_script_trains_under_random_faults_as_without(tmp_path, undisturbed, seed, record_property):
-    """One node or the other is lost or preempted before an arrival; some lose rank 0's node after it again."""
+    """One node or the other is lost or preempted before an arrival; some lose rank 0's node after it again.
+
+    A fifth of the runs have two workers a node.
+    """
     draw = random.Random(seed)
     case = draw.choice(RANDOM)
-    expected = undisturbed(case)
+    processes = 2 if seed % 5 == 4 else 1
+    expected = undisturbed(case, processes)
     last = expected.report.last_step
     first = draw.randint(2, last // 2)
     arrival = first + draw.randint(2, 8)
@@ -124,8 +133,9 @@ def test_a_script_trains_under_random_faults_as_without(tmp_path, undisturbed, s
     if arrival + 14 < last and draw.random() < 0.5:
         chaos += f",kill=rank0@step:{arrival + 14}"
     record_property("faults", f"{case}: {chaos}")
-    found = run(case, tmp_path / "run", "--full", "2", nodes=(1, 2), chaos=chaos)
-    trail = f"seed {seed}: {case}: {chaos}; files in {found.folder.parent}"
+    full = str(2 * processes)
+    found = run(case, tmp_path / "run", "--full", full, nodes=(1, 2), chaos=chaos, processes=processes)
+    trail = f"seed {seed}: {case}, workers a node: {processes}, {chaos}; files in {found.folder.parent}"
     assert found.report.audit.rolled_back_steps == 0, trail
     assert found.report.last_step == last, trail
     assert_same(found.record, expected.record, {name: 2 * limit for name, limit in CLOSE.get(case, {}).items()})
