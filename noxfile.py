@@ -310,7 +310,7 @@ def stacks(session: nox.Session) -> None:
 
 @nox.session(tags=[FULL])
 def corpus(session: nox.Session) -> None:
-    """Run scripts in the shapes of public examples under a hundred random schedules of faults, twenty with two workers a node."""
+    """Run scripts in the shapes of public examples under a hundred random schedules, twenty of two workers a node."""
     extras = ("node", "transformers", "accelerate", "lightning")
     install_wheel(
         session, *extras, groups=("test",), others=("pytorch-lightning", "jsonargparse[signatures]", "torchdata")

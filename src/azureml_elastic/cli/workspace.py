@@ -147,24 +147,32 @@ def finish(code: int, local: LocalWorkspace, *, kept: bool) -> int:
         kept: whether the workspace's files are kept.
     """
     active = local.active
-    if not active or code:
+    if code:
         for name in active:
             typer.echo(f"azureml-elastic: {name} is cancelled, as the command has failed ({code}).", err=True)
         return code
-    typer.echo(
-        f"azureml-elastic: waiting for {', '.join(active)}. Ctrl-C cancels and closes the workspace. To follow it "
-        f"from another shell: cd {shlex.quote(str(Path.cwd()))} && . ./{_SOURCE} && "
-        f"azureml-elastic status --watch {active[0]}",
-        err=True,
-    )
+    if active:
+        typer.echo(
+            f"azureml-elastic: waiting for {', '.join(active)}. Ctrl-C cancels and closes the workspace. To follow it "
+            f"from another shell: cd {shlex.quote(str(Path.cwd()))} && . ./{_SOURCE} && "
+            f"azureml-elastic status --watch {active[0]}",
+            err=True,
+        )
+    ended: dict[str, str] = {}
     while active:  # a run's nodes submit further jobs, so the last one is known when none is left
         for name in active:
-            status = local.wait(name)
-            code = code or (0 if status == "Completed" else FAILED)
-            hint = "" if kept or status == "Completed" else ". Its logs go with the workspace; --folder keeps them"
-            typer.echo(f"azureml-elastic: {name}: {status}{hint}", err=True)
+            ended[name] = local.wait(name)
+            _tell(name, ended[name], kept=kept)
         active = local.active
-    return code
+    failed = local.failed
+    for name in failed.keys() - ended.keys():  # of which the command itself has seen the end
+        _tell(name, failed[name], kept=kept)
+    return FAILED if failed else 0
+
+
+def _tell(name: str, status: str, *, kept: bool) -> None:
+    hint = "" if kept or status == "Completed" else ". Its logs go with the workspace; --folder keeps them"
+    typer.echo(f"azureml-elastic: {name}: {status}{hint}", err=True)
 
 
 def _stay() -> int:

@@ -150,7 +150,7 @@ DATASTORES = {"workspaceblobstore": BLOBS, "workspaceartifactstore": ARTIFACTS}
 """Containers by datastore name."""
 
 _DATASTORE = re.compile(r"azureml:/+(?:.*/)?datastores/([^/]+)/(?:paths/)?(.*)", re.IGNORECASE)
-_ASSET = re.compile(r"(?:azureml:)?(/subscriptions/.*/(?:data|codes|models)/.*)", re.IGNORECASE)
+_ASSET = re.compile(r"(?:azureml:)?(/subscriptions/.*/(?:data|codes|models)/.*|//jobs/.*)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,8 @@ def locate(address: str, asset: Callable[[str], str | None]) -> Location:
     """Return the location of an address.
 
     Args:
-        address: ``azureml://datastores/...`` in its short or long form, an asset id, or the URL of a blob.
+        address: ``azureml://datastores/...`` in its short or long form, an asset id, an output of a job as in
+            ``azureml://jobs/...``, or the URL of a blob.
 
     Raises:
         UsageError: the address has another form, or is not in this workspace.

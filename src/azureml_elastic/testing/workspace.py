@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import tempfile
 import time
 import warnings
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Self
 
 from azureml_elastic.config.base import positive_duration
+from azureml_elastic.environment.names import FIRST_JOB
 from azureml_elastic.environment.process import changed
 from azureml_elastic.environment.user import UserEnvironment
 from azureml_elastic.errors import UsageError, needs_extra
@@ -53,6 +55,8 @@ _NAMES = {
     "AZUREML_ARM_RESOURCEGROUP": _GROUP,
     "AZUREML_ARM_WORKSPACE_NAME": _NAME,
 }
+_PREFIX = "azureml-elastic-workspace-"
+_FOLDERS = ("logs", "mirror", "nodes")
 _PROXIES = ("HTTPS_PROXY", "https_proxy")
 _BUNDLES = ("REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
 _EXCEPTIONS = ("NO_PROXY", "no_proxy")
@@ -72,14 +76,15 @@ class LocalWorkspace:
             instead of failing it, as users report.
         grows: whether the service starts further nodes of a command job up to its ``max_instance_count``, a preview.
         lenient: whether a pipeline with ``continue_on_step_failure`` completes if at least one step completed.
-        folder: folder for all files, which is kept; ``None`` for a temporary one.
+        folder: folder for all files, which is kept, and which has none of another workspace's; ``None`` for a temporary
+            one.
         start: how the nodes of elastic jobs are started: ``command`` by the command of the job, as on a machine of its
             own; ``fork`` by forks of one process that has imported torch once, where that is possible (see
             docs/how-to/local.md). Or what else forks them.
 
     Raises:
         MissingExtra: azure-ai-ml is not installed.
-        UsageError: Azurite and Node.js are not installed (on entering).
+        UsageError: Azurite and Node.js are not installed, or the folder cannot be used (on entering).
     """
 
     def __init__(
@@ -90,14 +95,14 @@ class LocalWorkspace:
         requeue: bool = False,
         grows: bool = True,
         lenient: bool = True,
-        folder: Path | None = None,
+        folder: str | Path | None = None,
         start: StartMethod | ForkStart = "command",
     ) -> None:
         self._pools = {"serverless": Pool(), **(_DEFAULT_POOLS if pools is None else pools)}
         self._evictions = tuple(evictions)
         self._requeue = requeue
         self._grows = grows
-        self._folder = folder
+        self._folder = None if folder is None else Path(folder).absolute()
         self._start = start
         self._runs = Runs(lenient=lenient)
         self._tracking = Tracking(self._runs)
@@ -110,10 +115,8 @@ class LocalWorkspace:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            folder = self._folder or Path(
-                stack.enter_context(tempfile.TemporaryDirectory(prefix="azureml-elastic-workspace-"))
-            )
-            folder.mkdir(parents=True, exist_ok=True)
+            folder = self._folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=_PREFIX)))
+            folder = _claimed(folder, stack)
             storage = stack.enter_context(self._storage)
             root = (
                 f"/subscriptions/{_SUBSCRIPTION}/resourceGroups/{_GROUP}"
@@ -263,6 +266,16 @@ class LocalWorkspace:
         """Names of the submitted jobs that have not ended, in the order of their submission."""
         return tuple(run.name for run in self._runs.all() if not run.over.is_set())
 
+    @property
+    def failed(self) -> Mapping[str, str]:
+        """States, by name, of the submitted jobs that have ended and not completed.
+
+        Jobs that replaced lost nodes of a job that has completed may have been lost themselves, and are not among them.
+        """
+        states = {run.name: self._runs.status(run) for run in self._runs.all() if run.over.is_set()}
+        first = {name: _replaced(self._run(name)) for name in states}
+        return {name: state for name, state in states.items() if "Completed" not in (state, states.get(first[name]))}
+
     def wait(self, name: str, timeout: timedelta | float | str | None = None) -> str:
         """Wait for the end of a job and return its state, seconds before ``jobs.stream`` would.
 
@@ -319,6 +332,34 @@ class LocalWorkspace:
     def _submit(self, name: str, properties: dict[str, Any], schedule: str | None = None) -> None:
         assert self._service is not None
         self._service.submit(name, properties, schedule)
+
+
+def _claimed(folder: Path, stack: contextlib.ExitStack) -> Path:
+    """Create a folder, or take one without files of a workspace, with which this one's would mix.
+
+    Returns:
+        Path of it that is one word of a shell, as those on Azure are: the commands of jobs do not quote them.
+    """
+    try:
+        used = [name for name in _FOLDERS if any((folder / name).glob("*"))]
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"The folder {folder} cannot be created: {error}. Give another one.") from error
+    if used:
+        raise UsageError(
+            f"The folder {folder} has the {used[0]} of an earlier workspace, whose jobs cannot be gone on with. Give "
+            "another folder, or delete this one first."
+        )
+    if shlex.quote(str(folder)) == str(folder):
+        return folder
+    link = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=_PREFIX)), "files")
+    link.symlink_to(folder)
+    return link
+
+
+def _replaced(run: Run) -> str:
+    """Return the name of the job whose lost node a job replaces, empty for any other job."""
+    return str((run.body.get("environmentVariables") or {}).get(FIRST_JOB) or "")
 
 
 def _client() -> MLClient:

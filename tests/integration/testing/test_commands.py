@@ -47,7 +47,6 @@ job = client.jobs.create_or_update(command(command="sleep 1000", environment="x@
 while (status := client.jobs.get(job.name).status) not in ("Failed", "Completed"):
     time.sleep(0.1)
 print(status)
-sys.exit(7)
 """
 
 
@@ -295,11 +294,16 @@ def test_a_shell_is_opened_in_a_workspace(project, monkeypatch):
 def test_a_command_runs_in_a_workspace_of_its_own(run, project):
     """Another process finds the workspace and its login by nothing but the environment and config.json."""
     (project / "submit.py").write_text(ANOTHER_PROCESS)
-    words = ["workspace", "start", "--pool", "spot=2", "--evict", "0@1s/0s", "--", sys.executable, "submit.py"]
-    command = [*COMMAND, *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 7, done.stderr
+    options = ["--pool", "spot=2", "--evict", "0@1s/0s", "--folder", "kept files"]
+    command = shlex.join([*COMMAND, "workspace", "start", *options, "--", sys.executable, "submit.py"])
+    done = subprocess.run(["/bin/sh", "-c", f"{command}; echo $?"], capture_output=True, text=True, check=False)
+    # The job has failed before the command, which has seen it fail and succeeds itself.
     assert "FAILED" in done.stdout.upper()
+    assert done.stdout.splitlines()[-1] == "1", done.stderr
+    assert ": Failed" in done.stderr.splitlines()[-1]
+    wrong = run("workspace", "start", "--folder", "kept files", "--", "true")
+    assert wrong.exit_code == 2
+    assert f"The folder {project / 'kept files'} has the logs of an earlier workspace" in " ".join(wrong.output.split())
     wrong = run("workspace", "start", "--pool", "spot", "--", "true")
     assert wrong.exit_code == 2
     assert "'spot' is not a pool" in wrong.output

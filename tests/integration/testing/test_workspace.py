@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 from azure.ai.ml import Input, Output, command, dsl
+from azure.ai.ml.entities import Data, Model
 from azure.ai.ml.exceptions import JobException
 from azure.core.exceptions import HttpResponseError
 
@@ -40,9 +41,13 @@ def downloaded(client, name, folder="downloaded"):
 
 
 @pytest.fixture(scope="module")
-def workspace(request):
-    """One workspace for the tests that do not disturb each other."""
-    with LocalWorkspace(pools={"cluster": Pool(nodes=4), "small": Pool(nodes=1)}) as workspace:
+def workspace(tmp_path_factory):
+    """One workspace for the tests that do not disturb each other, whose folder is relative to another than theirs."""
+    pools = {"cluster": Pool(nodes=4), "small": Pool(nodes=1)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("from"))
+        workspace = LocalWorkspace(pools=pools, folder="the files")
+    with workspace:
         yield workspace
 
 
@@ -147,6 +152,51 @@ def test_nodes_of_one_job_know_of_each_other(client, workspace, script):
         ["1", "3", "1", "4"],
     ]
     assert len({line[4] for line in lines}) == 1
+
+
+def test_outputs_of_a_job_are_registered_as_models_and_data_and_read_by_others(client, workspace):
+    text = "echo trained > ${{outputs.model}}/a.txt; mkdir outputs; echo kept > outputs/b.txt"
+    job = client.jobs.create_or_update(make(text, outputs={"model": Output(type="custom_model")}))
+    assert workspace.wait(job.name, 60) == "Completed"
+    written, kept = (f"azureml://jobs/{job.name}/outputs/{each}" for each in ("model", "artifacts/paths/outputs/"))
+    model = client.models.create_or_update(Model(name="m", path=written, type="custom_model"))
+    assert (model.path, client.models.get("m", label="latest").version) == (written, "1")
+    data = client.data.create_or_update(Data(name="d", path=kept, type="uri_folder"))
+    inputs = {
+        "model": Input(type="custom_model", path=model.id),
+        "output": Input(type="uri_folder", path=written),
+        "file": Input(type="uri_file", path=f"{written}/paths/a.txt", mode="download"),
+        "data": Input(type="uri_folder", path=f"{data.name}@latest"),
+    }
+    text = "cat ${{inputs.model}}/a.txt ${{inputs.output}}/a.txt ${{inputs.file}} ${{inputs.data}}/b.txt"
+    reader = client.jobs.create_or_update(make(text, inputs=inputs))
+    assert workspace.wait(reader.name, 60) == "Completed"
+    assert workspace.log(reader.name).split() == ["trained", "trained", "trained", "kept"]
+    wrong = f"azureml://jobs/{job.name}/outputs/nothing"
+    with pytest.raises(HttpResponseError, match="is not in the local workspace"):
+        client.jobs.create_or_update(make("true", inputs={"a": Input(type="uri_folder", path=wrong)}))
+
+
+def test_the_default_version_of_a_component_is_the_newest(client):
+    for version in ("1", "2"):
+        component = make("echo ${{inputs.a}}", inputs={"a": Input(type="number")}, name="shown").component
+        component.version = version
+        client.components.create_or_update(component)
+    assert client.components.get("shown").version == "2"
+
+
+@pytest.mark.parametrize("name", ["logs", "mirror", "nodes"])
+def test_a_folder_with_the_files_of_a_workspace_is_refused(tmp_path, name):
+    (tmp_path / "kept" / name / "a").mkdir(parents=True)
+    workspace = LocalWorkspace(folder=str(tmp_path / "kept"))
+    with pytest.raises(UsageError, match=f"kept has the {name} of an earlier workspace.*another folder"), workspace:
+        pass
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="file/kept cannot be created"), LocalWorkspace(folder=tmp_path / "file/kept"):
+        pass
 
 
 def test_a_failed_job_reports_the_last_output_of_its_command(client):

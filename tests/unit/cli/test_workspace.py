@@ -12,12 +12,15 @@ class Workspace:
         jobs: final state of each job, and the jobs that there are after its end.
     """
 
-    def __init__(self, *active, **jobs):
+    def __init__(self, *active, failed=(), **jobs):
         self.active = active
+        self.failed = dict.fromkeys(failed, "Failed")
         self._jobs = jobs
 
     def wait(self, name):
         status, self.active = self._jobs[name]
+        if status != "Completed":
+            self.failed[name] = status
         return status
 
 
@@ -36,6 +39,17 @@ def test_the_exit_code_is_that_of_the_jobs(state, code, capsys):
     assert lines[1].endswith("first: Completed")
     assert f"replacement: {state}" in lines[2]
     assert ("--folder" in lines[2]) == (code == 1)
+
+
+def test_a_job_that_had_failed_before_the_command_ended_is_shown_and_counts(capsys):
+    assert finish(0, Workspace(failed=["early"]), kept=True) == 1
+    assert finish(0, Workspace("late", late=("Completed", ()), failed=["early"]), kept=True) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if "waiting" not in line] == [
+        "azureml-elastic: early: Failed",
+        "azureml-elastic: late: Completed",
+        "azureml-elastic: early: Failed",
+    ]
 
 
 def test_jobs_of_a_failed_command_are_not_waited_for(capsys):

@@ -17,6 +17,7 @@ _KINDS = ("codes", "components", "data", "environments", "models")
 _PATH = re.compile(r"/([^/]+)(?:/([^/]+)(?:/versions(?:/([^/]+))?)?)?", re.DOTALL)
 _PENDING_UPLOAD = re.compile(r"/[^/]+/([^/]+)/.*startPendingUpload")
 _CONTAINER = re.compile(r"[a-z0-9](?:[a-z0-9]|-(?=[a-z0-9])){2,62}")
+_DEFAULT_VERSION = "azureml_default"
 _LABEL = ":"
 """Part of an environment's version that is a label; labels are looked up among the versions."""
 
@@ -58,6 +59,8 @@ class Assets:
             versions = dict(self._versions.get((kind, name), {}))
         if kind == "environments" and not versions and _LABEL not in path:
             versions = {each: self._environment(name, each) for each in [version or "1"]}
+        if version == _DEFAULT_VERSION and versions:
+            version = next(reversed(versions))
         if version is not None and version in versions:
             return document(versions[version])
         if path.endswith("/versions"):
@@ -74,11 +77,14 @@ class Assets:
                 self._containers[kind, name] = properties
                 versions = dict(self._versions.get((kind, name), {}))
                 return document(self._container(kind, name, versions))
+            if kind == "models":  # azure-ai-ml reads them of every model
+                properties["flavors"] = properties.get("flavors") or {}
             entity = {
                 "id": f"{self.root}/{kind}/{name}/versions/{version}",
                 "name": version,
                 "systemData": {"createdBy": "local"},
                 **request.json(),
+                "properties": properties,
             }
             self._versions.setdefault((kind, name), {})[version] = entity
         return document(entity, 201)

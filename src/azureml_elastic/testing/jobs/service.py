@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,9 @@ from azureml_elastic.testing.storage import locate
 
 __all__ = ["Service"]
 
+_ARTIFACTS = "azureml://datastores/workspaceartifactstore/paths/ExperimentRun/dcid."
 _POLL_S = 0.05
+_OUTPUT = re.compile(r"//jobs/([^/]+)/outputs/([^/]+)(?:/(?:paths/)?(.*))?")
 
 
 @dataclass
@@ -153,8 +156,14 @@ class Service(threading.Thread):
         return spec
 
     def _address(self, resource: str) -> str | None:
+        if match := _OUTPUT.fullmatch(resource):
+            run = self._runs.get(match[1])
+            held = {} if run is None else {"artifacts": ("", f"{_ARTIFACTS}{run.name}"), **run.outputs}
+            return f"{held[match[2]][1].rstrip('/')}/{match[3] or ''}" if match[2] in held else None
         found = self._properties(resource) or {}
         address = found.get("codeUri") or found.get("dataUri") or found.get("modelUri")
+        if address is not None and str(address).startswith("azureml://jobs/"):
+            return self._address(str(address).removeprefix("azureml:"))
         return None if address is None else str(address)
 
     def run(self) -> None:
