@@ -25,7 +25,10 @@ def require_equal(found, expected):
 
 
 def test_evaluations_do_not_depend_on_the_world_size(run_script, tmp_path):
-    """Of models whose loss ignores the number of labels, and those which divide by it; the batches are uneven."""
+    """Of models whose loss ignores the number of labels, and those which divide by it; the batches are uneven.
+
+    Where their order is random, it is that of rank 0: no sample is left out.
+    """
     runs = [run_script(tmp_path / str(n), "--evaluate", nodes=(n, n)).record["evaluations"] for n in (1, 2, 3)]
     for run in runs[1:]:
         for (numbers, shapes), (expected, other) in zip(run, runs[0], strict=True):

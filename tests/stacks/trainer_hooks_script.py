@@ -1,7 +1,7 @@
 """Trains with ``Trainer`` and callbacks that follow an evaluation; what they do on rank 0 is in the record.
 
 With ``--die`` rank 0 is killed at a place, once. With ``--evaluate`` it evaluates only: a model whose loss ignores the
-number of labels in a batch, and one that divides by it.
+number of labels in a batch, one that divides by it, and one whose data come in a random order.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from torch.utils.data import DataLoader
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -71,6 +72,17 @@ class Places(TrainerCallback):
         self.at("train_end", state)
 
 
+class RandomOrder(Trainer):
+    """Evaluates in an order that each rank would draw for itself, as in a process that has joined a run."""
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        torch.manual_seed(int(os.environ["RANK"]))
+        data = self.eval_dataset if eval_dataset is None else eval_dataset
+        return self.accelerator.prepare(DataLoader(data, batch_size=5, shuffle=True, collate_fn=self.data_collator))
+
+    get_test_dataloader = get_eval_dataloader
+
+
 def arguments(**more):
     return TrainingArguments(
         output_dir=str(options.folder / "output"),
@@ -84,13 +96,17 @@ def arguments(**more):
 
 
 def evaluations(dataset):
-    """Return the results of evaluations of both kinds of models, and of predictions."""
+    """Return the results of evaluations of these kinds, and of predictions."""
     small = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 50, "n_positions": 16}
     for label, item in enumerate(sentences):
         item["labels"][: label % 7] = -100
-    models = [(classifier(), dataset), (GPT2LMHeadModel(GPT2Config(**small)), sentences)]
-    for model, data in models:
-        trainer = Trainer(model, arguments(), eval_dataset=data, compute_metrics=totals)
+    models = [
+        (Trainer, classifier(), dataset),
+        (Trainer, GPT2LMHeadModel(GPT2Config(**small)), sentences),
+        (RandomOrder, classifier(), dataset),
+    ]
+    for kind, model, data in models:
+        trainer = kind(model, arguments(), eval_dataset=data, compute_metrics=totals)
         found = trainer.evaluate()
         predicted = trainer.predict(data)
         shapes = [list(predicted.predictions.shape), list(predicted.label_ids.shape)]

@@ -32,7 +32,7 @@ parser.add_argument("--pause", type=float, default=0.03, help="seconds after eac
 observed, rest = parser.parse_known_args()
 
 COUNT = "observed"
-fetched = deque(maxlen=64)  # the inputs of batches, with their samples
+fetched = deque(maxlen=64)  # the inputs of batches, all of their tensors, and their samples
 computed, trained = [], {}
 optimizers = []
 now = {"pause": observed.pause, "epoch": None, "passes": 0, "depth": 0}
@@ -61,6 +61,23 @@ def same(inputs, given):
     return bool(inputs) and all(any(equal(one, other) for other in given) for one in inputs)
 
 
+def newest_given(given):
+    """Return the samples of the batches that a model was given.
+
+    Of several with the same inputs, as of pairs with the same first texts, it is the one of which it was given most.
+    """
+    found = []
+    for inputs, whole, ids in reversed(fetched):
+        if same(inputs, given):
+            number = sum(any(equal(one, other) for other in given) for one in whole)
+            alike = next((each for each in found if same(each[0], inputs) and same(inputs, each[0])), None)
+            if alike is None:
+                found.append([inputs, number, ids])
+            elif number > alike[1]:
+                alike[1:] = number, ids
+    return [ids for _, _, ids in reversed(found)]
+
+
 def equal(one, other):
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
 
@@ -68,7 +85,7 @@ def equal(one, other):
 def fetch(self, ids, _fetch=_MapDatasetFetcher.fetch):
     """Note which samples a batch has."""
     batch = _fetch(self, ids)
-    fetched.append((known_by(batch), list(map(int, ids))))
+    fetched.append((known_by(batch), list(tensors(batch)), list(map(int, ids))))
     if not now["depth"]:  # the first forward pass of a process fetches its batch once more
         computed.clear()
     return batch
@@ -77,8 +94,7 @@ def fetch(self, ids, _fetch=_MapDatasetFetcher.fetch):
 def call(self, *args, _call=nn.Module.__call__, **kwargs):
     """Note the batches that a model computes with gradients: known by what they hold, as stacks copy them."""
     if torch.is_grad_enabled() and not now["depth"]:
-        given = list(tensors((args, kwargs)))
-        computed.extend(ids for inputs, ids in fetched if same(inputs, given))
+        computed.extend(newest_given(list(tensors((args, kwargs)))))
     now["depth"] += 1
     try:
         return _call(self, *args, **kwargs)
@@ -88,7 +104,7 @@ def call(self, *args, _call=nn.Module.__call__, **kwargs):
 
 def backward(self, *args, _backward=torch.Tensor.backward, **kwargs):
     """Take the samples for trained; those of the newest batch, if no model was given it as it is."""
-    for ids in computed or [ids for _, ids in list(fetched)[-1:]]:
+    for ids in computed or [ids for *_, ids in list(fetched)[-1:]]:
         trained.update(dict.fromkeys(ids))
     now["passes"] += 1
     result = _backward(self, *args, **kwargs)

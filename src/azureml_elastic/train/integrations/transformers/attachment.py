@@ -108,11 +108,12 @@ def _train(wrapped: Wrapped, trainer: Any, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _evaluation_loop(wrapped: Wrapped, trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if stack_session() is None:
+    session = stack_session()
+    if session is None:
         return wrapped(*args, **kwargs)
     prepared = args[0] if args else kwargs.pop("dataloader")
     # Of the loader that the trainer has prepared, in place of get_eval_dataloader, which subclasses override.
-    with evaluating(trainer, prepared) as loader:
+    with evaluating(trainer, prepared, session.from_main) as loader:
         return wrapped(loader, *args[1:], **kwargs)
 
 

@@ -3,18 +3,21 @@
 transformers repeats samples until all ranks have as many, counts some of them in the loss, weighs the losses of a round
 of batches by all ranks' labels, and multiplies them by the number of ranks. Here each batch is one of those of a single
 process, has its own loss, and each sample counts once.
+
+A random order may be another one in a process that has joined, as accelerate seeds it by torch's generator of the
+process. So that of rank 0 is the order of all ranks: else samples would be left out, and others count twice.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from azureml_elastic.train.data.map_loader import loader_options
 from azureml_elastic.train.integrations.nested import map_tensors
@@ -30,8 +33,12 @@ _warned: set[str] = set()
 
 
 @contextmanager
-def evaluating(trainer: Any, prepared: Any) -> Iterator[Any]:
-    """Have an evaluation loop count each sample once; yield what it is to use in place of accelerate's loader."""
+def evaluating(trainer: Any, prepared: Any, agree: Callable[[Any], Any]) -> Iterator[Any]:
+    """Have an evaluation loop count each sample once; yield what it is to use in place of accelerate's loader.
+
+    Args:
+        agree: collective that returns rank 0's value
+    """
     arguments = trainer.args
     across, gather = arguments.average_tokens_across_devices, trainer.gather_function
     arguments.average_tokens_across_devices = False  # a batch's loss is the mean over its own labels
@@ -41,7 +48,7 @@ def evaluating(trainer: Any, prepared: Any) -> Iterator[Any]:
             return
         loader = getattr(prepared, _LOADER, None)
         if loader is None:
-            setattr(prepared, _LOADER, loader := EvaluationLoader(prepared, trainer.accelerator))
+            setattr(prepared, _LOADER, loader := EvaluationLoader(prepared, trainer.accelerator, agree))
         trainer.gather_function = loader.gather
         yield loader
     finally:
@@ -87,12 +94,12 @@ class EvaluationLoader:
     end_of_dataloader = False
     remainder = -1
 
-    def __init__(self, prepared: DataLoader[Any], accelerator: Any) -> None:
+    def __init__(self, prepared: DataLoader[Any], accelerator: Any, agree: Callable[[Any], Any]) -> None:
         self.dataset: Any = prepared.dataset
         shard: Any = prepared.batch_sampler
         self.batch_size = shard.batch_size
         self._state, self._gather = accelerator.gradient_state, accelerator.gather
-        self._rounds = _Rounds(shard)
+        self._rounds = _Rounds(shard, agree)
         self._loader: DataLoader[Any] = DataLoader(
             self.dataset,
             batch_sampler=self._rounds,
@@ -148,8 +155,9 @@ class _Rounds:
         sizes: number of samples of each rank by round
     """
 
-    def __init__(self, shard: Any) -> None:
+    def __init__(self, shard: Any, agree: Callable[[Any], Any]) -> None:
         self._shard = shard
+        self._agree = agree
         self.sizes: list[list[int]] = []
         self._first = 0
 
@@ -157,7 +165,10 @@ class _Rounds:
         return math.ceil(len(self._shard.batch_sampler) / int(self._shard.num_processes))
 
     def __iter__(self) -> Iterator[list[int]]:
-        ranks, batches = self._shard.num_processes, list(self._shard.batch_sampler)
+        ranks, sampler = self._shard.num_processes, self._shard.batch_sampler
+        batches = list(sampler)
+        if type(sampler) is not BatchSampler or type(sampler.sampler) is not SequentialSampler:
+            batches = self._agree(batches)
         rounds = [batches[begin : begin + ranks] for begin in range(0, len(batches), ranks)]
         self._first = len(batches[0]) if batches else 0
         self.sizes = [[*map(len, each), *[0] * (ranks - len(each))] for each in rounds]
