@@ -147,7 +147,7 @@ def stepped(optimizer, args, kwargs):
     with (observed.folder / f"observed.{os.getpid()}").open("a") as file:
         file.write(json.dumps(line) + "\n")
     if observed.full and dist.is_initialized():
-        now["pause"] = observed.pause if ranks == observed.full else min(1.0, now["pause"] * 1.12)
+        now["pause"] = observed.pause if ranks == observed.full else min(1.0, now["pause"] * 1.3)
         time.sleep(now["pause"])
 
 

@@ -44,6 +44,7 @@ for _ in range(5):
             break
     if stopped:
         break
+samples = accelerator.reduce(torch.tensor(samples)).tolist()  # of as many processes as there are now
 if accelerator.is_main_process:
     files = [torch.load(path) for path in sorted(args.output_dir.glob("model_*.pt"))]
     files += [load_file(path) for path in sorted(args.output_dir.glob("model_*/model.safetensors"))]
