@@ -5,11 +5,13 @@ Training data count as in a run with three ranks, and an evaluation's are divide
 
 import argparse
 import json
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -45,7 +47,7 @@ def differences(found, loader, ranks):
 
 
 epochs = []
-accelerator = Accelerator()
+accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))])
 points = torch.arange(64.0).reshape(16, 4)
 data = Numbered(points)
 shuffled, in_order = DataLoader(data, batch_size=2, shuffle=True), DataLoader(data, batch_size=2)
@@ -69,7 +71,8 @@ for _ in range(2):
         optimizer.step()
         optimizer.zero_grad()
         positions.append([prepared.iteration, prepared.end_of_dataloader, prepared.remainder])
-record.update(positions=positions, epochs=epochs)
+group = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+record.update(positions=positions, epochs=epochs, timeout=group.options._timeout.total_seconds())
 if accelerator.is_main_process:
     (args.folder / "record.json").write_text(json.dumps(record))
 accelerator.end_training()

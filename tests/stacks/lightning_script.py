@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -86,11 +87,14 @@ class Classifier(pl.LightningModule):
 
 
 pl.seed_everything(0, verbose=False)
+strategy = pl.strategies.DDPStrategy(timeout=timedelta(hours=2))
+if options.sharded:
+    strategy = pl.strategies.ModelParallelStrategy(3, tensor_parallel_size=1)
 trainer = pl.Trainer(
     accelerator="cpu",
     devices=1,
     num_nodes=3,
-    strategy=pl.strategies.ModelParallelStrategy(3, tensor_parallel_size=1) if options.sharded else "ddp",
+    strategy=strategy,
     max_epochs=options.epochs,
     accumulate_grad_batches=options.accumulate,
     default_root_dir=options.folder,
@@ -106,7 +110,9 @@ weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=T
 if trainer.is_global_zero:
     torch.save(weights, options.folder / "model.pt")
     lines = [json.loads(line) for file in options.folder.glob("steps.*") for line in file.read_text().splitlines()]
+    group = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
     document = {
+        "timeout": group.options._timeout.total_seconds(),
         "steps": trainer.global_step,
         "epoch": trainer.current_epoch,
         "loss": float(trainer.callback_metrics["val_loss"]),

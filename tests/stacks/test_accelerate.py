@@ -187,6 +187,7 @@ def test_what_a_script_is_given_has_the_attributes_of_accelerates_own(tmp_path):
     assert record["epochs"] == [0, 1]
     assert record["positions"] == [[epoch, last, 4] for epoch in range(2) for last in (False, False, True)]
     assert not record["drawn"]
+    assert record["timeout"] == 7200
 
 
 def run_left(folder, kind):

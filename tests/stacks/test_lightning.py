@@ -39,6 +39,7 @@ def test_each_sample_is_trained_once_an_epoch(undisturbed):
     assert set(counts) == set(range(SAMPLES))
     assert set(counts.values()) == {EPOCHS}
     assert undisturbed.record["steps"] == STEPS
+    assert undisturbed.record["timeout"] == 7200
     assert rates(undisturbed) == pytest.approx({step: 1e-2 * (1 - step / STEPS) for step in range(STEPS)})
 
 

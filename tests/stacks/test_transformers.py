@@ -31,6 +31,7 @@ def seen(run):
 def test_each_sample_is_trained_once_an_epoch(undisturbed):
     assert undisturbed.report.audit.complete, undisturbed.report.audit
     assert undisturbed.record["max_steps"] == STEPS
+    assert undisturbed.record["timeout"] == 7200
     counts = seen(undisturbed)
     assert set(counts) == set(range(SAMPLES))
     # A rank without samples of its own in the last window takes some of it, with a weight of 0.

@@ -111,6 +111,7 @@ arguments = TrainingArguments(
     remove_unused_columns=False,
     disable_tqdm=True,
     dataloader_pin_memory=False,
+    ddp_timeout=7200,
 )
 trainer = Trainer(model=model, args=arguments, train_dataset=Sentences(options.samples), eval_dataset=Sentences(100))
 output = Path(arguments.output_dir)
@@ -119,4 +120,6 @@ weights = model.state_dict() if options.fsdp is None else trainer.accelerator.ge
 if trainer.is_world_process_zero():
     torch.save(weights, options.folder / "model.pt")
     record = {"log": trainer.state.log_history, "max_steps": trainer.state.max_steps, "loss": result.training_loss}
+    group = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+    record["timeout"] = group.options._timeout.total_seconds()
     (options.folder / "record.json").write_text(json.dumps(record))

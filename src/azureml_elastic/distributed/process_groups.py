@@ -26,10 +26,12 @@ import socket
 import stat
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.distributed.data_parallel import ElasticDataParallel
@@ -77,6 +79,20 @@ class ProcessGroups:
         self._store = _store_addresses()
         self.owns_group = open_group(self.identity, self.device)
         self._controls = self.control, self.background = (ControlGroup(), ControlGroup())
+        if not self.owns_group:
+            options = getattr(dist.distributed_c10d._get_default_group()._get_backend(self.device), "options", None)  # noqa: SLF001
+            self.wait_at_most(getattr(options, "_timeout", default_pg_timeout))
+
+    def wait_at_most(self, timeout: timedelta) -> None:
+        """Set how long collectives of the default group wait; those of the control groups wait no shorter than before.
+
+        A rank that prepares the data while the others wait for it may keep them waiting in either.
+        """
+        set_timeout = dist.distributed_c10d._set_pg_timeout  # noqa: SLF001 - there is no other way for an open group
+        set_timeout(timeout, dist.group.WORLD)
+        if timeout > default_pg_timeout:
+            for control in self._controls:
+                set_timeout(timeout, control.group)
 
     def close(self, models: Iterable[ElasticDataParallel] = ()) -> None:
         """Leave the groups, also after an error or an abort.

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from azureml_elastic.config import Plan
@@ -26,6 +27,7 @@ from azureml_elastic.node.failures.classification import describe_ending, hang_f
 from azureml_elastic.node.failures.host_strikes import HostStrikes, incident_id, worker_fault
 from azureml_elastic.node.hangs.detector import HangDetector
 from azureml_elastic.node.hangs.stack_dump import StackReporter, Worker
+from azureml_elastic.node.hangs.waiting import waited_lines
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
 from azureml_elastic.node.preload.state_lookups import read_lookups
 from azureml_elastic.node.records.event_recorder import Recorder
@@ -297,7 +299,10 @@ class RoundPerformer:
         }
         if not failed:
             return ev.Failures()
-        cause = root_cause({ranks[each]: failure for each, failure in failed.items()})
+        by_rank = {ranks[each]: failure for each, failure in failed.items()}
+        cause = root_cause(by_rank)
+        if cause.kind == "timeout":
+            cause = replace(cause, message=f"{waited_lines(by_rank)}{cause.message}")
         codes = {local_rank: failure.exitcode for local_rank, failure in failed.items()}
         return ev.Failures(codes, cause, describe_ending(cause), worker_fault(cause.exit_code, cause.message))
 

@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 FailureKind = Literal[
-    "out_of_memory", "peer", "import", "user", "killed", "crashed", "exit", "hang", "nonfinite", "store"
+    "out_of_memory", "peer", "import", "user", "killed", "crashed", "exit", "hang", "timeout", "nonfinite", "store"
 ]
 """Kind of failure; ``docs/explanation/failures.md`` describes the classification."""
 

@@ -29,6 +29,7 @@ SUMMARIES: dict[FailureKind, str] = {
     "crashed": "it crashed",
     "exit": "its program ended with an error code",
     "hang": "it made no step for too long",
+    "timeout": "other workers did not come to the collective in which it has waited for as long as torch allows",
     "nonfinite": "its loss or weights are NaN or infinite",
     "store": "no worker can connect without it",
 }
@@ -41,8 +42,7 @@ _ADVICE: dict[FailureKind, str] = {
     ),
     "peer": (
         "Look for the first error in the logs of the other nodes. If there is none, allow TCP between the nodes on all "
-        "ports, set AZUREML_ELASTIC_LOCAL_ADDRESS on nodes with several addresses, and give init_process_group a "
-        "longer timeout for slow collectives"
+        "ports, and set AZUREML_ELASTIC_LOCAL_ADDRESS on nodes with several addresses"
     ),
     "import": (
         "Install what is missing in the environment of the nodes, or add the file to the submitted folder; then submit "
@@ -58,6 +58,11 @@ _ADVICE: dict[FailureKind, str] = {
     ),
     "exit": "Look for the exit code in the program, and at its last lines of output",
     "hang": "Find the worker whose stack differs from those of the others",
+    "timeout": (
+        "The nodes are connected, so this is no failure of the network: find where the other workers were, at the end "
+        "of their nodes' logs, and have all ranks call the same collectives in the same order. Where one of them works "
+        "alone for so long, give init_process_group a longer timeout"
+    ),
     "nonfinite": (
         "Lower the learning rate, clip the gradients or look at the data of this step, and submit again: the last "
         "checkpoint is of finite weights"

@@ -23,6 +23,9 @@ from azureml_elastic.node.core.round import Round
 
 __all__ = ["State", "Training"]
 
+_WAITED = ("peer", "timeout")
+"""Kinds of failures of a worker that has waited for others."""
+
 _SETTLE_SECONDS = 0.5
 """How long a failed worker's agent waits for the news that another node is the cause."""
 
@@ -426,7 +429,7 @@ class Training:
         # SIGKILL is nobody's consequence. SIGTERM may be: a preempted container's processes all get it.
         killed = failure is not None and failure.exit_code == KILLED
         self._until = self._now + (0.0 if killed else _SETTLE_SECONDS)
-        if failure is not None and failure.kind == "peer":  # silence is noticed no sooner, and another may be the cause
+        if failure is not None and failure.kind in _WAITED:  # silence is noticed late, and another may be the cause
             self._until += SilenceLimit(self._plan.rendezvous.timings).longest
 
     def _settle(self) -> None:
@@ -439,7 +442,7 @@ class Training:
         elif self._boundary.agreed and self._boundary.leavers:
             # One that has stopped is free to go. Its loss ends no round, but breaks the connections of those that save.
             self._end_round(f"a worker on {self._node} failed while others left", round_failed=True)
-        elif self._store_failure is not None and (failures.failure is None or failures.failure.kind == "peer"):
+        elif self._store_failure is not None and (failures.failure is None or failures.failure.kind in _WAITED):
             self._end_without_store(self._store_failure)
         elif self._now < self._until:
             return

@@ -242,6 +242,11 @@ _BROKEN = re.compile(
     r"|No route to host|Network is unreachable|failed to pass monitoredBarrier"
 )
 _COLLECTIVE = re.compile(r"gloo|NCCL|nccl|c10d|ProcessGroup|Watchdog caught collective|monitoredBarrier|Socket Timeout")
+_TIMEOUT = re.compile(
+    r"Timed out waiting \d+ms for (?:recv|send) operation|Watchdog caught collective operation timeout"
+    r"|failed to pass monitoredBarrier"
+)
+"""Message of a collective that has waited for other ranks for its whole timeout, while their connections were there."""
 _WATCHDOG = re.compile(r"Watchdog caught collective operation timeout|c10::Dist(?:Backend|Network|Store)?Error")
 
 # In this order: identifiers, addresses and folders before the numbers in them.
@@ -320,11 +325,12 @@ def root_cause(failures: Mapping[int, FailedWorker], oom_kills: OomKillCounter =
     oom_killed = oom_kills.more()
     examined = {rank: _examine(rank, failure, oom_killed=oom_killed) for rank, failure in failures.items()}
 
-    # A worker that lost a peer comes after all that failed by themselves. One that was stopped and has an error of its
-    # own had failed before and hung at its exit; without an error it is no cause.
+    # A worker that lost a peer, or has waited for one, comes after all that failed by themselves. One that was stopped
+    # and has an error of its own had failed before and hung at its exit; without an error it is no cause.
     def order(rank: int) -> tuple[int, int, bool, int]:
         found, stopped = examined[rank], failures[rank].exitcode == -signal.SIGTERM
-        consequence = 2 if found.kind == "peer" else (1 if found.conclusive else 3) if stopped else 0
+        waited = {"timeout": 2, "peer": 3}.get(found.kind)
+        consequence = waited or ((1 if found.conclusive else 4) if stopped else 0)
         return consequence, failures[rank].timestamp, found.kind == "exit" or not found.conclusive, rank
 
     return examined[min(examined, key=order)]
@@ -392,7 +398,8 @@ def _examine(rank: int, failure: FailedWorker, *, oom_killed: bool) -> Failure:
         kind = _kind_of(chain)
         if kind == "user" and oom_killed and _LOST_PROCESS.search(parsed.chain[-1].message):
             kind = "out_of_memory"
-        return Failure(rank, code, _shortened(parsed.text), kind, signature_of(chain[-1]), conclusive=kind != "peer")
+        conclusive = kind not in ("peer", "timeout")
+        return Failure(rank, code, _shortened(parsed.text), kind, signature_of(chain[-1]), conclusive=conclusive)
     lines = _shortened(_last_lines(text))
     if is_full(failure.stderr):
         lines = f"{lines}\n{_FULL.format(failure.stderr.parent)}".strip()
@@ -419,7 +426,8 @@ def _ended_by_signal(rank: int, code: int, name: str, lines: str, text: str, *, 
         return Failure(rank, code, message, kind, signature_of(ExceptionInfo(name)))
     raised = ExceptionInfo(name, dump.chain[-1].message, dump.chain[-1].frames)
     if _WATCHDOG.search(dump.text):
-        return Failure(rank, code, _shortened(dump.text), "peer", signature_of(raised))
+        kind = "timeout" if _TIMEOUT.search(dump.text) else "peer"
+        return Failure(rank, code, _shortened(dump.text), kind, signature_of(raised))
     kind = "out_of_memory" if _MEMORY.search(raised.message) else "crashed"
     return Failure(rank, code, _shortened(dump.text), kind, signature_of(raised), conclusive=True)
 
@@ -432,7 +440,7 @@ def _kind_of(chain: Sequence[ExceptionInfo]) -> FailureKind:
             break
         found = _own_kind(before)
         # A handled ImportError is often deliberate (an optional package); exhausted memory or a lost peer never is.
-        if found in ("out_of_memory", "peer") or (found == "import" and raised.caused):
+        if found in ("out_of_memory", "peer", "timeout") or (found == "import" and raised.caused):
             kind = found
     return kind
 
@@ -440,9 +448,9 @@ def _kind_of(chain: Sequence[ExceptionInfo]) -> FailureKind:
 def _without_cleanup_errors(chain: Sequence[ExceptionInfo]) -> Sequence[ExceptionInfo]:
     """Drop broken connections that were raised while another error was handled: cleanup is often collective."""
     for at in range(len(chain) - 1, 0, -1):
-        if _own_kind(chain[at]) != "peer":
+        if _own_kind(chain[at]) not in ("peer", "timeout"):
             break
-        if not chain[at].caused and _own_kind(chain[at - 1]) != "peer":
+        if not chain[at].caused and _own_kind(chain[at - 1]) not in ("peer", "timeout"):
             return chain[:at]
     return chain
 
@@ -463,7 +471,9 @@ def _own_kind(raised: ExceptionInfo) -> FailureKind:
     collective = raised.name == "DistBackendError" or (
         raised.name == "RuntimeError" and _COLLECTIVE.search(raised.message)
     )
-    return "peer" if collective and _BROKEN.search(raised.message) else "user"
+    if not collective or not _BROKEN.search(raised.message):
+        return "user"
+    return "timeout" if _TIMEOUT.search(raised.message) else "peer"
 
 
 def _signal_name(exitcode: int, text: str) -> str:

@@ -7,10 +7,11 @@ comparison of whole stacks.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 
-from azureml_elastic.node.failures.classification import Frame
+from azureml_elastic.node.failures.classification import FailedWorker, Frame
 
-__all__ = ["whereabouts"]
+__all__ = ["waited_lines", "whereabouts"]
 
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
@@ -23,7 +24,19 @@ def whereabouts(stacks: str) -> str:
         stacks: stacks by :mod:`faulthandler`, innermost call first, the main thread before the others.
     """
     lines = map(_FRAME.match, stacks.partition("\n\n")[0].splitlines())
-    frames = [Frame(found["file"], int(found["line"]), found["function"]) for found in lines if found]
+    return _whereabouts([Frame(found["file"], int(found["line"]), found["function"]) for found in lines if found])
+
+
+def waited_lines(failures: Mapping[int, FailedWorker]) -> str:
+    """Return a line for each worker whose recorded error was raised in a collective; by its rank."""
+    frames = {
+        rank: each.error.chain[-1].frames[::-1] for rank, each in sorted(failures.items()) if each.error is not None
+    }
+    places = {rank: _whereabouts(found) for rank, found in frames.items()}
+    return "".join(f"rank {rank} {place}\n" for rank, place in places.items() if place.startswith("waits in "))
+
+
+def _whereabouts(frames: Sequence[Frame]) -> str:
     own = next((at for at, frame in enumerate(frames) if frame.own), None)
     if own is None:
         return ""

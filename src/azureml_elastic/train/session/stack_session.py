@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,15 @@ class StackSession:
         assert isinstance(loader, WindowLoader)
         self._position.in_epochs = True  # the stack has the loop over epochs, and end_epoch() ends each
         return loader
+
+    def wait_at_most(self, timeout: timedelta | None) -> None:
+        """Have collectives wait for as long as the script wants, whose stack finds the process group open.
+
+        Args:
+            timeout: ``None`` for no wish
+        """
+        if timeout is not None and not self.over:
+            self._lifecycle.world.wait_at_most(timeout)
 
     def drive(self, complete_step: Callable[[], None]) -> None:
         """Have a loop of the script's own say which samples it trains, and count its last step before the end."""

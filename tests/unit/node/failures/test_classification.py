@@ -59,7 +59,7 @@ def examined(tmp_path: Path, code: int, text: str | bytes, kills: OomKillCounter
 
 
 def kind_of(name: str) -> str:
-    kinds = ("out_of_memory", "peer", "import", "user", "killed", "crashed", "exit")
+    kinds = ("out_of_memory", "peer", "timeout", "import", "user", "killed", "crashed", "exit")
     return EXCEPTIONS.get(name) or next(kind for kind in kinds if name.startswith(kind))
 
 
@@ -73,7 +73,7 @@ def test_the_kind_and_the_exit_code(tmp_path, name):
     found = examined(tmp_path, code, text)
     assert (found.kind, found.rank) == (kind_of(name), 3)
     assert found.exit_code == (code if code > 0 else 128 - code)
-    assert found.conclusive == (found.kind != "peer" and name not in INCONCLUSIVE)
+    assert found.conclusive == (found.kind not in ("peer", "timeout") and name not in INCONCLUSIVE)
     assert found.message
     assert 9 <= len(found.signature) <= 120
 
@@ -90,6 +90,20 @@ def test_the_message_is_the_whole_chain_of_tracebacks_and_nothing_else(tmp_path,
     links = [line for line in plain.splitlines() if line.startswith(("The above exception", "During handling of"))]
     assert [line for line in message.splitlines() if line.startswith(("The above", "During"))] == links
     assert "not the cause" not in message
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("[gloo/unbound_buffer.cc:84] Timed out waiting 1800000ms for send operation to complete", "timeout"),
+        ("monitoredBarrier: Rank 1 failed to pass monitoredBarrier in 3000 ms", "timeout"),
+        ("[gloo/context.cc:9] connectFullMesh failed: timed out connecting", "peer"),
+        ("[c10d] The client socket has timed out after 300000ms while trying to connect", "peer"),
+    ],
+)
+def test_a_collective_that_has_waited_in_vain_is_no_broken_connection(tmp_path, message, kind):
+    text = f'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\nRuntimeError: {message}'
+    assert examined(tmp_path, 1, text).kind == kind
 
 
 SIGNATURES = {
@@ -231,10 +245,11 @@ def test_of_two_failures_the_conclusive_one_is_reported(tmp_path):
 
 
 @pytest.mark.parametrize("late", [10, 12])
+@pytest.mark.parametrize("consequence", ["peer_killed", "timeout"])
 @pytest.mark.parametrize("cause", ["user", "user_rank", "out_of_memory_cpu", "crashed", "killed", "exit_code"])
-def test_the_cause_comes_before_its_consequence(tmp_path, cause, late):
+def test_the_cause_comes_before_its_consequence(tmp_path, cause, consequence, late):
     """Whichever of them torch has seen first."""
-    for rank, name in enumerate(("peer_killed", cause)):
+    for rank, name in enumerate((consequence, cause)):
         (tmp_path / str(rank)).write_text(ending(name)[1])
     failures = {0: failure(1, tmp_path / "0", 10), 1: failure(ending(cause)[0], tmp_path / "1", late)}
     assert root_cause(failures).rank == 1

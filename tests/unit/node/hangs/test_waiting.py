@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from azureml_elastic.node.hangs.waiting import whereabouts
+from azureml_elastic.node.failures.classification import ExceptionInfo, FailedWorker, Frame, ParsedError
+from azureml_elastic.node.hangs.waiting import waited_lines, whereabouts
 
 SITE = "/usr/lib/python3.11/site-packages"
 C10D = f'  File "{SITE}/torch/distributed/distributed_c10d.py", line'
@@ -41,3 +44,14 @@ def test_the_collective_and_the_line_of_the_program_are_named(frames, where):
     other = "Thread 0x2 (most recent call first):\n" + f"{C10D} 1 in all_reduce\n{MAIN}"
     text = "\n".join(("Main thread 0x1 (most recent call first):", *frames)) + "\n\n" + other
     assert whereabouts(text) == where
+
+
+def test_a_line_names_each_worker_that_has_waited_in_a_collective():
+    step = Frame("/job/train.py", 9, "step")
+    inside = Frame(f"{SITE}/torch/distributed/distributed_c10d.py", 3252, "all_reduce")
+    raised = {2: (step, inside), 1: (step,), 0: None}
+    failures = {
+        rank: FailedWorker(1, 0, Path("none"), frames and ParsedError("", (ExceptionInfo("RuntimeError", "", frames),)))
+        for rank, frames in raised.items()
+    }
+    assert waited_lines(failures) == "rank 2 waits in all_reduce, called at /job/train.py:9 in step\n"

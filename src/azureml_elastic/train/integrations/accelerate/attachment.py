@@ -64,6 +64,8 @@ def _replace_step(optimizer: Any) -> None:
 def _begin(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
     """Have the session open the process group before the stack would."""
     session = stack_session()
+    if session is not None:
+        session.wait_at_most(kwargs.get("timeout"))  # of InitProcessGroupKwargs
     if session is not None and not device_of(session.device).separate:
         # Without these accelerate takes no notice of the ranks on a machine without a GPU, and each trains apart. A
         # DeepSpeed plugin excludes cpu=True.

@@ -67,8 +67,10 @@ def _folders_of(engine: Any) -> TrainingLoop | CheckpointFolders | None:
 
 
 def _init_distributed(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
-    if stack_session() is not None:
+    session = stack_session()
+    if session is not None:
         _own_calls.append(True)
+        session.wait_at_most(kwargs.get("timeout"))
     return wrapped(*args, **kwargs)
 
 

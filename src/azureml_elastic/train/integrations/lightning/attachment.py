@@ -69,6 +69,7 @@ def _initialize(wrapped: Wrapped, trainer: Any, args: Any, kwargs: Any) -> Any:
     if not args:
         kwargs = {**kwargs, **_sizes(session.world_size)}
     result = wrapped(*args, **kwargs)
+    session.wait_at_most(getattr(trainer.strategy, "_timeout", None))
     if not session.over and not session.trains and (found := session.find(PROGRESS, "loggers")):
         training_loop.continue_from(trainer, found)  # before callbacks and the script ask for their folders
     return result

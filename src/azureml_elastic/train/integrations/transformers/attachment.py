@@ -81,6 +81,8 @@ def attach(module: ModuleType) -> None:
 def _begin(wrapped: Wrapped, arguments: Any, args: Any, kwargs: Any) -> Any:
     """Have the session open the process group before the stack would."""
     session = stack_session()
+    if session is not None:
+        session.wait_at_most(arguments.ddp_timeout_delta)
     if session is not None and not device_of(session.device).separate and not arguments.deepspeed:
         arguments.use_cpu = True  # without it the ranks of a machine without a GPU train apart
     return wrapped(*args, **kwargs)

@@ -182,7 +182,7 @@ if dist.get_rank() == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 step()
 """,
-    "peer_silent": GROUP
+    "timeout": GROUP
     + """
 if dist.get_rank() == 1:
     time.sleep(60)
@@ -269,7 +269,7 @@ finally:
 
         give_up()
     """,
-    "peer_watchdog": """
+    "timeout_watchdog": """
         import os, sys
 
         # As NCCL's watchdog thread ends its process; this machine need not have a GPU.
@@ -299,7 +299,7 @@ finally:
     "killed": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n",
 }
 
-PAIRS = {"peer_killed": 0, "peer_silent": 0, "peer_store": 1, "peer_wrapped": 0, "peer_after_user": 0, "user_rank": 0}
+PAIRS = {"peer_killed": 0, "timeout": 0, "peer_store": 1, "peer_wrapped": 0, "peer_after_user": 0, "user_rank": 0}
 """The scripts of two ranks, and the rank whose end is wanted."""
 
 
