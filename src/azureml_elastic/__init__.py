@@ -29,7 +29,13 @@ if TYPE_CHECKING:
         TableRendezvous,
     )
     from azureml_elastic.errors import ElasticError
-    from azureml_elastic.submit import ElasticCommandJob, SubmittedRun, load_elastic_job, load_elastic_sweep
+    from azureml_elastic.submit import (
+        ElasticCommandJob,
+        SubmittedRun,
+        load_elastic_job,
+        load_elastic_pipeline,
+        load_elastic_sweep,
+    )
 
 __all__ = [
     "CheckpointPolicy",
@@ -53,6 +59,7 @@ __all__ = [
     "TableRendezvous",
     "errors",
     "load_elastic_job",
+    "load_elastic_pipeline",
     "load_elastic_sweep",
     "train",
 ]
@@ -63,6 +70,7 @@ _OUTSIDE_CONFIG = {
     "ElasticError": "errors",
     "SubmittedRun": "submit",
     "load_elastic_job": "submit",
+    "load_elastic_pipeline": "submit",
     "load_elastic_sweep": "submit",
 }
 

@@ -17,7 +17,7 @@ from azureml_elastic.cli.workspaces import current_workspace
 from azureml_elastic.errors import UsageError
 
 if TYPE_CHECKING:
-    from azure.ai.ml.entities import Sweep
+    from azure.ai.ml.entities import PipelineJob, Sweep
 
     from azureml_elastic.submit import ElasticCommandJob
     from azureml_elastic.testing import Pool
@@ -158,12 +158,16 @@ def submit(
 
     from azureml_elastic.submit.sdk_hooks import quiet_uploads
     from azureml_elastic.submit.submitted import check_earlier_run
-    from azureml_elastic.submit.yaml.job_file import is_sweep_file, load_elastic_job, load_elastic_sweep
+    from azureml_elastic.submit.yaml.job_file import load_elastic_job, load_elastic_sweep, read_document
+    from azureml_elastic.submit.yaml.pipeline_file import load_elastic_pipeline
 
     client = connect(name.subscription, name.group, name.name)
-    job: ElasticCommandJob | Sweep
-    if is_sweep_file(job_file, overrides or ()):
+    kind = read_document(job_file, overrides or ()).get("type")
+    job: ElasticCommandJob | PipelineJob | Sweep
+    if kind == "sweep":
         job = load_elastic_sweep(job_file, overrides or ())
+    elif kind == "pipeline":
+        job = load_elastic_pipeline(job_file, overrides or ())
     else:
         job = load_elastic_job(job_file, overrides or ())
         with readable_errors(f"read the run {job.resume_from!r}"):

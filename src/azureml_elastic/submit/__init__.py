@@ -14,10 +14,16 @@ if TYPE_CHECKING:
     from azureml_elastic.submit.job import ElasticCommandJob
     from azureml_elastic.submit.submitted import SubmittedRun
     from azureml_elastic.submit.yaml.job_file import load_elastic_job, load_elastic_sweep
+    from azureml_elastic.submit.yaml.pipeline_file import load_elastic_pipeline
 
-__all__ = ["ElasticCommandJob", "SubmittedRun", "load_elastic_job", "load_elastic_sweep"]
+__all__ = ["ElasticCommandJob", "SubmittedRun", "load_elastic_job", "load_elastic_pipeline", "load_elastic_sweep"]
 
-_HOMES = {"SubmittedRun": "submitted", "load_elastic_job": "yaml.job_file", "load_elastic_sweep": "yaml.job_file"}
+_HOMES = {
+    "SubmittedRun": "submitted",
+    "load_elastic_job": "yaml.job_file",
+    "load_elastic_pipeline": "yaml.pipeline_file",
+    "load_elastic_sweep": "yaml.job_file",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -68,6 +68,7 @@ __all__ = [
     "position_in_pipelines",
     "quiet_uploads",
     "register",
+    "value_of",
 ]
 
 
@@ -131,6 +132,11 @@ def binding_type(value: Any) -> str | None:
         value = next(iter(outputs.values()), None)
     kind = getattr(value, "type", None)
     return kind if isinstance(kind, str) else None
+
+
+def value_of(held: Any) -> Any:
+    """Return what an input of a node of azure-ai-ml was given: a value, an ``Input``, or what it is bound to."""
+    return getattr(held, "_data", held)
 
 
 @contextlib.contextmanager

@@ -194,3 +194,62 @@ def test_the_command_submits_a_sweep_whose_trials_are_runs(workspace):
     name = shown.stdout.strip()
     assert workspace.wait(name, 120) == "Completed"
     assert runs(workspace, name) == [f"{lr} of {name}_{at}" for at, lr in enumerate((0.1, 0.2))]
+
+
+PIPELINE = """
+type: pipeline
+settings: {default_compute: azureml:cluster}
+inputs: {text: given}
+outputs: {made: {type: uri_folder}}
+jobs:
+  prepare:
+    command: echo ${{inputs.text}} > ${{outputs.made}}/text
+    environment: azureml:anything@latest
+    inputs: {text: "${{parent.inputs.text}}"}
+    outputs: {made: {type: uri_folder}}
+  apart:
+    component: apart.yml
+    inputs: {source: "${{parent.jobs.prepare.outputs.made}}"}
+    elastic: {min_instance_count: 2, max_instance_count: 2, distribution: {process_count_per_instance: 1}}
+  together:
+    command: python train.py ${{inputs.source}} ${{outputs.made}}
+    code: src
+    environment: azureml:anything@latest
+    inputs: {source: "${{parent.jobs.apart.outputs.made}}"}
+    outputs: {made: "${{parent.outputs.made}}"}
+    elastic: {max_instance_count: 1, placement: gang}
+"""
+COMPONENT = """
+type: command
+name: apart
+inputs: {source: {type: uri_folder}}
+outputs: {made: {type: uri_folder}}
+command: python train.py ${{inputs.source}} ${{outputs.made}}
+code: src
+environment: azureml:anything@latest
+"""
+TAKE = """
+import os, pathlib, sys
+from azureml_elastic import train
+run = train.start()
+source, target = (pathlib.Path(path) for path in sys.argv[1:])
+if run.rank == 0:
+    line = f"{run.world_size} of {os.environ['TORCHELASTIC_RUN_ID']}"
+    (target / "text").write_text((source / "text").read_text() + line + chr(10))
+"""
+
+
+def test_the_command_submits_a_file_whose_elastic_steps_hand_on_what_they_write(workspace, script, tmp_path):
+    script(TAKE)
+    Path("pipeline.yml").write_text(PIPELINE)
+    Path("apart.yml").write_text(COMPONENT)
+    Path("config.json").write_text(json.dumps(dict(workspace.config)))
+    shown = CliRunner().invoke(app, ["submit", "pipeline.yml"])
+    assert shown.exit_code == 0, shown.output
+    name = shown.stdout.strip()
+    assert workspace.wait(name, 120) == "Completed"
+    client = workspace.ml_client
+    client.jobs.download(name, download_path=tmp_path, output_name="made")
+    (last,) = [each.name for each in client.jobs.list(parent_job_name=name) if each.display_name == "together"]
+    lines = (tmp_path / "named-outputs" / "made" / "text").read_text().splitlines()
+    assert lines == ["given", f"2 of {name}-step-apart", f"1 of {last}"]

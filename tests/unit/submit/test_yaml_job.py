@@ -293,7 +293,7 @@ def test_a_wrong_block_is_refused_with_its_place(write, block, parts):
     ("fields", "parts"),
     [
         ({"elastic": ...}, ["no elastic: block", SHORTEST]),
-        ({"type": "pipeline"}, ["type is 'pipeline'", "type: command"]),
+        ({"type": "pipeline"}, ["type is 'pipeline'", "load_elastic_pipeline()"]),
         ({"zzz": 1}, ["zzz is no field of a command job"]),
         ({"comput": "gpu"}, ["comput is no field", "did you mean compute?"]),
         ({"resources": {"shm_sze": "8g"}}, ["resources.shm_sze is no field", "did you mean shm_size?"]),

@@ -23,6 +23,7 @@ from azureml_elastic.config import ElasticResources, NodePool
 from azureml_elastic.errors import SubmitError
 from azureml_elastic.submit import ElasticCommandJob
 from azureml_elastic.submit.runtime.staging import copy_runtime
+from azureml_elastic.submit.yaml.entity_document import PathFormat
 from azureml_elastic.submit.yaml.standard_yaml import standard_yaml
 
 PLACEMENTS = ["fan_out", "service", "gang"]
@@ -135,7 +136,7 @@ def same(arrived, tmp_path, monkeypatch):
         folder = tmp_path / "elsewhere" / "compiled"
         folder.mkdir(parents=True)
         runtime = copy_runtime(folder)[0] if job.delivery == "ship" else None
-        text = standard_yaml(job, folder=folder, runtime=runtime)
+        text = standard_yaml(job, PathFormat(folder), runtime)
         (folder / "job.yml").write_text(text)
         direct = arrived(job)
         with monkeypatch.context() as patch:
@@ -374,7 +375,7 @@ def test_a_shown_job_has_whole_paths_and_needs_no_folder(arrived, folder, tmp_pa
 
 
 def test_equal_parts_of_a_pipeline_are_written_once(folder):
-    text = standard_yaml(make("fan_out", max_instance_count=64), folder=folder)
+    text = standard_yaml(make("fan_out", max_instance_count=64), PathFormat(folder))
     assert len(yaml.safe_load(text)["jobs"]) == 64
     assert text.count("AZUREML_ELASTIC_PLAN") == 1
     assert len(text) < 20_000
@@ -384,7 +385,7 @@ def test_paths_that_are_to_stay_absolute(folder):
     (folder / "data").mkdir()
     inputs = {name: Input(type="uri_folder", path=name) for name in ("data", "src")}
     document = yaml.safe_load(
-        standard_yaml(make(inputs=inputs), folder=folder / "compiled", absolute=[str(folder / "data")])
+        standard_yaml(make(inputs=inputs), PathFormat(folder / "compiled", frozenset({str(folder / "data")})))
     )
     assert document["inputs"]["data"]["path"] == str(folder / "data")
     assert document["inputs"]["src"]["path"] == "../src"
@@ -396,7 +397,7 @@ def test_paths_hold_where_a_folder_is_a_link(arrived, folder, tmp_path, monkeypa
     (folder / "compiled").symlink_to(real)
     (folder / "data").symlink_to(folder / "src")
     job = make(inputs={"d": Input(type="uri_folder", path="data")})
-    text = standard_yaml(job, folder=folder / "compiled")
+    text = standard_yaml(job, PathFormat(folder / "compiled"))
     assert yaml.safe_load(text)["inputs"]["d"]["path"] == "../../../a project/data"
     (folder / "compiled" / "job.yml").write_text(text)
     direct = arrived(job)

@@ -82,21 +82,24 @@ def block_model() -> type[ConfigModel]:
     return create_model("ElasticBlock", __base__=ConfigModel, **fields)
 
 
-def read_block(block: Any) -> ConfigModel:
+def read_block(block: Any, where: str = "") -> ConfigModel:
     """Validate a block, and return it as a model.
+
+    Args:
+        where: path in the file of what has the block, with a dot at its end.
 
     Raises:
         SubmitError: a field is unknown or invalid; the message has its dotted path but not the name of the file.
     """
     given = {} if block is None else block
-    model = block_model()
+    model, root = block_model(), f"{where}{BLOCK}"
     if not isinstance(given, dict):
         kind = "text" if isinstance(given, str) else type(given).__name__
-        raise SubmitError(f"{BLOCK} is a {kind}, not a block of fields. {_fields_text(BLOCK, model)}")
+        raise SubmitError(f"{root} is a {kind}, not a block of fields. {_fields_text(root, model)}")
     try:
         return model.model_validate(given)
     except ValidationError as error:
-        raise SubmitError(" ".join(wrong_fields(error, given, model, BLOCK))) from None
+        raise SubmitError(" ".join(wrong_fields(error, given, model, root))) from None
 
 
 def wrong_fields(error: ValidationError, given: Mapping[str, Any], model: type[BaseModel], root: str) -> list[str]:
@@ -197,9 +200,9 @@ def _meant(name: str, block: str, holder: type[BaseModel], root: str, model: typ
         root: dotted path of the document.
         model: model of the document.
     """
-    if block == BLOCK and (name in FIELDS_OF_RESOURCES or name == "instance_count"):
+    if block == root and (name in FIELDS_OF_RESOURCES or name == "instance_count"):
         return f"; it belongs outside the block, as resources.{name}."
-    if block == BLOCK and name in _OUTSIDE:
+    if block == root and name in _OUTSIDE:
         return "; it belongs outside the block, as in any command job."
     found = [path for path in (*_paths(holder, block), *_paths(model, root)) if path.rpartition(".")[2] == name]
     if found:

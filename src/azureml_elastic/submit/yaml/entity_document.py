@@ -15,9 +15,9 @@ from typing import Any
 
 from azureml_elastic.errors import SubmitError
 from azureml_elastic.submit.conversion import located
-from azureml_elastic.submit.sdk_hooks import dumped, plain_command_job
+from azureml_elastic.submit.sdk_hooks import dumped, plain_command_job, value_of
 
-__all__ = ["PathFormat", "document_of", "real_path"]
+__all__ = ["PathFormat", "document_of", "documents_of_nodes", "real_path"]
 
 _SCHEMA = "https://azuremlschemas.azureedge.net/latest/{}Job.schema.json"
 _ANONYMOUS = re.compile(r"CliV2AnonymousEnvironment|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -67,7 +67,7 @@ def document_of(entity: Any, paths: PathFormat) -> dict[str, Any]:
     if hasattr(type(entity), "jobs"):
         dump = _plain(dumped(entity))
         inputs = {name: value.result() for name, value in entity.inputs.items()}
-        return _job("pipeline", dump, inputs, paths, jobs=_nodes(entity, dump["jobs"], paths))
+        return _job("pipeline", dump, inputs, paths, jobs=_nodes(entity.jobs, dump["jobs"], paths))
     job = plain_command_job(entity)
     dump = _plain(dumped(job))
     for name, output in (job.outputs or {}).items():
@@ -82,11 +82,18 @@ def _job(
     return _without_empty({"$schema": _SCHEMA.format(kind), "type": kind, **dump, **changes})
 
 
-def _nodes(job: Any, dumps: Mapping[str, Any], paths: PathFormat) -> dict[str, Any]:
+def documents_of_nodes(nodes: Mapping[str, Any], paths: PathFormat) -> dict[str, Any]:
+    """Return the documents of command nodes of a pipeline by name; for the exceptions see :func:`document_of`."""
+    from azure.ai.ml.entities import PipelineJob
+
+    return _nodes(nodes, _plain(dumped(PipelineJob(jobs=dict(nodes))))["jobs"], paths)
+
+
+def _nodes(held: Mapping[str, Any], dumps: Mapping[str, Any], paths: PathFormat) -> dict[str, Any]:
     """Return the nodes of a pipeline, whose equal parts are the same objects, which are dumped as YAML anchors."""
     parts: dict[str, list[Any]] = {}
     nodes: dict[str, Any] = {}
-    for name, node in job.jobs.items():
+    for name, node in held.items():
         dump, component = dumps[name], node.component
         build = getattr(component.environment, "build", None)
         if build is not None and "://" in str(build.path):
@@ -103,7 +110,7 @@ def _nodes(job: Any, dumps: Mapping[str, Any], paths: PathFormat) -> dict[str, A
             "display_name": node.display_name,  # which the dump has not
             "component": _component(component, dump["component"], paths),
             # The dump has {"path": "${{...}}"}, which is read as data even where the input is a number.
-            "inputs": {key: f"${{{{parent.inputs.{key}}}}}" for key in component.inputs},
+            "inputs": {key: _input(key, value_of(one), dump["inputs"][key], paths) for key, one in node.inputs.items()},
             "environment": None,  # that of the component again
             **_node(node, dump),
         }

@@ -31,12 +31,17 @@ if TYPE_CHECKING:
     from azureml_elastic.submit.job import ElasticCommandJob
 
 __all__ = [
+    "PIPELINE",
+    "SWEEP",
     "apply_overrides",
-    "is_sweep_file",
+    "converted",
     "load_elastic_job",
     "load_elastic_sweep",
+    "load_plain",
+    "loaded_file",
     "parse_override",
     "read_document",
+    "without_block",
 ]
 
 with needs_extra("PyYAML", "submit"):
@@ -45,7 +50,8 @@ with needs_extra("PyYAML", "submit"):
 
 _KEY = re.compile(r'"(?P<quoted>[^"]*)"|(?P<plain>[^."=]+)')
 _Made = TypeVar("_Made")
-_SWEEP = "sweep"
+PIPELINE = "pipeline"
+SWEEP = "sweep"
 _SHORTEST = f"\n{BLOCK}:\n  max_instance_count: 4"
 _ELSEWHERE = {
     "timeout": "limits.timeout",
@@ -148,7 +154,7 @@ def load_elastic_job(path: str | os.PathLike[str], overrides: Iterable[str] = ()
         CommandError: the command has a launcher whose options cannot be translated.
         MissingExtra: azure-ai-ml is not installed.
     """
-    return _loaded(path, overrides, _job)
+    return loaded_file(path, overrides, _job)
 
 
 def load_elastic_sweep(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Sweep:
@@ -159,18 +165,13 @@ def load_elastic_sweep(path: str | os.PathLike[str], overrides: Iterable[str] = 
     Args:
         overrides: values to set first, each as ``a.b=c``, such as ``trial.elastic.max_instance_count=12``.
     """
-    return _loaded(path, overrides, _sweep)
+    return loaded_file(path, overrides, _sweep)
 
 
-def is_sweep_file(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> bool:
-    """Return whether a job file is a sweep; for the exceptions see :func:`load_elastic_sweep`."""
-    return read_document(path, overrides).get("type") == _SWEEP
-
-
-def _loaded(
+def loaded_file(
     path: str | os.PathLike[str], overrides: Iterable[str], make: Callable[[Mapping[str, Any], Path], _Made]
 ) -> _Made:
-    """Return what is made of a file, and put the file's name before errors."""
+    """Return what a function makes of a file's content, and put the file's name before errors."""
     file = Path(path)
     document = read_document(file, overrides)
     try:
@@ -226,16 +227,24 @@ def _syntax_error(error: yaml.YAMLError, text: str) -> str:
 
 def _job(document: Mapping[str, Any], file: Path) -> ElasticCommandJob:
     kind = document.get("type", "command")
-    if kind == _SWEEP:
+    if kind == SWEEP:
         raise SubmitError(
             f"type is {kind!r}: a sweep is submitted to a workspace, by 'azureml-elastic submit' or as what "
             "load_elastic_sweep() returns. It is neither compiled to a file nor run by --local."
         )
+    if kind == PIPELINE:
+        raise SubmitError(
+            f"type is {kind!r}: a pipeline is submitted to a workspace, by 'azureml-elastic submit' or as what "
+            "load_elastic_pipeline() returns. To run it on this machine: azureml-elastic workspace start --pool "
+            f"CLUSTER=4 -- azureml-elastic submit {file}."
+        )
     if kind != "command":
-        raise SubmitError(f"type is {kind!r}, but only jobs of 'type: command' and the trials of a sweep are elastic.")
+        raise SubmitError(
+            f"type is {kind!r}, but only jobs of 'type: command', steps of pipelines and trials of sweeps are elastic."
+        )
     _check_block(document, "")
-    rest = _without_block(document)
-    return _elastic(rest, document[BLOCK], lambda: _load(rest, file))
+    rest = without_block(document)
+    return converted(rest, document[BLOCK], lambda: load_plain(rest, file))
 
 
 def _sweep(document: Mapping[str, Any], file: Path) -> Sweep:
@@ -245,10 +254,10 @@ def _sweep(document: Mapping[str, Any], file: Path) -> Sweep:
     if BLOCK in document:
         raise SubmitError(f"{BLOCK} belongs in the trial: block, whose jobs are elastic, as trial.{BLOCK}.")
     _check_block(trial, " in trial:")
-    rest = {**document, "trial": _without_block(trial)}
-    loaded = trial_of(_load(rest, file))
+    rest = {**document, "trial": without_block(trial)}
+    loaded = trial_of(load_plain(rest, file))
     shared = {name: document[name] for name in ("compute", "inputs", "resources") if name in document}
-    job = _elastic({**rest["trial"], **shared}, trial[BLOCK], lambda: loaded.command_job)
+    job = converted({**rest["trial"], **shared}, trial[BLOCK], lambda: loaded.command_job, "trial.")
     return job.sweep(**loaded.options)
 
 
@@ -259,19 +268,24 @@ def _check_block(document: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _without_block(document: Mapping[str, Any]) -> dict[str, Any]:
+def without_block(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a job, or a part of one, without its block."""
     return {name: value for name, value in document.items() if name != BLOCK}
 
 
-def _elastic(rest: Mapping[str, Any], block: Any, load: Callable[[], Any]) -> ElasticCommandJob:
+def converted(
+    rest: Mapping[str, Any], block: Any, load: Callable[[], Any], where: str = "", **changes: Any
+) -> ElasticCommandJob:
     """Return the job of a document and of its block.
 
     Args:
         load: function that returns the job of the document, which is called once its fields have been checked.
+        where: path of the document in its file, with a dot at its end.
+        **changes: fields of the elastic job, in place of those of the document.
     """
     from azureml_elastic.submit import ElasticCommandJob
 
-    read = read_block(block)
+    read = read_block(block, where)
     _check_variables(rest.get("environment_variables"))
     _check_literals(rest.get("inputs"))
     _check_misplaced(rest)
@@ -286,23 +300,25 @@ def _elastic(rest: Mapping[str, Any], block: Any, load: Callable[[], Any]) -> El
     try:
         if isinstance(given.get("distribution"), ElasticDistribution):
             given["distribution"] = _distribution(rest, loaded, resources, given["distribution"])
-        job: ElasticCommandJob = ElasticCommandJob.from_command(loaded, resources=resources, **given)
+        job: ElasticCommandJob = ElasticCommandJob.from_command(loaded, resources=resources, **given, **changes)
     except ValidationError as error:
         raise SubmitError(_wrong(error)) from None
     return job
 
 
-def _load(document: Mapping[str, Any], file: Path) -> Any:
-    """Load the job without its block by azure-ai-ml."""
+def load_plain(document: Mapping[str, Any], file: Path) -> Any:
+    """Load a job without its block by azure-ai-ml."""
     with needs_extra("azure-ai-ml", "submit"):
         from azure.ai.ml import load_job
         from azure.ai.ml.exceptions import ValidationException
         from marshmallow.exceptions import ValidationError as SchemaError
     # azure-ai-ml reads files and streams alone; relative_origin is what the paths in a stream are relative to.
     try:
-        return load_job(io.StringIO(yaml.safe_dump(dict(document))), relative_origin=str(file.absolute()))
+        return load_job(
+            io.StringIO(yaml.safe_dump(dict(document), sort_keys=False)), relative_origin=str(file.absolute())
+        )
     except (ValidationException, SchemaError) as error:
-        of_nodes = document["trial"] if document.get("type") == _SWEEP else document
+        of_nodes = document["trial"] if document.get("type") == SWEEP else document
         raise SubmitError(readable(error, of_nodes)) from None
 
 

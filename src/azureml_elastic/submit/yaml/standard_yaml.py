@@ -14,7 +14,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 from azureml_elastic.errors import SubmitError, needs_extra
 from azureml_elastic.submit import node_launch
 from azureml_elastic.submit.conversion import FIELDS_OF_COMMAND, FIELDS_OF_RESOURCES
-from azureml_elastic.submit.yaml.entity_document import PathFormat, document_of, real_path
+from azureml_elastic.submit.yaml.entity_document import PathFormat, document_of, documents_of_nodes
 
 if TYPE_CHECKING:
     from azureml_elastic.submit.job import ElasticCommandJob
+    from azureml_elastic.submit.yaml.pipeline_file import ElasticPipeline
 
-__all__ = ["readable", "standard_yaml"]
+__all__ = ["pipeline_yaml", "readable", "standard_yaml"]
 
 _BINDING = "not a data binding string"
 _NOT_IN = " passed is not in set"
@@ -124,29 +125,54 @@ def _texts(value: Any) -> Iterator[str]:
         yield str(value)
 
 
-def standard_yaml(
-    job: ElasticCommandJob,
-    *,
-    folder: str | os.PathLike[str] | None = None,
-    absolute: Iterable[str] = (),
-    runtime: str | os.PathLike[str] | None = None,
-) -> str:
+def standard_yaml(job: ElasticCommandJob, paths: PathFormat | None = None, runtime: Path | None = None) -> str:
     """Return the compiled job as YAML: a pipeline job for ``fan_out``, else a command job.
 
     Args:
-        folder: folder of the file, which local paths become relative to. ``None`` makes them absolute.
-        absolute: paths that stay absolute regardless.
+        paths: format of local paths, by default absolute.
         runtime: copy of the library for the nodes, replacing the one in the cache; see ``delivery="ship"``.
     """
-    kept = frozenset(real_path(path, named=named) for path in absolute for named in (True, False))
-    paths = PathFormat(None if folder is None else Path(folder), kept)
+    paths = paths or PathFormat()
     entity = job.compile()
     document = document_of(entity, paths)
-    if runtime is not None and node_launch.RUNTIME in document.get("inputs", {}):
-        document["inputs"][node_launch.RUNTIME]["path"] = paths.format(str(runtime))
+    _replace_runtime(document, paths, runtime)
     text = _dump(document)
-    _check(text, entity, paths)
+    _check(text, document_of(entity, replace(paths, resolved=True)), document_of, paths)
     return text
+
+
+def pipeline_yaml(
+    pipeline: ElasticPipeline, document: Mapping[str, Any], paths: PathFormat, runtime: Path | None
+) -> str:
+    """Return a pipeline with elastic steps as YAML.
+
+    Args:
+        document: standard YAML of the pipeline, whose plain steps are taken as they are.
+        runtime: see :func:`standard_yaml`.
+    """
+    nodes = {name: pipeline.job.jobs[name] for names in pipeline.steps.values() for name in names}
+    elastic = documents_of_nodes(nodes, paths)
+    for node in elastic.values():
+        _replace_runtime(node, paths, runtime)
+    steps: dict[str, Any] = {}
+    for name, step in document["jobs"].items():
+        steps |= {each: elastic[each] for each in pipeline.steps[name]} if name in pipeline.steps else {name: step}
+    text = _dump({**document, "jobs": steps})
+    meant = {"jobs": documents_of_nodes(nodes, replace(paths, resolved=True))}
+
+    def read(loaded: Any, there: PathFormat) -> dict[str, Any]:
+        return {"jobs": documents_of_nodes({name: loaded.jobs[name] for name in nodes}, there)}
+
+    _check(text, meant, read, paths)
+    return text
+
+
+def _replace_runtime(holder: dict[str, Any], paths: PathFormat, runtime: Path | None) -> None:
+    if runtime is not None and node_launch.RUNTIME in holder.get("inputs", {}):
+        holder["inputs"][node_launch.RUNTIME] = {
+            **holder["inputs"][node_launch.RUNTIME],
+            "path": paths.format(str(runtime)),
+        }
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML has no types
@@ -168,14 +194,15 @@ def _dump(document: Mapping[str, Any]) -> str:
     return text
 
 
-def _check(text: str, entity: Any, paths: PathFormat) -> None:
-    """Check that azure-ai-ml loads the text as a job that is equal to the entity."""
+def _check(
+    text: str, meant: Mapping[str, Any], document: Callable[[Any, PathFormat], dict[str, Any]], paths: PathFormat
+) -> None:
+    """Check that azure-ai-ml loads the text as a job with the same document, apart from the library's copy."""
     from azure.ai.ml import load_job
     from azure.ai.ml.exceptions import ValidationException
     from marshmallow.exceptions import ValidationError as SchemaError
 
     folder = Path(os.path.realpath(paths.folder or Path()))
-    meant = document_of(entity, replace(paths, resolved=True))
     try:
         loaded = load_job(io.StringIO(text), relative_origin=str(folder / "job.yml"))
     except (ValidationException, SchemaError) as error:
@@ -184,9 +211,11 @@ def _check(text: str, entity: Any, paths: PathFormat) -> None:
         raise SubmitError(
             f"The YAML of a job cannot express all of this job. azure-ai-ml's load_job reports: {message}"
         ) from None
-    read = document_of(loaded, replace(paths, resolved=True, base=folder))
-    for one in (meant, read):
-        one.get("inputs", {}).get(node_launch.RUNTIME, {}).pop("path", None)  # differs for a copy
+    read = document(loaded, replace(paths, resolved=True, base=folder))
+    for one in (meant, *meant.get("jobs", {}).values(), read, *read.get("jobs", {}).values()):
+        copied = one.get("inputs", {}).get(node_launch.RUNTIME)
+        if isinstance(copied, dict):
+            copied.pop("path", None)
     path = _difference(meant, read, "")
     if path is not None:
         raise SubmitError(
