@@ -109,6 +109,17 @@ def test_a_script_trains_under_faults_as_without(tmp_path, undisturbed, case):
         assert json.loads((folder / "azureml-elastic.json").read_text())["steps"] == int(folder.name[5:])
 
 
+@pytest.mark.parametrize("case", ["averages", "clm --save_on_main --resume", "ema"])
+def test_a_loss_after_the_last_step_leaves_what_the_script_has_computed(tmp_path, undisturbed, case):
+    """The process that is left has finished its training, and another one repeats all of it to its end."""
+    expected = undisturbed(case)
+    last = expected.report.last_step
+    found = run(case, tmp_path / "run", "--full", "2", nodes=(1, 2), chaos=f"kill=rank0@step:{last}")
+    assert (found.report.last_step, found.report.audit.rolled_back_steps) == (last, 0)
+    assert_same(found.record, expected.record, CLOSE.get(case, {}))
+    assert files(found) == files(expected)
+
+
 RANDOM = [case for case in CASES if isinstance(case, str) and case not in ("cross_validation", "looks_first")]
 RANDOM += ["ema_evaluated", "one_cycle"]
 """Scripts whose record does not depend on the number of ranks at the end, and whose steps update one model."""

@@ -69,6 +69,7 @@ class FoundState(Tracked):
         self._numbers_restored: dict[str, Any] = {}
         self._numbers_before: dict[str, Any] = {}
         self._committed: dict[str, int] = {}
+        self._at_epoch_end: dict[str, torch.Tensor] = {}
         self._named: set[str] = set()
         self._forward = StepPart()
         self._code = StepPart()
@@ -92,6 +93,7 @@ class FoundState(Tracked):
         if self._tracked is None:
             return
         self._thread = threading.get_ident()
+        self._at_epoch_end = {}
         if self._values:
             self.copy_restored(finally_=True)
         if not self._begun:
@@ -148,6 +150,19 @@ class FoundState(Tracked):
         self._name("undone", self._code.undo(),
                    "%s changed in code after a step that was interrupted and runs again, for the first time: it "
                    "continues from there, one change ahead.")  # fmt: skip
+
+    def begin_epoch_end(self) -> None:
+        """Note the end of an epoch's last step: the code up to the next step runs again in a new process.
+
+        Until then the state is what it is now, also once the script has run all of that code.
+        """
+        tensors = dict(self._state)
+        if self._begun and not self._values:
+            try:  # what has changed may turn out to be state in that code
+                tensors |= {path: each.tensor for path, each in self._changes()[0].state.items()}
+            except Exception:  # noqa: BLE001 - what is known is kept
+                _LOG.exception(_FAILED)
+        self._at_epoch_end = {path: each.detach().to("cpu", copy=True) for path, each in tensors.items()}
 
     def capture(self) -> Callable[[], None]:
         """Copy the state, and return a function that restores it; where the loop repeats it, that does nothing."""
@@ -264,6 +279,7 @@ class FoundState(Tracked):
         if self._state:
             self._follow(self._search())
         values = {**self._values, **self._state}
+        values |= {path: each for path, each in self._at_epoch_end.items() if path in values}
         plain, tensors = tree.split(self.name, values)
         details = {
             path: {
@@ -296,6 +312,7 @@ class FoundState(Tracked):
         values = tree.join(plain["tensors"], tensors)
         self._state.clear()
         self._committed.clear()
+        self._at_epoch_end = {}
         self._values = {path: each.detach().clone() for path, each in values.items()}
         self._others = {path: list(each["others"]) for path, each in plain["details"].items()}
         self._numbers_restored = dict(plain["numbers"])

@@ -314,6 +314,10 @@ class StackSession:
         """End the code that belongs to a step. The process may be replaced in here. A collective at times."""
         self._steps.end_code()
 
+    def begin_epoch_end(self) -> None:
+        """Begin the code of the script that follows the last step of an epoch, and that a new process runs again."""
+        self._state.found.begin_epoch_end()
+
     def end_epoch(self) -> None:
         """End the code that belongs to an epoch. The process may be replaced in here. A collective at times."""
         self._steps.end_epoch()

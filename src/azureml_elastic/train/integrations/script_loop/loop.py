@@ -230,12 +230,13 @@ class ScriptLoop(ABC):
             return
         assert self._windows is not None
         if self._repeated is not None:
-            # Code at the end of an epoch follows, which the former process has not run.
-            self._end_repeating(arrived=current.trains and not self.repeats)
+            self._end_repeating(arrived=self._is_newest(current))
         self.complete_step()
         self._micro = self._opened = None
         self._finishing = False
         self._windows.end_pass(trained=current.trains)
+        if self._is_newest(current):
+            self._session.begin_epoch_end()
         self._mark(last=True)  # what the script trains between passes is not accumulated
 
     def _before_training(self, current: _Pass) -> Iterator[Any]:
@@ -290,8 +291,16 @@ class ScriptLoop(ABC):
             session.end_epoch()
         # Before its steps are repeated: what the last one of them is still to do is not left out.
         self.repeats = session.epoch > current.epoch
+        self._history.entered = max(self._history.entered, current.epoch)
         current.window = self._first_window
         current.behind = max(0, self._history.steps(current.epoch) - current.window)
+
+    def _is_newest(self, current: _Pass) -> bool:
+        """Return whether the former process has begun no later pass, nor run the code at the end of this one's epoch.
+
+        Where it has finished the training, it has, and the position is behind the pass: but no other pass follows.
+        """
+        return current.trains and (not self.repeats or self._history.entered == current.epoch)
 
     def _earlier_epochs(self, current: _Pass) -> Iterator[Any]:
         """Yield what is left of earlier epochs, where the script believes to be further than the state of the run."""
@@ -331,7 +340,7 @@ class ScriptLoop(ABC):
                 # scripts take keys out of batches
                 yield from self._offered(current, copy.copy(filler), cursor)
             self._fillers.clear()
-        self._end_repeating(arrived=current.trains and not self.repeats)
+        self._end_repeating(arrived=self._is_newest(current))
 
     def _filler(self, samples: int) -> Any:
         """Return a batch of as many samples as the script would have now: what all ranks count is each sample once."""

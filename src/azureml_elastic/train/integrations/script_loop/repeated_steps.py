@@ -95,9 +95,13 @@ class StepHistory:
 
     Args:
         batches: micro-batches of a step
+
+    Attributes:
+        entered: epoch of the newest pass over the data; once the last one is over, the run's position is behind it
     """
 
     def __init__(self, batches: int) -> None:
+        self.entered = 0
         self._batches = batches
         self._epochs: list[array[float]] = []
         self._counts: list[int] = []  # of the losses of each epoch, with those that are not read yet
@@ -141,10 +145,11 @@ class StepHistory:
         self._read()
         losses = array("f", itertools.chain.from_iterable(self._epochs))
         tensor = torch.frombuffer(losses, dtype=torch.float32).clone() if losses else torch.empty(0)
-        return {"losses": tensor, "batches": [len(epoch) for epoch in self._epochs]}
+        return {"losses": tensor, "batches": [len(epoch) for epoch in self._epochs], "entered": self.entered}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over the losses of a state."""
+        self.entered = state_dict["entered"]
         losses = iter(state_dict["losses"].float().cpu().tolist())
         self._counts = list(state_dict["batches"])
         self._epochs = [array("f", itertools.islice(losses, count)) for count in self._counts]
