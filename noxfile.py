@@ -48,6 +48,7 @@ SDK_USERS = (
     "pools",
     "presets",
     "readable_errors",
+    "references",
     "replacement_bodies",
     "request_bodies",
     "sdk_hooks",

@@ -16,14 +16,17 @@ from azureml_elastic.errors import SubmitError
 from azureml_elastic.plurals import counted
 from azureml_elastic.submit.sdk_hooks import Ignored
 
-__all__ = ["SCHEME", "checked_code", "checked_data", "describe_upload"]
+__all__ = ["SCHEME", "checked_code", "checked_data", "describe_upload", "without_scheme"]
 
-SCHEME = re.compile(r"[A-Za-z][\w+.-]+:", re.ASCII)
-"""The beginning of what is no local path; a single letter is a drive of Windows."""
+SCHEME = re.compile(r"[A-Za-z][\w+.-]+:|/subscriptions/", re.ASCII | re.IGNORECASE)
+"""The beginning of what is no local path, an id in the workspace among it; a single letter is a drive of Windows."""
 
-_ADDRESS = re.compile(r"azureml:|file:|[a-z][\w+.-]+://|/subscriptions/", re.ASCII | re.IGNORECASE)
+_ADDRESS = re.compile(
+    r"(?:azureml:|file:|[a-z][\w+.-]+://|/subscriptions/).*|[\w.-]+[:@][\w.-]+", re.ASCII | re.IGNORECASE
+)
 _LOOP = "is a link that leads back to a folder that it is in"
-_CODE_ASSET = re.compile(r"(?:azureml:)?/subscriptions/", re.IGNORECASE)
+_OF_CODE = re.compile(r"(?:azureml:)?/subscriptions/|https?://", re.IGNORECASE)
+_OF_FILES = re.compile(r"azureml:(?=azureml:|/subscriptions/|[\w.-]+@)", re.ASCII | re.IGNORECASE)
 
 _LARGE_BYTES = 100e6
 _MANY_FILES = 2000
@@ -31,6 +34,15 @@ _MOST_FILES = 20_000
 """Files after which none is counted any more."""
 
 _SHOWN = 3
+
+
+def without_scheme(reference: str) -> str:
+    """Return a reference as azure-ai-ml takes it.
+
+    In files ``azureml:`` precedes all that is in a workspace. Elsewhere azure-ai-ml knows it before a name with a
+    version alone, neither before an id nor before a name with a label.
+    """
+    return _OF_FILES.sub("", reference)
 
 
 def checked_code(code: str | os.PathLike[str] | None) -> str | None:
@@ -41,8 +53,8 @@ def checked_code(code: str | os.PathLike[str] | None) -> str | None:
     Raises:
         SubmitError: it is no local folder or file, or has something that cannot be uploaded and is not ignored.
     """
-    if code is None or _CODE_ASSET.match(str(code)):
-        return None if code is None else str(code)
+    if code is None or _OF_CODE.match(str(code)):
+        return None if code is None else without_scheme(str(code))
     if SCHEME.match(str(code)):
         raise SubmitError(
             f"code={str(code)!r} is not supported by azure-ai-ml, which takes a local folder or file. Clone or "
@@ -63,11 +75,11 @@ def checked_data(name: str, path: str | os.PathLike[str]) -> None:
         SubmitError: the path is local, and there is nothing.
     """
     given = str(path)
-    if not _ADDRESS.match(given) and not Path(given).exists():
-        asset = f", or 'azureml:{given}' if it is registered" if re.fullmatch(r"[\w.-]+[:@][\w.-]+", given) else ""
+    if not _ADDRESS.fullmatch(given) and not Path(given).exists():
         raise SubmitError(
             f"The input {name!r} has path={given!r}, which does not exist (looked for {Path(given).absolute()}). Give "
-            f"an existing path, or the address of data, as in 'azureml://datastores/...'{asset}."
+            "an existing path, the address of data, as in 'azureml://datastores/...', or the name and version of what "
+            "is registered, as in 'azureml:data:1'."
         )
 
 

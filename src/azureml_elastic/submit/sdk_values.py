@@ -17,7 +17,7 @@ from azureml_elastic.config.presets import Presets, mode_of_input
 from azureml_elastic.errors import SubmitError, needs_extra
 from azureml_elastic.submit.bindings import LITERALS, Bound
 from azureml_elastic.submit.client import first_line
-from azureml_elastic.submit.local_files import checked_data
+from azureml_elastic.submit.local_files import checked_data, without_scheme
 
 with needs_extra("azure-ai-ml", "submit"):
     from azure.ai.ml import Input, Output
@@ -37,7 +37,7 @@ _TYPES_OF_LITERALS = frozenset(LITERALS.values())
 _AN_ENVIRONMENT = (
     "Give a name, as in 'azureml:my-environment@latest', or Environment(image=...) from azure.ai.ml.entities."
 )
-_LABELLED = re.compile(r"azureml:[\w.-]+@[\w.-]+", re.ASCII)
+_WITHOUT_VERSION = re.compile(r"(?:azureml:)?([\w.-]+)[:@]?", re.ASCII)
 _IDENTITIES: Mapping[str, type] = {
     "aml_token": AmlTokenConfiguration,
     "managed": ManagedIdentityConfiguration,
@@ -51,8 +51,12 @@ def made_environment(environment: Any) -> str | Environment:
     if isinstance(environment, str):
         if not environment.removeprefix("azureml:").strip():
             raise SubmitError(f"environment={environment!r} is empty. {_AN_ENVIRONMENT}")
-        # azure-ai-ml resolves 'name:version' with or without the scheme, but a label only without it.
-        return environment.removeprefix("azureml:") if _LABELLED.fullmatch(environment) else environment
+        if name := _WITHOUT_VERSION.fullmatch(environment):
+            raise SubmitError(
+                f"environment={environment!r} has no version. Give '{name[1]}@latest' for the newest one, or one as in "
+                f"'{name[1]}:1'."
+            )
+        return without_scheme(environment)
     if type(environment) is dict:
         if not any(environment.values()):
             raise SubmitError(f"environment={environment!r} is empty. {_AN_ENVIRONMENT}")
@@ -116,6 +120,8 @@ def made_input(name: str, value: Any, presets: Presets, *, unset: bool) -> Any:
         checked_data(name, given)
     _check_mode(f"The input {name!r}", value.mode)
     made = copy.deepcopy(value)
+    if made.path is not None:
+        made.path = without_scheme(str(made.path))
     if made.mode is None:
         made.mode = mode_of_input(presets.data, str(made.type))
     return made

@@ -372,6 +372,11 @@ def _check_fan_out(job: JobFields) -> None:
             f"parent_job_name={job.parent_job_name!r} cannot be carried by the placement 'fan_out', whose nodes have "
             "the pipeline as their parent. Leave it out, or take the placement 'gang' or 'service'."
         )
+    if re.match("https?://", str(job.code), re.IGNORECASE):
+        raise SubmitError(
+            f"code={str(job.code)!r} is an address, which azure-ai-ml takes for a job of its own alone, and with the "
+            "placement 'fan_out' the nodes are steps of a pipeline. Give a local folder, or take the placement 'gang'."
+        )
     for name, output in job.outputs.items():
         version = field_of(output, "version")
         if version is not None and job.resources.max_instance_count > 1:

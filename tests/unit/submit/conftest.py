@@ -37,6 +37,7 @@ except ModuleNotFoundError:
         "test_paths_on_compute.py",
         "test_pools.py",
         "test_presets.py",
+        "test_references.py",
         "test_replacement_bodies.py",
         "test_service_models.py",
         "test_steps.py",

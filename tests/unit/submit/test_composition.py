@@ -387,7 +387,7 @@ def test_a_registered_component_is_carried_with_its_assets():
     assert job.code.removeprefix("azureml:") == f"{root}/codes/c/versions/1"
     assert job.environment.removeprefix("azureml:") == f"{root}/environments/e/versions/1"
     assert job.inputs == {"lr": 0.1}
-    assert job.compile().component.code == job.code
+    assert job.compile().component.code == f"{root}/codes/c/versions/1"
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ WRONG = {"data": Input(type="uri_folder", path="nowhere")}
     ("fields", "part"),
     [
         ({"inputs": WRONG}, "The input 'data' has path='nowhere', which does not exist"),
-        ({"inputs": {"data": {"type": "uri_folder", "path": "mine:3"}}}, "or 'azureml:mine:3' if it is registered"),
+        ({"inputs": {"data": {"type": "uri_folder", "path": "mine"}}}, "what is registered, as in 'azureml:data:1'"),
         ({"inputs": {"data": {"type": "uri_foldr", "path": "data"}}}, "Did you mean 'uri_folder'?"),
         ({"inputs": {"data": Input(type="uri_foldr", path="data")}}, "'data' has type='uri_foldr', which is none of"),
         ({"inputs": {"data": Input(path="data", mode="ro_mont")}}, "Did you mean 'ro_mount'?"),
