@@ -157,7 +157,8 @@ def demo(run_dir: RunFolder = None, live: LiveOption = None) -> None:
 
     console = Console()
     console.print(
-        "Three nodes learn handwritten digits. At step 35 the node of rank 0 is killed, at step 60 a new one comes."
+        "Three nodes learn handwritten digits. At step 35 the node of rank 0 is killed, at step 60 a new one comes. "
+        "On a busy machine both come later, and the nodes train on until the new one has joined."
     )
     result = run_demo(run_dir, choose_view(console, live=live))
     if result.report.rounds:

@@ -330,6 +330,7 @@ class Launch:
             ),
             gone=frozenset(node.name for node in nodes if node.exit_code is not None),
             rank0=self._board.rank0,
+            members=len(self._board.members),
             fired=self._fired,
         )
 

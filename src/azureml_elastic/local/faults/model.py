@@ -146,9 +146,16 @@ MOST_NODES = 256
 
 @dataclass(frozen=True)
 class AtStep:
-    """Time of a fault: once this many training steps are completed."""
+    """Time of a fault: once this many training steps are completed.
+
+    Args:
+        least: least number of nodes in the newest round, without which the fault waits.
+        most: largest number of them.
+    """
 
     step: int
+    least: int = 0
+    most: int = MOST_NODES
 
     def __str__(self) -> str:
         return f"step:{self.step}"

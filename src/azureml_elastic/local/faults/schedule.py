@@ -85,6 +85,7 @@ class ChaosState:
         living: nodes that can be targets: alive, not frozen and without a preemption notice.
         gone: nodes that will not come back.
         rank0: node of rank 0 in the newest round.
+        members: number of nodes in the newest round.
         fired: indices of the faults that have happened.
     """
 
@@ -93,6 +94,7 @@ class ChaosState:
     living: frozenset[str] = frozenset()
     gone: frozenset[str] = frozenset()
     rank0: str | None = None
+    members: int = 0
     fired: frozenset[int] = frozenset()
 
 
@@ -146,7 +148,7 @@ def due(schedule: Schedule, state: ChaosState) -> list[Due]:
 def reached(when: When, state: ChaosState) -> bool:
     """Return whether the time of a fault has come."""
     if isinstance(when, AtStep):
-        return state.step >= when.step
+        return state.step >= when.step and when.least <= state.members <= when.most
     return state.seconds is not None and state.seconds >= when.seconds
 
 
