@@ -160,6 +160,7 @@ def submit(
     from azureml_elastic.submit.submitted import check_earlier_run
     from azureml_elastic.submit.yaml.job_file import load_elastic_job, load_elastic_sweep, read_document
     from azureml_elastic.submit.yaml.pipeline_file import load_elastic_pipeline
+    from azureml_elastic.submit.yaml.yaml_terms import translated_errors
 
     client = connect(name.subscription, name.group, name.name)
     kind = read_document(job_file, overrides or ()).get("type")
@@ -172,7 +173,7 @@ def submit(
         job = load_elastic_job(job_file, overrides or ())
         with readable_errors(f"read the run {job.resume_from!r}"):
             job = check_earlier_run(client, job)
-    with readable_errors(f"submit {job_file}"), quiet_uploads():
+    with translated_errors(), readable_errors(f"submit {job_file}"), quiet_uploads():
         submitted = client.jobs.create_or_update(job)
     typer.echo(submitted.name)
     if submitted.studio_url:

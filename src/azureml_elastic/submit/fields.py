@@ -125,11 +125,13 @@ def translated(given: Any) -> Any:
     if kind == "pytorch":
         count = fields.pop("process_count_per_instance", getattr(given, "process_count_per_instance", None))
         return {**fields, "process_count_per_instance": count or 1}
-    framework = 'framework="horovod"' if kind == "mpi" else "..."
-    name = f"{{'type': {kind!r}}}" if isinstance(given, Mapping) else type(given).__name__
+    instead = (
+        'If the script runs Horovod, give distribution=ElasticDistribution(framework="horovod").'
+        if kind == "mpi"
+        else "If the script runs one of these, leave distribution out; else submit it as a plain command job."
+    )
     raise SubmitError(
-        f"distribution={name} cannot be carried: an elastic job runs PyTorch, Horovod, Dask or Ray. Give "
-        f"distribution=ElasticDistribution({framework}) if the script runs so."
+        f"The distribution {kind!r} cannot be carried: an elastic job runs PyTorch, Horovod, Dask or Ray. {instead}"
     )
 
 

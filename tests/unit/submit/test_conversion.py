@@ -280,7 +280,7 @@ def test_ray_is_carried():
     ("make", "parts"),
     [
         (sdk_job, ["instance_count=1", "resources=ElasticResources(max_instance_count=...)"]),
-        (lambda: sdk_job(distribution=MpiDistribution(), instance_count=2), ["MpiDistribution", 'framework="horovod"']),
+        (lambda: sdk_job(distribution=MpiDistribution(), instance_count=2), ["'mpi'", 'framework="horovod"']),
         (
             lambda: sdk_job(distribution=RayDistribution(head_node_additional_args="--num-cpus 4"), instance_count=2),
             ["head_node_additional_args='--num-cpus 4'", 'ElasticDistribution(framework="ray")'],

@@ -277,7 +277,10 @@ def test_node_pools(write):
         ({"distribution": None}, ["elastic.distribution=null", "a block of fields"]),
         ({"distribution": [1]}, ["elastic.distribution: ", "a block of fields"]),
         ({"max_instance_count": "many"}, ["elastic.max_instance_count='many'", "integer"]),
-        ({"min_instance_count": 5, "max_instance_count": 3}, ["min_instance_count=5 is above max_instance_count=3"]),
+        (
+            {"min_instance_count": 5, "max_instance_count": 3},
+            ["elastic.min_instance_count: 5 is above elastic.max_instance_count: 3"],
+        ),
         ("many", ["elastic is a text, not a block of fields"]),
         ([1], ["elastic is a list, not a block of fields"]),
         ({"checkpoint": {"every": 1}}, ["nothing says how many nodes", SHORTEST]),
@@ -314,7 +317,10 @@ def test_a_wrong_block_is_refused_with_its_place(write, block, parts):
             {"inputs": {"n": {"type": "integer", "default": 4}}},
             ["inputs.n.type is 'integer'", "Give the value itself, as in 'n: 4'."],
         ),
-        ({"distribution": {"type": "mpi"}}, ["MpiDistribution cannot be carried"]),
+        (
+            {"distribution": {"type": "mpi"}},
+            ["The distribution 'mpi' cannot be carried", "give elastic.distribution.framework: horovod."],
+        ),
         (
             {
                 "distribution": {"type": "mpi"},
@@ -336,7 +342,9 @@ def test_a_wrong_job_is_refused_with_its_place(write, fields, parts):
 
 
 def test_a_launcher_that_cannot_be_translated_is_refused(write):
-    assert "'python x.py'" in refused(write(command="accelerate launch --use_fsdp x.py"), kind=CommandError)
+    assert "Give command: python x.py." in refused(
+        write(command="accelerate launch --use_fsdp x.py"), kind=CommandError
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from azureml_elastic.submit.yaml.entity_document import PathFormat, real_path
 from azureml_elastic.submit.yaml.job_file import PIPELINE, load_elastic_job, loaded_file, read_document
 from azureml_elastic.submit.yaml.pipeline_file import ElasticPipeline, read_pipeline
 from azureml_elastic.submit.yaml.standard_yaml import pipeline_yaml, standard_yaml
+from azureml_elastic.submit.yaml.yaml_terms import translated_errors
 
 if TYPE_CHECKING:
     from azureml_elastic.submit.job import ElasticCommandJob
@@ -89,10 +90,11 @@ def _text(
     made: ElasticPipeline | ElasticCommandJob, source: Path, paths: PathFormat, runtime: Path | None = None
 ) -> str:
     try:
-        if isinstance(made, ElasticPipeline):
-            moved = _moved(made.document, replace(paths, base=source.absolute().parent), "")
-            return pipeline_yaml(made, moved, paths, runtime)
-        return standard_yaml(made, paths, runtime)
+        with translated_errors():
+            if isinstance(made, ElasticPipeline):
+                moved = _moved(made.document, replace(paths, base=source.absolute().parent), "")
+                return pipeline_yaml(made, moved, paths, runtime)
+            return standard_yaml(made, paths, runtime)
     except (SubmitError, CommandError) as error:
         raise type(error)(f"{source}: {error}") from error
 

@@ -24,6 +24,7 @@ from azureml_elastic.submit.conversion import trial_of
 from azureml_elastic.submit.fields import given_fields, resources_of_pools
 from azureml_elastic.submit.yaml.elastic_block import BLOCK, COUNTS, block_model, read_block, wanted
 from azureml_elastic.submit.yaml.standard_yaml import readable
+from azureml_elastic.submit.yaml.yaml_terms import translated_errors
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import Sweep
@@ -244,7 +245,8 @@ def _job(document: Mapping[str, Any], file: Path) -> ElasticCommandJob:
         )
     _check_block(document, "")
     rest = without_block(document)
-    return converted(rest, document[BLOCK], lambda: load_plain(rest, file))
+    with translated_errors():
+        return converted(rest, document[BLOCK], lambda: load_plain(rest, file))
 
 
 def _sweep(document: Mapping[str, Any], file: Path) -> Sweep:
@@ -257,8 +259,11 @@ def _sweep(document: Mapping[str, Any], file: Path) -> Sweep:
     rest = {**document, "trial": without_block(trial)}
     loaded = trial_of(load_plain(rest, file))
     shared = {name: document[name] for name in ("compute", "inputs", "resources") if name in document}
-    job = converted({**rest["trial"], **shared}, trial[BLOCK], lambda: loaded.command_job, "trial.")
-    return job.sweep(**loaded.options)
+    with translated_errors("trial."):
+        job = converted({**rest["trial"], **shared}, trial[BLOCK], lambda: loaded.command_job, "trial.")
+        if job.resources.placement is None:  # of a trial there is but one job
+            job = job.with_options(resources={"placement": "gang"})
+        return job.sweep(**loaded.options)
 
 
 def _check_block(document: Mapping[str, Any], where: str) -> None:
@@ -292,17 +297,17 @@ def converted(
     given = given_fields(read)
     pools = given.pop("pools", None)
     if pools is not None and rest.get("compute") is not None:
-        raise SubmitError(f"compute and {BLOCK}.pools both name the compute. Leave one of them out.")
+        raise SubmitError(f"compute and {where}{BLOCK}.pools both name the compute. Leave one of them out.")
     resources = _resources(rest.get("resources"), given, pools)
     if pools is not None:
         given["compute"] = pools
     loaded = load()
     try:
         if isinstance(given.get("distribution"), ElasticDistribution):
-            given["distribution"] = _distribution(rest, loaded, resources, given["distribution"])
+            given["distribution"] = _distribution(rest, loaded, resources, given["distribution"], where)
         job: ElasticCommandJob = ElasticCommandJob.from_command(loaded, resources=resources, **given, **changes)
     except ValidationError as error:
-        raise SubmitError(_wrong(error)) from None
+        raise SubmitError(_wrong(error, where)) from None
     return job
 
 
@@ -337,7 +342,7 @@ def _resources(standard: Any, given: dict[str, Any], pools: Any) -> dict[str, An
 
 
 def _distribution(
-    document: Mapping[str, Any], loaded: Any, resources: Any, block: ElasticDistribution
+    document: Mapping[str, Any], loaded: Any, resources: Any, block: ElasticDistribution, where: str
 ) -> ElasticDistribution:
     """Return the block's distribution, completed from the standard distribution and a launcher in the command."""
     from azureml_elastic.submit import ElasticCommandJob
@@ -349,8 +354,9 @@ def _distribution(
     if kind not in {"", "pytorch", "ray"}:
         framework = "horovod" if kind == "mpi" else "pytorch"
         raise SubmitError(
-            f"distribution.type is {kind!r}, but an elastic job runs PyTorch, Horovod, Dask or Ray. If the script runs "
-            f"so, leave it out, or give {BLOCK}.distribution.framework, as in 'framework: {framework}'."
+            f"{where}distribution.type is {kind!r}, but an elastic job runs PyTorch, Horovod, Dask or Ray. If the "
+            f"script runs so, leave it out, or give {where}{BLOCK}.distribution.framework, as in 'framework: "
+            f"{framework}'."
         )
     outside = ElasticCommandJob.from_command(loaded, resources=resources).distribution
     return ElasticDistribution.model_validate(given_fields(outside) | given_fields(block))
@@ -387,12 +393,12 @@ def _check_misplaced(document: Mapping[str, Any]) -> None:
         raise SubmitError(f"{name} belongs in the {BLOCK}: block, as {BLOCK}.{name}.")
 
 
-def _wrong(error: ValidationError) -> str:
+def _wrong(error: ValidationError, where: str) -> str:
     """Return the faults of the job as a whole, by their paths in the file, without values."""
     faults = []
     for detail in error.errors(include_url=False, include_input=False):
         name = str(detail["loc"][0]) if detail["loc"] else ""
         ours = error.title != "ElasticCommandJob" or not name
         path = f"{BLOCK}.{name}".rstrip(".") if ours else _ELSEWHERE.get(name, name)
-        faults.append(f"{path}: {wanted([detail])}.")
+        faults.append(f"{where}{path}: {wanted([detail])}.")
     return " ".join(dict.fromkeys(faults))

@@ -17,6 +17,7 @@ from azureml_elastic.submit.bindings import Bound
 from azureml_elastic.submit.sdk_hooks import is_binding, plain_command_job, value_of
 from azureml_elastic.submit.yaml.elastic_block import BLOCK, read_block
 from azureml_elastic.submit.yaml.job_file import PIPELINE, converted, load_plain, loaded_file, without_block
+from azureml_elastic.submit.yaml.yaml_terms import translated_errors
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import Command, PipelineJob
@@ -94,7 +95,8 @@ def _with_nodes(pipeline: PipelineJob, document: dict[str, Any], blocks: Mapping
     for name, step in loaded.items():
         made: dict[str, Any] = {name: step}
         if name in blocks:
-            made, shipped = _nodes_of_step(name, step, document["jobs"][name], blocks[name])
+            with translated_errors(f"jobs.{name}."):
+                made, shipped = _nodes_of_step(name, step, document["jobs"][name], blocks[name])
             steps[name], ships = tuple(made), ships or shipped
         taken = sorted(made.keys() & (nodes.keys() | loaded.keys() - {name}))
         if taken:
