@@ -53,6 +53,7 @@ SDK_USERS = (
     "request_bodies",
     "sdk_hooks",
     "service_models",
+    "step_edits",
     "steps",
     "submission",
     "upload_size",

@@ -29,7 +29,16 @@ from azureml_elastic.submit.sdk_hooks import component_of, fields_of_command, pl
 if TYPE_CHECKING:
     from azure.ai.ml.entities import CommandJob
 
-__all__ = ["FIELDS_OF_COMMAND", "FIELDS_OF_RESOURCES", "fields_of", "is_sweep", "located", "refuse_unknown", "trial_of"]
+__all__ = [
+    "FIELDS_OF_COMMAND",
+    "FIELDS_OF_RESOURCES",
+    "fields_of",
+    "is_sweep",
+    "located",
+    "queue_fields",
+    "refuse_unknown",
+    "trial_of",
+]
 
 _SAME = ("name", "description", "display_name", "experiment_name", "compute", "parent_job_name")
 FIELDS_OF_COMMAND = frozenset(
@@ -75,7 +84,7 @@ def fields_of(
             fields[name] = copy.deepcopy(getattr(job, name))
     if job.limits is not None and job.limits.timeout is not None:
         fields["timeout"] = job.limits.timeout
-    fields |= _queue(job.queue_settings)
+    fields |= queue_fields(job.queue_settings)
     fields["inputs"] = {name: _located_input(value, base) for name, value in job.inputs.items() if value is not None}
     fields["outputs"] = {name: copy.deepcopy(value) or {} for name, value in (job.outputs or {}).items()}
     code_base = base
@@ -155,7 +164,7 @@ def _completed(given: ElasticDistribution | Mapping[str, Any], launcher: Launche
     return ElasticDistribution.model_validate({**launcher.all_fields, **fields})
 
 
-def _queue(settings: Any) -> dict[str, str]:
+def queue_fields(settings: Any) -> dict[str, str]:
     """Return the queue settings in an elastic job's spelling; azure-ai-ml accepts any case."""
     fields: dict[str, str] = {}
     # azure-ai-ml has a tier of the name 'null' for none.

@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from azureml_elastic.environment.names import PLAN
+from azureml_elastic.environment.names import PLAN, STEP
 from azureml_elastic.errors import CommandError, SubmitError, needs_extra
 from azureml_elastic.submit.client import first_line
 
@@ -166,6 +166,7 @@ def register(model: type[Submittable], quiet: str) -> None:
         from azure.ai.ml.entities._builders import BaseNode
         from azure.ai.ml.operations import ComponentOperations, JobOperations, ScheduleOperations, _job_operations
     BaseNode.register(model)
+    _before(BaseNode, "_set_referenced_control_flow_node_instance_id", _refuse_in_loop)
     _before(ComponentOperations, "create_or_update", _refuse_component)
     _before(ScheduleOperations, "begin_create_or_update", _make_schedulable)
     _before(JobSchedule, "_to_rest_object", _make_schedulable)
@@ -178,28 +179,29 @@ def register(model: type[Submittable], quiet: str) -> None:
         setattr(_job_operations, _UPLOAD, _quiet(upload, quiet))
 
 
-def _before(owner: type, name: str, act: Callable[[Any], None]) -> None:
-    """Replace a method, if there is one, by one that first calls ``act`` with its argument, else with its object."""
+def _before(owner: type, name: str, act: Callable[..., None]) -> None:
+    """Replace a method, if there is one, by one that first calls ``act`` with its object and its arguments."""
     method = getattr(owner, name, None)
     if method is None or hasattr(method, _MARK):
         return
 
     @functools.wraps(method)
     def wrapper(self: Any, *arguments: Any, **options: Any) -> Any:
-        act(next(iter((*arguments, *options.values(), self))))
+        act(self, *arguments, *options.values())
         return method(self, *arguments, **options)
 
     setattr(wrapper, _MARK, True)
     setattr(owner, name, wrapper)
 
 
-def _make_schedulable(schedule: Any) -> None:
+def _make_schedulable(held_by: Any, *given: Any) -> None:
     """Compile the elastic job of a schedule; a single job becomes the only step of a pipeline.
 
     azure-ai-ml uploads what a schedule's job needs before it converts the job, and schedules pipelines alone.
     """
     from azure.ai.ml.entities import Command, PipelineJob, PipelineJobSettings
 
+    schedule = next(iter(given), held_by)
     held = getattr(schedule, "create_job", None)
     job = held._to_job() if isinstance(held, Submittable) else held  # noqa: SLF001 - one of our own classes
     # A command without a plan is the user's own, and azure-ai-ml says itself what it thinks of it.
@@ -212,7 +214,22 @@ def _make_schedulable(schedule: Any) -> None:
         schedule.create_job = job
 
 
-def _refuse_component(component: Any) -> None:
+def _refuse_in_loop(body: Any, *_: Any) -> None:
+    """Refuse to repeat nodes whose run has the id of the submitted pipeline and of their step."""
+    from azure.ai.ml.entities import Command, Pipeline
+
+    if isinstance(body, Command) and STEP in (body.environment_variables or {}):
+        raise SubmitError(
+            "The iterations of a loop (do_while, parallel_for) around an elastic step whose nodes are steps themselves "
+            "would all be one run, which has its id from the pipeline and the step. Take the placement 'gang', with "
+            "which each is a run of its own: job.with_options(resources={'placement': 'gang'})."
+        )
+    if isinstance(body, Pipeline):
+        for node in getattr(body.component, "jobs", {}).values():
+            _refuse_in_loop(node)
+
+
+def _refuse_component(_: Any, component: Any, *__: Any) -> None:
     if isinstance(component, Submittable):
         raise SubmitError(
             "An elastic job cannot be registered as a component, which has neither the number of nodes nor the place "

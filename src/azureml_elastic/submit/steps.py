@@ -23,6 +23,7 @@ from azureml_elastic.submit.compilation import (
 )
 from azureml_elastic.submit.fields import JobFields, field_of, given_fields
 from azureml_elastic.submit.sdk_hooks import outside_pipelines, position_in_pipelines
+from azureml_elastic.submit.step_edits import as_step
 from azureml_elastic.submit.validation import check
 
 __all__ = ["compile_step", "compile_sweep", "with_inputs"]
@@ -74,6 +75,18 @@ def compile_step(job: JobFields, position: str) -> Command | Pipeline:
     Args:
         position: text that no other step of the pipeline has.
     """
+
+    def again(changed: JobFields) -> tuple[Command | Pipeline, Command]:
+        with outside_pipelines():
+            return _node(changed, position)
+
+    node, template = _node(job, position)
+    as_step(node, template, job, again)
+    return node
+
+
+def _node(job: JobFields, position: str) -> tuple[Command | Pipeline, Command]:
+    """Return a step's node, and a command with the settings of its nodes, which may be the same."""
     job = resolved(job)
     fan_out = job.resources.effective_placement == "fan_out"
     if fan_out:
@@ -83,6 +96,7 @@ def compile_step(job: JobFields, position: str) -> Command | Pipeline:
     text = node_launch.command_text(job, check(job), shared_outputs(job))
     with outside_pipelines():
         called: Any = _component_of_nodes(job, text) if fan_out else single(job, text, unset=job.inputs)
+        template = next(iter(called.jobs.values()))() if fan_out else None
     node = called(**_given(job)) if fan_out else called(**bindings_of(job.inputs))
     node.display_name = job.display_name
     node.properties = dict(job.properties)
@@ -91,8 +105,7 @@ def compile_step(job: JobFields, position: str) -> Command | Pipeline:
         for name, output in outputs_of(job).items():
             if name in job.outputs and output is not None:
                 setattr(node.outputs, name, output)
-    made: Command | Pipeline = node
-    return made
+    return node, template or node
 
 
 def _given(job: JobFields) -> dict[str, Any]:

@@ -40,6 +40,7 @@ except ModuleNotFoundError:
         "test_references.py",
         "test_replacement_bodies.py",
         "test_service_models.py",
+        "test_step_edits.py",
         "test_steps.py",
         "test_submission.py",
         "test_validate_call.py",

@@ -1,0 +1,220 @@
+"""Steps of ``@dsl.pipeline`` functions, and what their authors set on them once the job has been called.
+
+A node of azure-ai-ml takes every attribute; what it does not send is lost without a word, and what it does send may
+contradict the plan of the job. Here a step is compared, when its pipeline is built and again when it is validated, with
+what it was compiled to. A change that is a field of the job compiles the job once more with that field, so that it is
+checked as any other; what cannot be changed is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from azureml_elastic.errors import SubmitError, needs_extra
+from azureml_elastic.submit.conversion import FIELDS_OF_RESOURCES, queue_fields
+from azureml_elastic.submit.fields import JobFields, merged_fields
+from azureml_elastic.submit.sdk_hooks import is_binding
+
+with needs_extra("azure-ai-ml", "submit"):
+    from azure.ai.ml.entities import Command, Pipeline
+
+__all__ = ["Compile", "as_step"]
+
+Compile = Callable[[JobFields], "tuple[Command | Pipeline, Command]"]
+"""Function that returns the node of a job, and a command with the settings of all its nodes, possibly the node."""
+
+_CARRIED = frozenset(
+    {"comment", "description", "display_name", "experiment_name", "kwargs", "name", "properties", "tags"}
+)
+"""What azure-ai-ml does with an elastic step as with any other."""
+
+_COMPILED = (
+    *("compute", "distribution", "environment_variables", "identity", "limits", "queue_settings", "resources"),
+    "services",
+)
+"""What the nodes have from the fields of a job, beside their component."""
+
+_OF_PIPELINES = frozenset({"compute", "services"})
+"""Settings that each pipeline has, too, and that mean nothing there."""
+
+
+class _Step:
+    """What a step has beside what its class of azure-ai-ml gives it."""
+
+    _job: JobFields
+    _again: Compile
+    _template: Command
+    _before: Mapping[str, Any]
+
+    def _set_base_path(self, base_path: Any) -> None:
+        """Apply what was set; azure-ai-ml calls this of each node when it builds a pipeline."""
+        self._apply()
+        super()._set_base_path(base_path)  # type: ignore[misc]
+
+    def _customized_validate(self) -> Any:
+        """Apply what was set since; azure-ai-ml calls this of each node before it sends a pipeline."""
+        self._apply()
+        return super()._customized_validate()  # type: ignore[misc]
+
+    def sweep(self, **_: Any) -> Any:
+        """Refuse to make trials, which would not have the plan of the job."""
+        raise SubmitError(
+            "A step cannot be swept, as its trials would lose what nodes need; set it on the job: "
+            "job(lr=Uniform(0.01, 0.1), ...).sweep(...) is a step, too."
+        )
+
+    def __call__(self, **_: Any) -> Any:
+        """Refuse to make another step, which would be of the same run."""
+        raise SubmitError("A step cannot be called. For another step, call the job once more.")
+
+    def _apply(self) -> None:
+        """Give the nodes what was set."""
+        node: Any = self
+        if isinstance(node.component, str):  # it has been submitted, and azure-ai-ml has put ids in its place
+            return
+        self._collect(node)
+        now = _settings(self._template)
+        changed = [name for name in now if now[name] != self._before.get(name)]
+        if not changed:
+            return
+        fields: dict[str, Any] = {}
+        for name in changed:
+            fields |= self._field(name, getattr(self._template, name), self._before.get(name) or {})
+        own = fields.pop("environment_variables", self._job.environment_variables)
+        job = type(self._job)(**{**merged_fields(self._job, fields), "environment_variables": own})
+        made, template = self._again(job)
+        for old, new in zip(_commands(node), _commands(made), strict=True):
+            if old.component.command != new.component.command:
+                raise _refused(changed[0], now[changed[0]])
+            for name in _COMPILED:
+                setattr(old, name, getattr(new, name))
+        self._template = template if isinstance(node, Pipeline) else node
+        self._job, self._before = job, _settings(self._template)
+
+    def _collect(self, node: Any) -> None:
+        """Bring what was set on a step to its template, and refuse what no template has."""
+        for name, value in node.items():
+            if value or not isinstance(value, dict):  # reading an attribute that there is not leaves an empty one
+                raise _refused(name, value)
+
+    def _field(self, name: str, value: Any, before: Any) -> dict[str, Any]:
+        """Return the field of a job that a changed setting is."""
+        if name == "environment_variables":
+            # Those of the presets and the plan stay, also where all are replaced.
+            own = self._job.environment_variables
+            return {name: {key: each for key, each in (value or {}).items() if key in own or before.get(key) != each}}
+        limits = _plain(value) or {}
+        if name == "limits" and isinstance(limits, dict) and limits.keys() <= {"timeout", "type"}:
+            return {"timeout": limits.get("timeout")}
+        if name == "queue_settings":
+            return queue_fields(value)
+        if name == "resources":
+            return {name: dict(_resources(_plain(value) or {}, before))}
+        if name in ("identity", "services") or (name == "compute" and not self._job.pools):
+            return {name: value}
+        raise _refused(name, value)
+
+
+class _CommandStep(_Step, Command):
+    """A step whose nodes the service starts; it is its own template."""
+
+
+class _NodesStep(_Step, Pipeline):
+    """A step whose nodes are a pipeline, with the settings of a command, which are those of all nodes."""
+
+    def set_limits(self, **limits: Any) -> None:
+        """Set the limits of each node, as of a command."""
+        self._template.set_limits(**limits)
+
+    def set_resources(self, **resources: Any) -> None:
+        """Set the resources of each node, as of a command."""
+        self._template.set_resources(**resources)
+
+    def set_queue_settings(self, **settings: Any) -> None:
+        """Set the queue settings of each node, as of a command."""
+        self._template.set_queue_settings(**settings)
+
+    def _collect(self, node: Any) -> None:
+        super()._collect(node)
+        held = {**vars(node.settings), **node.settings}
+        if settings := _plain({name: value for name, value in held.items() if not name.startswith("_")}):
+            raise _refused("settings", settings)
+        for name in _OF_PIPELINES:
+            if value := getattr(node, name):
+                setattr(self._template, name, value)
+                setattr(node, name, None)
+
+
+def as_step(node: Command | Pipeline, template: Command, job: JobFields, again: Compile) -> None:
+    """Make a node one whose settings are applied.
+
+    Args:
+        template: command with the settings of all nodes; the node itself, if it is one.
+        job: job that it was compiled from.
+        again: compiles a changed job to such a node.
+    """
+    step: Any = node
+    if isinstance(node, Command):
+        step.__class__ = _CommandStep
+    else:
+        for name in set(_settable(template)) - _CARRIED - _OF_PIPELINES - vars(_NodesStep).keys():
+            setattr(_NodesStep, name, _of_template(name))
+        step.__class__ = _NodesStep
+    vars(step).update(_job=job, _again=again, _template=template, _before=_settings(template))
+
+
+def _of_template(name: str) -> property:
+    def read(self: Any) -> Any:
+        return getattr(self._template, name)
+
+    def write(self: Any, value: Any) -> None:
+        setattr(self._template, name, value)
+
+    return property(read, write)
+
+
+def _commands(node: Any) -> list[Any]:
+    return [node] if isinstance(node, Command) else list(node.component.jobs.values())
+
+
+def _settings(command: Command) -> dict[str, Any]:
+    names = set(_settable(command)) - _CARRIED
+    return {name: _plain(getattr(command, name)) for name in sorted(names)}
+
+
+def _settable(node: Any) -> Iterator[str]:
+    """Yield the public attributes of a node that can be set."""
+    yield from (name for name in vars(node) if not name.startswith("_"))
+    for base in type(node).__mro__:
+        properties = ((name, value) for name, value in vars(base).items() if isinstance(value, property))
+        yield from (name for name, value in properties if value.fset and not name.startswith("_"))
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting as values that can be compared, and that a change of it does not change."""
+    if is_binding(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items() if each is not None}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return _plain(vars(value)) if hasattr(value, "__dict__") else value
+
+
+def _resources(now: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of the resources that are other ones; those that are left out stay."""
+    for name, value in now.items():
+        if value != before.get(name):
+            if name not in FIELDS_OF_RESOURCES:
+                raise _refused(f"resources.{name}", value)
+            yield name, value
+
+
+def _refused(name: str, value: Any) -> SubmitError:
+    field, _, count = name.partition(".")
+    if count:
+        change = f"job.with_options(resources={{'max_instance_count': {value!r}}})"
+    else:
+        change = f"job.with_options({field}=...)" if field in JobFields.model_fields else "or leave it out"
+    return SubmitError(f"A step of an elastic job cannot have {name}={value!r:.100}; set it on the job: {change}.")
