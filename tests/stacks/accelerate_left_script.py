@@ -10,11 +10,11 @@ from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
 from accelerate.utils import DataLoaderConfiguration
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--folder", type=Path)
-parser.add_argument("--kind", choices=["sampler", "iterable", "dispatch", "second", "local", "twice", "again"])
+parser.add_argument("--kind", choices=["iterable", "dispatch", "second", "local", "twice", "again"])
 args = parser.parse_args()
 
 
@@ -29,7 +29,6 @@ points = torch.randn(32, 4)
 targets = points.sum(1, keepdim=True)
 data = TensorDataset(points, targets)
 loader = {
-    "sampler": lambda: DataLoader(data, sampler=WeightedRandomSampler(torch.ones(32), 32), batch_size=4),
     "iterable": lambda: DataLoader(Stream(), batch_size=4),
     "dispatch": lambda: DataLoader(data, shuffle=True, batch_size=4),
     "second": lambda: DataLoader(TensorDataset(points, -targets), shuffle=True, batch_size=4),

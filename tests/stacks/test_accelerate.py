@@ -152,8 +152,7 @@ def test_weights_do_not_depend_on_the_world_size(run_script, tmp_path, accumulat
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("sampler", "the loader has a WeightedRandomSampler"),
-        ("iterable", "its dataset is an IterableDataset"),
+        ("iterable", "the samples of Stream have no index"),
         ("dispatch", "dispatch_batches=True has rank 0 read all data"),
         ("second", "another loader is the one of the training"),
         ("local", "LocalSGD trains each rank by itself"),

@@ -122,7 +122,8 @@ class MapLoader(ElasticLoader):
 
     def filler(self, samples: int = FILLER_SAMPLES) -> Any:
         """Return a collated batch of one or two samples of the dataset, as often as the batch has samples."""
-        ids = self._samples(self._state.cursor.epoch, list(range(min(FILLER_SAMPLES, self._spec.length))), counts=False)
+        epoch, drawn = self._state.cursor.epoch, self._drawn
+        ids = [*range(min(FILLER_SAMPLES, self._spec.length))] if drawn is None else drawn.some(epoch)
         few = [self._dataset[index] for index in ids]
         return self._collate([few[index % len(few)] for index in range(samples)])
 
@@ -138,6 +139,14 @@ class MapLoader(ElasticLoader):
     def _samples(self, epoch: int, ids: list[int], *, counts: bool) -> list[int]:
         return ids if self._drawn is None else self._drawn.samples(epoch, ids, counts=counts)
 
+    def _count(self, epoch: int, positions: range) -> int:
+        """Return what a mean loss counts at positions of the order: samples, or batches that stay apart."""
+        if self._drawn is None or self._batching.micro_batches is None:
+            return len(positions)
+        # Where a loop counts batches, those of a rank are put together: their losses are a mean over all their samples.
+        numbers = order(self._spec, epoch)(np.array(positions)).tolist()
+        return len(self._drawn.samples(epoch, numbers))
+
     def planned(self) -> Iterator[tuple[MicroBatch, list[int]]]:
         """Yield micro-batches and the ids of the samples to fetch; a rank without samples fetches a filler batch."""
         epoch, world_size, size = self._state.cursor.epoch, self._position.identity.world_size, self._window_size
@@ -149,6 +158,7 @@ class MapLoader(ElasticLoader):
             begin = 0
             for (window, mine), ranges in zip(block, fetched, strict=True):
                 trained = self._spec.trained(window.start, size)
+                total = self._count(epoch, window)
                 whole = Window(
                     ids=tuple(ids[begin : begin + sum(map(len, mine))]),
                     count=len(window),
@@ -158,10 +168,11 @@ class MapLoader(ElasticLoader):
                     ends_epoch=window.stop >= trained,
                 )
                 for index, part in enumerate(ranges):
-                    own = len(part) if index < len(mine) else 0
-                    share, last = weight(own, len(window), world_size), index == len(ranges) - 1
+                    counts, last = index < len(mine), index == len(ranges) - 1
+                    own = self._count(epoch, part) if counts else 0
+                    share = weight(own, total, world_size)
                     micro = MicroBatch(whole, own, share, index, last, seed=(self._spec.seed, epoch, part.start))
-                    part_ids = self._samples(epoch, ids[begin : begin + len(part)], counts=own > 0)
+                    part_ids = self._samples(epoch, ids[begin : begin + len(part)], counts=counts)
                     yield micro, SeededIds(part_ids, micro.seed) if self._batching.exact else part_ids
                     begin += len(part)
 
@@ -243,6 +254,11 @@ class WindowLoader(MapLoader):
         self._counted: dict[int, int] = {}
 
     @property
+    def is_drawn(self) -> bool:
+        """Whether a sampler draws the order of the samples."""
+        return self._drawn is not None
+
+    @property
     def epoch(self) -> int:
         """Epoch of the position in the data."""
         return self._state.cursor.epoch
@@ -282,10 +298,17 @@ class WindowLoader(MapLoader):
         """Return the position before a window, at the reference world size."""
         return Cursor(epoch, window * self._state.spec.at(epoch).global_batch_size)
 
-    def sizes(self, window: int) -> list[int]:
+    def sizes(self, epoch: int, window: int) -> list[int]:
         """Return the number of samples of each of this rank's micro-batches in a window of an epoch."""
-        size = self._window_size
-        return self._sizes_of(len(self._spec.window(window * self._spec.global_batch_size, size)))
+        whole = self._spec.window(window * self._spec.global_batch_size, self._window_size)
+        if self._drawn is None or not self._drawn.whole_batches:
+            return self._sizes_of(len(whole))
+        mine = [self._count(epoch, whole[part.start : part.stop]) for part in self._parts(len(whole))]
+        return mine + [len(self._drawn.some(epoch))] * (self._least - len(mine))
+
+    def samples_of(self, batches: int, epoch: int) -> int:
+        """Return the most samples of a number of the script's batches of an epoch, whose sampler may yield batches."""
+        return batches if self._drawn is None else batches * self._drawn.largest(epoch)
 
     @functools.cache  # noqa: B019 - of the two lengths that windows have
     def _sizes_of(self, count: int) -> list[int]:

@@ -50,6 +50,11 @@ class Source:
     seed: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def length(self) -> int:
+        """Number of samples of an epoch, or of batches that belong together."""
+        return len(self.dataset if self.sampler is None else self.sampler)
+
 
 def obstacle(loader: Any) -> str | None:
     """Return why the data of a loader cannot be divided by their index, ``None`` if they can."""
@@ -67,8 +72,9 @@ def obstacle(loader: Any) -> str | None:
     inner = getattr(sampler, "sampler", None)
     if type(sampler) is BatchSampler and not hasattr(inner, "__len__"):
         return f"{type(inner).__name__} has no length"
-    if isinstance(inner, DistributedSampler) and type(inner) is not DistributedSampler:
-        return f"{type(inner).__name__} divides them by itself"
+    for each in (sampler, inner):
+        if type(each) is not DistributedSampler and hasattr(each, "num_replicas") and hasattr(each, "rank"):
+            return f"{type(each).__name__} divides them by itself"
     return None
 
 

@@ -87,3 +87,23 @@ def test_a_sampler_without_samples_and_an_epoch_of_the_past_are_refused():
     order.samples(1, [0])
     with pytest.raises(UsageError, match="has drawn epoch 1, and cannot draw epoch 0 again"):
         order.samples(0, [0])
+
+
+def test_another_order_on_another_rank_is_said_once(caplog):
+    """As of a sampler that divides the samples by itself, of which those of rank 0 alone would be trained."""
+    order = DrawnOrder([4, 5, 6], whole_batches=False, seed=0, agree=lambda _: [1, 2, 3])
+    assert [order.samples(epoch, [0, 2]) for epoch in range(2)] == [[1, 3]] * 2
+    assert [record.getMessage().partition(", which")[0] for record in caplog.records] == [
+        "list draws another order on this rank than on rank 0"
+    ]
+
+
+def test_what_was_drawn_before_all_ranks_could_agree_is_agreed_on_later(caplog):
+    agreed = []
+    order = DrawnOrder([[4, 5], [6]], whole_batches=True, seed=0, agree=lambda mine: agreed[-1] if agreed else mine)
+    assert (order.samples(0, [0]), order.largest(0), order.some(3)) == ([4, 5], 2, [4, 5])
+    agreed.append((-1, []))  # rank 0 has drawn nothing yet
+    order.agree()
+    assert not caplog.records
+    agreed.append([[7, 8, 9], [6]])
+    assert (order.largest(1), order.samples(1, [0, 1])) == (3, [7, 8, 9, 6])

@@ -74,7 +74,7 @@ def test_a_repeated_batch_has_as_many_samples_as_the_rank_would_train(spec, worl
     loader = rank_loader(spec, Cursor(), rank, world_size, batching, kind=WindowLoader)
     trained = [len(ids) for _, ids in loader.planned()]
     windows = len(loader) // loader.micro_batches
-    assert [size for window in range(windows) for size in loader.sizes(window)] == trained
+    assert [size for window in range(windows) for size in loader.sizes(0, window)] == trained
     assert [len(loader.filler(size)) for size in trained] == trained
 
 

@@ -15,8 +15,8 @@ from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.train.data.map_loader import WindowLoader
 from azureml_elastic.train.integrations.accelerate.training_data import (
     FULL_RANKS,
-    SequentialLoader,
     TrainingData,
+    UndecidedLoader,
     fit_to_round,
 )
 from azureml_elastic.train.integrations.deepspeed.attachment import another_stack_prepares
@@ -31,7 +31,7 @@ _APART = "_azureml_elastic_apart"
 
 _STACKS = ("accelerate", "transformers", "trl", "lightning", "pytorch_lightning", "deepspeed", "azureml_elastic")
 
-_REPLACED = (EpochLoader, SequentialLoader, WindowLoader)
+_REPLACED = (EpochLoader, UndecidedLoader, WindowLoader)
 """Loaders in place of the script's; the last is that of ``transformers.Trainer``."""
 
 _data = TrainingData()

@@ -1,8 +1,8 @@
 """Which of a script's loaders has the data of the training, that the session divides among the ranks.
 
-The first loader with random order is the one. Without any it is the first in the data's own order that the script
-iterates over while its models are in training mode. All others are accelerate's own; where a script trains their
-batches, a warning says so.
+The first loader with ``shuffle=True`` is the one. Without any it is the first that the script iterates over while its
+models are in training mode, in the data's own order, or in that of a sampler or batch sampler of the script. All others
+are accelerate's own; where a script trains their batches, a warning says so.
 
 Where the script has accelerate shard its models, the sizes of its ``ParallelismConfig`` are those of the round.
 """
@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import functools
 import logging
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from azureml_elastic.errors import UsageError
 from azureml_elastic.plurals import counted
+from azureml_elastic.train.integrations import sources
 from azureml_elastic.train.integrations.accelerate.training_loop import TrainingLoop, batches_of_epoch
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader, ReplacedLoader
 from azureml_elastic.train.session.stack_session import StackSession
@@ -93,7 +96,7 @@ class TrainingData:
         self.prepares_for_all_nodes = False
         self._source: DataLoader[Any] | None = None
         self._obstacle: str | None = None  # of all loaders
-        self._first_sequential: SequentialLoader | None = None
+        self._first_undecided: UndecidedLoader | None = None
         self._left: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # to accelerate, with the reason
 
     def prepare(
@@ -110,14 +113,14 @@ class TrainingData:
             reason = _ANOTHER
         if reason is not None:
             return self._leave(divided, reason)
-        if not isinstance(loader.sampler, SequentialSampler):
+        if sources.source_of(loader, session.reference_world_size).shuffle:
             return self._adopt(session, accelerator, loader, divided, full)
-        sequential = SequentialLoader(self, session, accelerator, loader, divided, full)
-        if self._first_sequential is None:
-            self._first_sequential = sequential
-        return sequential
+        undecided = UndecidedLoader(self, session, accelerator, loader, divided, full)
+        if self._first_undecided is None:
+            self._first_undecided = undecided
+        return undecided
 
-    def for_training(self, loader: SequentialLoader) -> EpochLoader | None:
+    def for_training(self, loader: UndecidedLoader) -> EpochLoader | None:
         """Return the training data in place of a loader whose iteration begins, ``None`` if it has others."""
         if loader.source is self._source and self.loop is not None:
             return self.loop.loader
@@ -132,11 +135,11 @@ class TrainingData:
         if self.loop is None or self.loop.leave():
             self.loop, self._obstacle = None, reason
 
-    def has_length_of_training(self, loader: SequentialLoader) -> bool:
+    def has_length_of_training(self, loader: UndecidedLoader) -> bool:
         """Return whether a loader, which no iteration has shown to be an evaluation's, may be the one of training."""
         if self.loop is not None or self._trains_another(loader.session):
             return self.loop is not None and loader.source is self._source
-        return loader is self._first_sequential and bool(loader.accelerator._optimizers)  # noqa: SLF001
+        return loader is self._first_undecided and bool(loader.accelerator._optimizers)  # noqa: SLF001
 
     def warn_of_left(self, session: StackSession, accelerator: Any) -> None:
         """Warn once for a loader if the batch that is trained now is one of its, and not of the training data."""
@@ -191,13 +194,14 @@ class TrainingData:
         divided: Callable[[], Any],
         full: Callable[[], Any],
     ) -> EpochLoader:
-        self.loop = TrainingLoop(session, accelerator, loader, divided, full)
+        source = sources.source_of(loader, session.reference_world_size)
+        self.loop = TrainingLoop(session, accelerator, loader, source, divided, full)
         self._source = loader
         return self.loop.loader
 
 
-class SequentialLoader(ReplacedLoader):
-    """A loader in the data's own order: one of training data, if the script iterates over it to train.
+class UndecidedLoader(ReplacedLoader):
+    """A loader in no random order: one of training data, if the script iterates over it to train.
 
     Args:
         source: the script's loader
@@ -238,7 +242,8 @@ class SequentialLoader(ReplacedLoader):
     def __len__(self) -> int:
         """Return the number of batches: of training data at the reference world size, as schedules count them."""
         if self._may_be_training_data:
-            return batches_of_epoch(self.session, self.accelerator, self.source)
+            source = sources.source_of(self.source, self.session.reference_world_size)
+            return batches_of_epoch(self.session, self.accelerator, source)
         return len(self.divided())
 
     def __iter__(self) -> Iterator[Any]:
@@ -257,27 +262,43 @@ class SequentialLoader(ReplacedLoader):
 
 def _obstacle(accelerator: Any, loader: DataLoader[Any]) -> str | None:
     """Return why data are left to accelerate alone, ``None`` if the session could divide them."""
-    if isinstance(loader.dataset, IterableDataset):
-        return "its dataset is an IterableDataset, whose samples have no index"
-    sampler = loader.sampler
+    whole = loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
     reasons = {
         obstacle(accelerator): True,
         "dispatch_batches=True has rank 0 read all data": bool(accelerator.dispatch_batches),
-        "the loader has a batch sampler of its own": loader.batch_size is None,
-        f"the loader has a {type(sampler).__name__}": type(sampler) not in (RandomSampler, SequentialSampler),
-        "the sampler draws with replacement": bool(getattr(sampler, "replacement", False)),
+        "its dataset is asked for whole batches, by batch_size=None": loader.batch_sampler is None,
+        sources.obstacle(loader): True,
+        f"split_batches=True cuts the batches of {type(loader.batch_sampler).__name__}": (
+            whole and accelerator.split_batches
+        ),
     }
     return next((text for text, applies in reasons.items() if text is not None and applies), None)
 
 
 def _same_data(one: DataLoader[Any], other: DataLoader[Any]) -> bool:
     """Return whether two loaders differ in the seed of their random order at most."""
-    return one.dataset is other.dataset and all(
-        first == second
-        for first, second in (
-            (type(one.sampler), type(other.sampler)),
-            (one.batch_size, other.batch_size),
-            (one.drop_last, other.drop_last),
-            (one.collate_fn, other.collate_fn),
-        )
+    if one.dataset is not other.dataset or one.collate_fn != other.collate_fn:
+        return False
+    return _same_order(one.batch_sampler, other.batch_sampler)
+
+
+def _same_order(one: Any, other: Any) -> bool:
+    """Return whether two samplers have the same class and settings: those of two parts of a dataset have not."""
+    if type(one) is not type(other) or not hasattr(one, "__dict__"):
+        return bool(one == other)
+    return vars(one).keys() == vars(other).keys() and all(
+        _same_setting(value, vars(other)[name]) for name, value in vars(one).items()
     )
+
+
+def _same_setting(one: Any, other: Any) -> bool:
+    if isinstance(one, Sampler):
+        return _same_order(one, other)
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if one is other or isinstance(one, torch.Generator | random.Random | np.random.Generator):
+        return type(one) is type(other)
+    try:
+        return bool(one == other)
+    except Exception:  # noqa: BLE001 - arrays, and objects of any kind
+        return False

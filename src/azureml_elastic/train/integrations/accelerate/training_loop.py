@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
-from azureml_elastic.train.data.map_loader import loader_options
+from azureml_elastic.train.data.drawn_order import DrawnOrder
 from azureml_elastic.train.integrations.nested import rebuilt, tensors_of
 from azureml_elastic.train.integrations.script_loop import state_folders
 from azureml_elastic.train.integrations.script_loop.loop import ScriptLoop
+from azureml_elastic.train.integrations.sources import Source
 from azureml_elastic.train.integrations.wrapping import Wrapped
 from azureml_elastic.train.session.stack_session import StackSession
 
@@ -34,6 +35,8 @@ class TrainingLoop(ScriptLoop):
     """The integration's part in a loop. The methods that take ``wrapped`` are called in place of accelerate's.
 
     Args:
+        loader: the script's loader
+        source: what it trains
         divided: returns the same as accelerate divides it among the ranks, for passes that train nothing
         full: returns the same as accelerate would divide it in a run with all nodes, for its attributes
 
@@ -51,11 +54,11 @@ class TrainingLoop(ScriptLoop):
         session: StackSession,
         accelerator: Any,
         loader: DataLoader[Any],
+        source: Source,
         divided: Callable[[], Any],
         full: Callable[[], Any],
     ) -> None:
-        assert loader.batch_size is not None
-        accumulation, size = accelerator.gradient_accumulation_steps, loader.batch_size
+        accumulation, size = accelerator.gradient_accumulation_steps, source.batch_size
         own_size = -(-size // session.reference_world_size) if accelerator.split_batches else size
         super().__init__(session, accumulation, own_size)
         self._accelerator = accelerator
@@ -64,18 +67,22 @@ class TrainingLoop(ScriptLoop):
         self._tracked_models: set[int] = set()
         self._unfinished: Path | None = None  # folder that the script has loaded and that is not complete
         seed = accelerator.dataloader_config.data_seed
-        generator = getattr(loader.sampler, "generator", None)
+        generator = getattr(getattr(loader.batch_sampler, "sampler", None), "generator", None)
         if seed is None:
-            seed = 0 if generator is None else generator.initial_seed()
+            seed = source.seed or (0 if generator is None else generator.initial_seed())
+        self._drawn: DrawnOrder | None = None
+        if source.sampler is not None:
+            self._drawn = DrawnOrder(source.sampler, whole_batches=source.whole_batches, seed=seed, agree=self._agree)
         windows = session.windows(
-            loader.dataset,
+            source.dataset,
             batch_size=own_size,
-            global_batch_size=_global_batch_size(session, accelerator, loader),
+            global_batch_size=_global_batch_size(session, accelerator, source),
             batches=accumulation,
             seed=seed,
-            shuffle=type(loader.sampler) is RandomSampler,
-            drop_last=loader.drop_last,
-            **loader_options(loader),
+            shuffle=source.shuffle,
+            drop_last=source.drop_last,
+            drawn=self._drawn,
+            **source.options,
         )
         self.loader = self._loader_of(lambda: divided() if self._left else full(), windows)
         self._scheduler_steps = 1 if accelerator.split_batches else session.reference_world_size
@@ -105,6 +112,10 @@ class TrainingLoop(ScriptLoop):
 
     def _plain_batches(self) -> Iterator[Any]:
         return iter(self._divided())
+
+    def _agree(self, drawn: Any) -> Any:
+        """Return rank 0's value, once all ranks train: before that a script may look at its data on some of them."""
+        return self._session.from_main(drawn) if self._begun else drawn
 
     def leave(self) -> bool:
         """Leave the data to accelerate; return whether that was possible, before the script has trained them."""
@@ -371,20 +382,21 @@ class TrainingLoop(ScriptLoop):
     def _begin(self) -> None:
         """Restore the state of the run, and write the folder whose writing the end of a process has cut short."""
         super()._begin()
+        if self._drawn is not None:
+            self._drawn.agree()
         self._tracked_models = set(map(id, self._models()))
         folder, self._unfinished = self._unfinished, None
         if folder is not None and self._place is not None and self._place.steps == self._session.steps:
             self._accelerator.save_state(str(folder))
 
 
-def batches_of_epoch(session: StackSession, accelerator: Any, loader: DataLoader[Any]) -> int:
+def batches_of_epoch(session: StackSession, accelerator: Any, source: Source) -> int:
     """Return the number of batches of a rank in an epoch of training data, at the reference world size."""
-    size, samples = _global_batch_size(session, accelerator, loader), len(loader.dataset)  # type: ignore[arg-type]
-    steps = samples // size if loader.drop_last else -(-samples // size)
+    size = _global_batch_size(session, accelerator, source)
+    steps = source.length // size if source.drop_last else -(-source.length // size)
     return int(steps * accelerator.gradient_accumulation_steps)
 
 
-def _global_batch_size(session: StackSession, accelerator: Any, loader: DataLoader[Any]) -> int:
-    assert loader.batch_size is not None
-    size: int = loader.batch_size * accelerator.gradient_accumulation_steps
+def _global_batch_size(session: StackSession, accelerator: Any, source: Source) -> int:
+    size = source.batch_size * int(accelerator.gradient_accumulation_steps)
     return size if accelerator.split_batches else size * session.reference_world_size

@@ -63,6 +63,8 @@ class EpochLoader(ReplacedLoader):
     @property
     def remainder(self) -> int:
         """Samples of the epoch beyond whole batches of all ranks; -1 before an iteration, as accelerate has it."""
+        if self._loop.has_drawn_order:
+            return 0  # no sample of the last batch is there twice
         own = self._own()
         return -1 if own._drop_last else own.total_dataset_length % own.total_batch_size  # noqa: SLF001
 

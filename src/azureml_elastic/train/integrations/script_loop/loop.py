@@ -156,6 +156,11 @@ class ScriptLoop(ABC):
         return EpochLoader(own, self)
 
     @property
+    def has_drawn_order(self) -> bool:
+        """Whether a sampler of the script's own draws the order of the samples."""
+        return self._windows is not None and self._windows.is_drawn
+
+    @property
     def batches_per_epoch(self) -> int:
         """Number of batches of a whole epoch at the reference world size."""
         return self._steps_per_epoch * self._accumulation
@@ -334,7 +339,7 @@ class ScriptLoop(ABC):
                 self._repetition.warn_of_outputs(current.window + current.behind)
             while current.yielded < current.behind * self._accumulation:
                 window, micro_batch = divmod(current.yielded, self._accumulation)
-                filler = self._filler(self._windows.sizes(current.window + window)[micro_batch])
+                filler = self._filler(self._windows.sizes(current.epoch, current.window + window)[micro_batch])
                 current.yielded += 1
                 self._set_repeated(current)
                 # scripts take keys out of batches
@@ -493,7 +498,7 @@ class ScriptLoop(ABC):
         collated = windows.collated
         layout = BatchLayout.learn(collated.collate, lambda: windows.some_samples(PROBED))
         self._current.layout = collated.layout = layout
-        collated.limit = self._batch_size
+        self._current.limit = collated.limit = windows.samples_of(self._batch_size, self._next_epoch)
 
     def _tracked(self) -> dict[str, Any]:
         return {**self._objects(), _PROGRESS: Progress(self._session), _HISTORY: self._history, _RESULTS: self._results}

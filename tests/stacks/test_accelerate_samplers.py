@@ -1,0 +1,77 @@
+"""Loops with accelerate in the order of samplers and batch samplers of the script's own: that of one process."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler
+
+from tests.stacks import accelerate_sampled_script as stock
+
+pytest.importorskip("accelerate")
+
+SCRIPT = Path(stock.__file__)
+RANKS = 2
+
+
+def windows(kind):
+    """Yield the samples of each step of a run with all nodes, by epoch, as the sampler draws them."""
+    loader = stock.make_loader(kind, stock.sequences())
+    sampler = loader.batch_sampler
+    for epoch in range(stock.EPOCHS):
+        if kind == "buckets":
+            sampler.set_epoch(epoch)
+            batches = list(sampler)
+        else:
+            batches = list(BatchSampler(sampler.sampler, stock.BATCH, drop_last=False))
+        for begin in range(0, len(batches), RANKS):
+            yield epoch, [index for batch in batches[begin : begin + RANKS] for index in batch]
+
+
+def trained_alone(kind):
+    """Return the weights that one process trains with these steps, each by the mean over its samples."""
+    data, model = stock.sequences(), stock.Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    for _, window in windows(kind):
+        optimizer.zero_grad()
+        stock.loss_of(model, stock.collate([data[index] for index in window])).backward()
+        optimizer.step()
+    return model.layer.weight.flatten().tolist()
+
+
+def assert_is_the_same_training(run, kind):
+    assert run.report.audit.complete, run.report.audit
+    assert run.report.audit.rolled_back_steps == 0
+    steps = list(windows(kind))
+    assert run.record["steps"] == run.report.last_step == len(steps)
+    assert run.record["length"] == len(steps) // stock.EPOCHS
+    assert run.record["samples"] == sum(len(window) for _, window in steps)
+    assert run.record["weights"] == pytest.approx(trained_alone(kind), abs=1e-5)
+    text = "".join(path.read_text() for path in run.report.paths.logs.iterdir())
+    assert "does not divide" not in text
+
+
+@pytest.mark.parametrize("kind", stock.KINDS)
+def test_the_training_is_that_of_one_process(run_script, tmp_path, kind):
+    run = run_script(tmp_path / "run", "--kind", kind, nodes=(RANKS, RANKS))
+    assert_is_the_same_training(run, kind)
+    found = Counter()
+    for file in run.folder.glob("seen.*"):
+        for step, ids in map(json.loads, file.read_text().splitlines()):
+            found.update((step, index) for index in ids)
+    assert found == Counter((step, index) for step, (_, ids) in enumerate(windows(kind), 1) for index in ids)
+
+
+@pytest.mark.parametrize("kind", ["weighted", "seeded", "buckets", "subset"])
+def test_a_loss_in_a_later_epoch_changes_nothing(run_script, tmp_path, kind):
+    """With one node the batches of a rank are larger; those of a batch sampler are put together."""
+    steps = len(list(windows(kind)))
+    faults = f"kill=rank0@step:{steps // 2}"
+    run = run_script(tmp_path / "run", "--kind", kind, "--pause", "0.05", nodes=(1, RANKS), chaos=faults)
+    assert run.report.world_sizes == (2, 1)
+    assert not run.report.missed_faults
+    assert_is_the_same_training(run, kind)
