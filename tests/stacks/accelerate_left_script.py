@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--folder", type=Path)
-parser.add_argument("--kind", choices=["iterable", "dispatch", "second", "local", "twice", "again"])
+parser.add_argument("--kind", choices=["iterable", "dispatch", "second", "local", "twice", "again", "ranks"])
 args = parser.parse_args()
 
 
@@ -34,6 +34,7 @@ loader = {
     "second": lambda: DataLoader(TensorDataset(points, -targets), shuffle=True, batch_size=4),
     "local": lambda: DataLoader(data, shuffle=True, batch_size=4),
     "twice": lambda: DataLoader(data, shuffle=True, batch_size=4),
+    "ranks": lambda: DataLoader(data, shuffle=True, batch_size=3),
     "again": lambda: DataLoader(data, shuffle=True, batch_size=4),
 }[args.kind]()
 division = DataLoaderConfiguration(dispatch_batches=True if args.kind == "dispatch" else None)
@@ -61,6 +62,8 @@ if args.kind == "local":
 pairs = ((x, y) for (x, y), _ in zip(loader, loader, strict=True)) if args.kind == "twice" else loader
 with local:
     for x, y in pairs:
+        if args.kind == "ranks":
+            total = len(x) * accelerator.num_processes
         accelerator.backward(nn.functional.mse_loss(model(x), y))
         optimizer.step()
         optimizer.zero_grad()

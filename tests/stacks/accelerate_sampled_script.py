@@ -101,6 +101,11 @@ def loss_of(model, batch):
     return nn.functional.mse_loss(model(batch["x"], batch["mask"], batch["index"]), target)
 
 
+def evaluated(model, data):
+    with torch.no_grad():
+        return float(loss_of(model, collate(data)))
+
+
 def main():
     """Train."""
     from accelerate import Accelerator  # a test imports the rest
@@ -118,6 +123,8 @@ def main():
     model, optimizer, loader, held_out = accelerator.prepare(
         plain, torch.optim.SGD(plain.parameters(), lr=0.02), make_loader(options.kind, data), held_out
     )
+    # Not prepared: accelerate knows nothing of it.
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
     if accelerator.is_main_process:
         next(iter(loader))  # to look at
     steps = samples = 0
@@ -134,6 +141,7 @@ def main():
             with (options.folder / f"seen.{os.getpid()}").open("a") as file:
                 file.write(json.dumps([steps, plain.seen]) + "\n")
         model.eval()
+        scheduler.step(evaluated(plain, data))
         with torch.no_grad():
             assert not any(index % 2 == 0 for batch in held_out for index in batch["index"].tolist())
     total = int(accelerator.reduce(torch.tensor(samples)))

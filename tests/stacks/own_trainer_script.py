@@ -17,7 +17,7 @@ from transformers import Trainer, TrainingArguments
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--folder", type=Path)
-parser.add_argument("--loader", choices=["weighted", "batches", "counted", "plain", "iterable", "foreign"])
+parser.add_argument("--loader", choices=["weighted", "batches", "counted", "plain", "iterable", "foreign", "loop"])
 parser.add_argument("--pause", type=float, default=0.03)
 options = parser.parse_args()
 
@@ -135,6 +135,18 @@ class Counting(Own):
         return loss.detach() / 2
 
 
+class Looping(Own):
+    """A trainer with a loop of its own around nothing of ``Trainer``'s."""
+
+    def train(self):
+        self.create_optimizer()
+        for batch in self.get_train_dataloader():
+            self.accelerator.backward(self.compute_loss(self.model, batch))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.state.global_step += 1
+
+
 torch.manual_seed(0)
 data = [{"x": torch.randn(4), "index": index} for index in range(SAMPLES)]
 length = {"max_steps": 40} if options.loader == "iterable" else {"num_train_epochs": EPOCHS}
@@ -153,6 +165,8 @@ arguments = kind(
     **length,
     **more,
 )
+if options.loader == "loop":
+    own = Looping
 trainer = own(model=nn.Linear(4, 1), args=arguments, train_dataset=data)
 trainer.train()
 if trainer.is_world_process_zero():

@@ -189,9 +189,16 @@ def test_what_a_script_is_given_has_the_attributes_of_accelerates_own(tmp_path):
     assert record["timeout"] == 7200
 
 
-def run_left(folder, kind):
+def test_a_loss_that_the_script_may_have_weighed_is_named_where_that_matters(tmp_path):
+    """Ranks have 5 and 4 of 9 samples, and the script reads the number of ranks within a step."""
+    run = run_left(tmp_path, "ranks", batch=FixedGlobalBatch(logical_workers=3))
+    said = [line for line in logged(run) if "accelerator.num_processes was read between a batch and its" in line]
+    assert len(said) == 1
+
+
+def run_left(folder, kind, **options):
     script = SCRIPT.with_name("accelerate_left_script.py")
-    return run_stock(script, folder / "run", "--kind", kind, nodes=(2, 2), imports=SCRIPT)
+    return run_stock(script, folder / "run", "--kind", kind, nodes=(2, 2), imports=SCRIPT, **options)
 
 
 def logged(run):

@@ -15,6 +15,7 @@ from azureml_elastic.errors import UsageError
 from azureml_elastic.train.integrations.deepspeed import training_loop
 from azureml_elastic.train.integrations.deepspeed import training_loop as deepspeed_loop
 from azureml_elastic.train.integrations.deepspeed.batch_sizes import batch_sizes
+from azureml_elastic.train.integrations.lightning import left_to_lightning
 from azureml_elastic.train.integrations.lightning import training_loop as lightning_loop
 from azureml_elastic.train.integrations.transformers import training_data as transformers_data
 from azureml_elastic.train.integrations.transformers import training_loop as transformers_loop
@@ -192,6 +193,21 @@ def test_data_of_the_scripts_own_samplers_are_divided_with_lightning(session, ca
     assert not said(caplog)
 
 
+def test_loggers_that_begin_anew_are_named_once(caplog):
+    class Cloud:
+        def __init__(self, given=None):
+            self._id = given
+
+    class Other(Cloud):
+        """A logger without an id."""
+
+    trainer = SimpleNamespace(is_global_zero=True)
+    for _ in range(2):
+        left_to_lightning.warn_of_new_versions(trainer, [Cloud("a"), Other()])
+    left_to_lightning.warn_of_new_versions(SimpleNamespace(is_global_zero=False), [Cloud()])
+    assert [text.partition(",")[0] for text in said(caplog)] == ["Other begins anew in this process"]
+
+
 def test_several_training_loaders_of_lightning_are_refused(session):
     trainer = lightning_trainer()
     loop = lightning_loop.TrainingLoop(session, trainer)
@@ -228,6 +244,13 @@ def test_loaders_that_are_left_to_the_script_with_deepspeed(deepspeed, caplog):
     assert deepspeed.replaced(first) is deepspeed.replaced(first)
     assert deepspeed.replaced(distributed(2)) is None
     assert "by itself: another loader is the one of the training" in caplog.text
+
+
+def test_batches_of_other_loaders_are_named_with_deepspeed_once_they_are_trained(deepspeed, caplog):
+    for _ in range(2):
+        deepspeed.backward(lambda loss: loss, torch.zeros(1))
+    (text,) = said(caplog)
+    assert "and the run neither saves nor restores this training" in text
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,8 @@ def test_each_sample_is_trained_once_an_epoch(undisturbed):
     assert set(counts.values()) == {EPOCHS}
     assert undisturbed.record["steps"] == STEPS
     assert undisturbed.record["timeout"] == 7200
+    logs = "".join(path.read_text() for path in undisturbed.report.paths.logs.iterdir())
+    assert logs.count("Lightning evaluates 2 of 100 samples twice") == 1
     assert rates(undisturbed) == pytest.approx({step: 1e-2 * (1 - step / STEPS) for step in range(STEPS)})
 
 

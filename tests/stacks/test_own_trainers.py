@@ -93,5 +93,11 @@ def test_data_that_the_stack_divides_keep_steps_rates_and_position(run_script, t
         assert counts == Counter(range(SAMPLES))
 
 
+def test_a_loop_that_is_none_of_the_stacks_is_said(run_script, tmp_path):
+    run = run_script(tmp_path / "run", "--loader", "loop", nodes=(1, 1))
+    assert run.record["steps"] == SAMPLES // BATCH
+    assert_said(run, "A loop that is not that of Trainer.train() trains with the trainer's accelerator")
+
+
 def assert_said(run, sentence):
     assert sentence in "".join(file.read_text() for file in run.report.paths.logs.iterdir())

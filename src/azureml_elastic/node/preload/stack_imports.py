@@ -36,6 +36,7 @@ _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
             ("lightning.pytorch", "pytorch_lightning"),
             (
                 "loggers.csv_logs",
+                "loops.evaluation_loop",
                 "loops.fit_loop",
                 "loops.training_epoch_loop",
                 "strategies.model_parallel",

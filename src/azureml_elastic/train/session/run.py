@@ -198,6 +198,11 @@ class Run:
         tracked = TrackedState(dict(objects), partial, found)
         if not any(map(is_engine, objects.values())):  # whose state is in partitions
             found.attach(tracked)
+        elif self.lifecycle.world.identity.rank == 0:
+            _LOG.warning(
+                "What the script keeps beside a DeepSpeed engine is not looked for: what is not tracked, such as an "
+                "average of the weights or a queue, begins anew in new processes."
+            )
         if isinstance(self.context.batch, FixedPerWorkerBatch) and any(
             not isinstance(scheduler, Schedule) for scheduler in tracked.schedulers_of_engines
         ):

@@ -31,7 +31,7 @@ def model():
 
 
 def test_the_loss_of_the_models_own_is_the_one_of_that_time(model):
-    repeated = RepeatedModels([model])
+    repeated = RepeatedModels([model], [].append)
     repeated.begin()
     repeated.certain = True
     losses = []
@@ -45,7 +45,7 @@ def test_the_loss_of_the_models_own_is_the_one_of_that_time(model):
 
 
 def test_a_loss_that_the_script_computes_is_the_one_of_that_time(model):
-    repeated = RepeatedModels([model])
+    repeated = RepeatedModels([model], [].append)
     repeated.begin()
     repeated.set_loss(0.125)
     scores = model(X)
@@ -61,8 +61,21 @@ def test_a_loss_that_the_script_computes_is_the_one_of_that_time(model):
     assert "forward" not in model.__dict__
 
 
+def test_terms_of_a_loss_are_the_whole_loss_which_is_said(model):
+    said = []
+    repeated = RepeatedModels([model], said.append)
+    repeated.begin()
+    repeated.set_loss(0.125)
+    scores = model(X)
+    first = nn.functional.cross_entropy(scores, Y)
+    assert not said
+    second = scores.square().mean()
+    assert ((first + second).item(), len(said)) == (0.25, 1)
+    assert "sums of them are too large for this epoch" in said[0]
+
+
 def test_repeated_steps_compute_one_forward_pass(model):
-    repeated = RepeatedModels([model])
+    repeated = RepeatedModels([model], [].append)
     repeated.begin()
     repeated.certain = True
     for step in range(200):
@@ -72,7 +85,7 @@ def test_repeated_steps_compute_one_forward_pass(model):
 
 
 def test_a_batch_that_the_script_may_only_look_at_is_computed(model):
-    repeated = RepeatedModels([model])
+    repeated = RepeatedModels([model], [].append)
     repeated.begin()
     repeated.set_loss(0.5)
     more = torch.randn(5, 3)
@@ -109,7 +122,7 @@ def test_a_history_that_begins_later_knows_how_many_steps_there_were():
 
 
 def test_models_that_a_step_calls_several_times_answer_in_each_shape(model):
-    repeated = RepeatedModels([model])
+    repeated = RepeatedModels([model], [].append)
     repeated.begin()
     repeated.certain = True
     for _ in range(3):

@@ -67,7 +67,7 @@ def test_a_repeated_step_of_a_sharded_model_waits_for_no_rank(model):
     model.layers[1].register_forward_hook(lambda *_: hooked.append(1))
     assert collectives(lambda: model(x)) > 0
     before = model.norm.running_mean.clone()
-    repeated = RepeatedModels([model])
+    repeated = RepeatedModels([model], [].append)
     repeated.begin()
     outputs = []
     for repeated.certain in (False, True):
@@ -90,7 +90,7 @@ def test_compiled_layers_and_those_that_are_computed_again_are_copied_as_well(ca
     model.layers[1] = checkpoint_wrapper(model.layers[1])
     fully_shard(model.layers[1], mesh=mesh)
     compiled = fully_shard(torch.compile(model, backend=compiles), mesh=mesh)
-    repeated = RepeatedModels([compiled])
+    repeated = RepeatedModels([compiled], [].append)
     repeated.begin()
     repeated.certain = True
     assert compiled(torch.ones(3, 4))[0].shape == (3, 4)
@@ -101,7 +101,7 @@ def test_compiled_layers_and_those_that_are_computed_again_are_copied_as_well(ca
 def test_the_types_are_those_of_the_sharded_model():
     model = sharded(nn.LayerNorm(4), torch.float32, param_dtype=torch.bfloat16)
     expected = model(torch.randn(3, 4))[0].dtype
-    repeated = RepeatedModels([model])
+    repeated = RepeatedModels([model], [].append)
     repeated.begin()
     repeated.certain = True
     assert model(torch.randn(3, 4))[0].dtype == expected == torch.float32
@@ -122,7 +122,7 @@ def test_a_model_that_needs_its_weights_is_computed_by_all_ranks_each_time(caplo
     strict, mesh = Strict(), init_device_mesh("cpu", (2,))
     fully_shard(strict.layer, mesh=mesh)
     fully_shard(strict, mesh=mesh)
-    repeated = RepeatedModels([strict])
+    repeated = RepeatedModels([strict], [].append)
     repeated.begin()
     repeated.certain = True
     for _ in range(2):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -21,10 +23,11 @@ from azureml_elastic.train.integrations.accelerate.training_data import (
 )
 from azureml_elastic.train.integrations.deepspeed.attachment import another_stack_prepares
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
+from azureml_elastic.train.integrations.script_loop.own_schedulers import note_schedulers
 from azureml_elastic.train.integrations.wrapping import Wrapped, Wrappers, in_loop, wrap
 from azureml_elastic.train.session.stack_session import stack_session
 
-__all__ = ["WRAPPERS", "attach"]
+__all__ = ["WRAPPERS", "another_stack_trains", "attach"]
 
 _APART = "_azureml_elastic_apart"
 """Attribute of an accelerator that belongs to another stack, such as ``transformers.Trainer``."""
@@ -36,6 +39,11 @@ _REPLACED = (EpochLoader, UndecidedLoader, WindowLoader)
 
 _data = TrainingData()
 
+_LOG = logging.getLogger(__name__)
+
+another_stack_trains: ContextVar[bool] = ContextVar("another_stack_trains", default=False)
+"""Whether ``Trainer.train()`` runs, whose integration sees what its accelerator trains."""
+
 
 def attach(module: ModuleType) -> None:
     """Attach to a module of accelerate."""
@@ -43,6 +51,7 @@ def attach(module: ModuleType) -> None:
     if module.__name__ == "accelerate.optimizer":
         _replace_step(module.AcceleratedOptimizer)
     elif module.__name__ == "accelerate.accelerator":
+        note_schedulers()
         processes = module.Accelerator.num_processes.fget
         module.Accelerator.num_processes = property(functools.partial(_num_processes, processes))
 
@@ -100,10 +109,21 @@ def _scheduler_step(wrapped: Wrapped, scheduler: Any, args: Any, kwargs: Any) ->
 
 
 def _backward(wrapped: Wrapped, accelerator: Any, args: Any, kwargs: Any) -> Any:
-    session = None if getattr(accelerator, _APART, False) else stack_session()
-    if session is not None:
+    if getattr(accelerator, _APART, False):
+        if not another_stack_trains.get() and (session := stack_session()) is not None and session.is_main:
+            _warn_of_own_loop()
+    elif (session := stack_session()) is not None:
         _data.warn_of_left(session, accelerator)
     return wrapped(*args, **kwargs) if _data.loop is None else _data.loop.backward(wrapped, *args, **kwargs)
+
+
+@functools.cache
+def _warn_of_own_loop() -> None:
+    _LOG.warning(
+        "A loop that is not that of Trainer.train() trains with the trainer's accelerator: the run neither saves nor "
+        "restores this training. After a change of its nodes the script starts again, from what it saves and loads by "
+        "itself."
+    )
 
 
 def _unless_silent(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ from azureml_elastic.train.data.drawn_order import DrawnOrder
 from azureml_elastic.train.integrations.nested import rebuilt, tensors_of
 from azureml_elastic.train.integrations.script_loop import state_folders
 from azureml_elastic.train.integrations.script_loop.loop import ScriptLoop
+from azureml_elastic.train.integrations.script_loop.own_schedulers import schedulers_of
 from azureml_elastic.train.integrations.sources import Source
 from azureml_elastic.train.integrations.wrapping import Wrapped
 from azureml_elastic.train.session.stack_session import StackSession
@@ -110,6 +111,11 @@ class TrainingLoop(ScriptLoop):
     def _models(self) -> list[nn.Module]:
         return list(self._accelerator._models)  # noqa: SLF001
 
+    def _own_schedulers(self) -> list[Any]:
+        optimizers = self._accelerator._optimizers  # noqa: SLF001
+        known = [each.scheduler for each in self._accelerator._schedulers]  # noqa: SLF001
+        return schedulers_of([*optimizers, *(each.optimizer for each in optimizers)], known)
+
     def _plain_batches(self) -> Iterator[Any]:
         return iter(self._divided())
 
@@ -165,8 +171,14 @@ class TrainingLoop(ScriptLoop):
         if self._micro is not None:
             self._note_loss(loss)
             self._accumulated = True
-            if not self._weighed:  # accelerate divides by the number of batches that the script accumulates
-                loss = loss * (self._micro.weight * self._accelerator.gradient_accumulation_steps)
+            weight = self._micro.weight * self._accelerator.gradient_accumulation_steps
+            if not self._weighed or loss is self._own_loss:  # that the model computes itself is a mean
+                loss = loss * weight  # accelerate divides by the number of batches that the script accumulates
+            elif weight != 1:
+                self._warn("accelerator.num_processes was read between a batch and its backward(): the loss is taken "
+                           "for a sum over samples or tokens that the script weighs by that number. If it is a mean, "
+                           "gradients are wrong where ranks have different numbers of samples, as with fewer nodes: "
+                           "read the number before the loop.")  # fmt: skip
             self._weighed = False
         result = wrapped(loss, *args, **kwargs)
         if self._micro is not None and self._micro.last and self._steps_in_backward:

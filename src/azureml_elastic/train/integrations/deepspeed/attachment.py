@@ -25,6 +25,7 @@ from azureml_elastic.train.integrations.deepspeed.batch_sizes import (
     show,
 )
 from azureml_elastic.train.integrations.deepspeed.training_loop import CheckpointFolders, TrainingLoop
+from azureml_elastic.train.integrations.script_loop.own_schedulers import note_schedulers
 from azureml_elastic.train.integrations.wrapping import Wrapped, Wrappers, in_loop, wrap
 from azureml_elastic.train.session.stack_session import StackSession, stack_session
 
@@ -52,6 +53,7 @@ def attach(module: ModuleType) -> None:
     """Attach to a module of DeepSpeed."""
     wrap(module, WRAPPERS)
     if module.__name__ == "deepspeed":
+        note_schedulers()
         # Scripts divide their data by a DistributedSampler of the present ranks, and count its batches before they make
         # an engine: no function of DeepSpeed sees such a loader.
         wrap_function_wrapper(torch.utils.data, "DataLoader.__iter__", _iterate)

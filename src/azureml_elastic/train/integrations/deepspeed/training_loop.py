@@ -31,6 +31,7 @@ from azureml_elastic.train.integrations.deepspeed.batch_sizes import BatchSizes,
 from azureml_elastic.train.integrations.script_loop import state_folders
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
 from azureml_elastic.train.integrations.script_loop.loop import ScriptLoop
+from azureml_elastic.train.integrations.script_loop.own_schedulers import schedulers_of
 from azureml_elastic.train.integrations.script_loop.state_folders import Place, flush
 from azureml_elastic.train.integrations.wrapping import Wrapped
 from azureml_elastic.train.session.stack_session import StackSession
@@ -208,6 +209,13 @@ class TrainingLoop(ScriptLoop):
     def _models(self) -> list[nn.Module]:
         return [self._engine]
 
+    def _own_schedulers(self) -> list[Any]:
+        engine = self._engine
+        found = (getattr(engine, name, None) for name in ("optimizer", "basic_optimizer", "client_optimizer"))
+        optimizers = [each for each in found if each is not None]
+        inner = [each.optimizer for each in optimizers if hasattr(each, "optimizer")]
+        return schedulers_of([*optimizers, *inner], [engine.lr_scheduler])
+
     def _mark(self, *, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)  # from the first call on, the engine counts no batches
 
@@ -281,6 +289,10 @@ class TrainingLoop(ScriptLoop):
         if self.repeating:
             return loss
         if self._micro is None:
+            self._warn("The script trains a batch that the session does not divide among the ranks, as of a loader "
+                       "with a sampler of its own: its samples may repeat or be left out after a change of the nodes"
+                       + (". " if self._begun else ", and the run neither saves nor restores this training. ") +
+                       "Divide it by a DistributedSampler with shuffle=True, or by deepspeed_io().")  # fmt: skip
             return wrapped(loss, *args, **kwargs)
         self._note_loss(loss)
         # The weight stands for DeepSpeed's division by its number of batches, which scripts expect of what is returned.

@@ -9,6 +9,7 @@ from typing import Any
 
 from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.train.integrations.lightning import training_loop
+from azureml_elastic.train.integrations.lightning.left_to_lightning import warn_of_repeated_samples
 from azureml_elastic.train.integrations.lightning.training_loop import (
     PROGRESS,
     TrainingLoop,
@@ -56,6 +57,14 @@ def _set_up_mesh(wrapped: Wrapped, strategy: Any, args: Any, kwargs: Any) -> Any
 def _process_dataloader(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
     loop = getattr(args[0], _LOOP, None)
     return wrapped(*args, **kwargs) if loop is None else loop.process_dataloader(wrapped, *args, **kwargs)
+
+
+def _process_evaluation(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    loader = wrapped(*args, **kwargs)
+    session = stack_session()
+    if session is not None and session.is_main:
+        warn_of_repeated_samples(loader, session.world_size)
+    return loader
 
 
 def _unless_elastic(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -120,6 +129,7 @@ WRAPPERS: Wrappers = {
         "_FitLoop.on_advance_start": _in_loop("start_epoch"),
         "_FitLoop.on_advance_end": _in_loop("end_epoch"),
     },
+    "loops.evaluation_loop": {"_process_dataloader": _process_evaluation},
     "loops.training_epoch_loop": {
         "_TrainingEpochLoop.on_run_start": _in_loop("begin_epoch"),
         # After the batch's hooks: it validates, advances schedulers that follow a metric, and counts the loggers' step.

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import logging
 import numbers
+import sys
 from collections import deque
 from collections.abc import Mapping, MutableMapping, MutableSequence, MutableSet
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from azureml_elastic.train.integrations.lightning.checkpoint_hooks import callbacks_of
 
@@ -147,7 +150,21 @@ def scaled(captured: Mapping[str, Any], trainer: Any, ranks: int) -> dict[str, A
 def _holders(trainer: Any) -> list[tuple[str, Any]]:
     callbacks = ((f"{index}.{type(each).__name__}", each) for index, each in enumerate(callbacks_of(trainer)))
     data = [] if trainer.datamodule is None else [("datamodule", trainer.datamodule)]
-    return [(type(trainer.lightning_module).__name__, trainer.lightning_module), *data, *callbacks]
+    module = trainer.lightning_module
+    if module not in _layers:
+        _layers[module] = [
+            (f"{type(module).__name__}.{name}", each) for name, each in module.named_modules() if name and _is_own(each)
+        ]
+    return [(type(module).__name__, module), *_layers[module], *data, *callbacks]
+
+
+_layers: WeakKeyDictionary[Any, list[tuple[str, Any]]] = WeakKeyDictionary()
+"""The layers of modules whose classes are the script's: those of installed libraries keep their state in tensors."""
+
+
+def _is_own(layer: Any) -> bool:
+    source = getattr(sys.modules.get(type(layer).__module__), "__file__", None) or ""
+    return type(layer).__module__ == "__main__" or not ("site-packages" in source or "dist-packages" in source)
 
 
 def _is_lightnings(holder: Any) -> bool:
@@ -165,6 +182,7 @@ def _left_to_lightning(holder: Any) -> frozenset[str]:
         base = next(
             (each for each in kind.__mro__ if each.__name__ in ("LightningModule", "LightningDataModule")), None
         )
+        base = nn.Module if base is None and issubclass(kind, nn.Module) else base
         names = set() if base is None else set(vars(base()))
         _skipped[kind] = frozenset(
             names | {"training", "_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams"}

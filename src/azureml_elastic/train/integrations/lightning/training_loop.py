@@ -20,6 +20,7 @@ from azureml_elastic.train.data.map_loader import WindowLoader
 from azureml_elastic.train.integrations import sources
 from azureml_elastic.train.integrations.lightning import progress, repeated_hooks
 from azureml_elastic.train.integrations.lightning.checkpoint_hooks import OWN_KEY, callbacks_of
+from azureml_elastic.train.integrations.lightning.left_to_lightning import warn_of_new_versions
 from azureml_elastic.train.integrations.lightning.progress import Progress, Stage
 from azureml_elastic.train.integrations.lightning.repeated_hooks import Extent
 from azureml_elastic.train.integrations.wrapping import Wrapped
@@ -67,6 +68,7 @@ def continue_from(trainer: Any, state: Mapping[str, Any]) -> None:
     Args:
         state: ``versions`` of the loggers, and the number of steps that they have logged as ``lines``
     """
+    warn_of_new_versions(trainer, [logger for logger in trainer.loggers if not _attribute(logger)])
     for logger in set_versions(trainer, state["versions"]):
         if getattr(logger, "log_dir", None) is not None:
             _continued[str(logger.log_dir)] = state["lines"]

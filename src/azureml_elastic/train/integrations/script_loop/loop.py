@@ -33,6 +33,7 @@ from azureml_elastic.train.integrations.script_loop.collective_results import Co
 from azureml_elastic.train.integrations.script_loop.divided_forward import divide_forward
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
 from azureml_elastic.train.integrations.script_loop.kept_files import keep_files
+from azureml_elastic.train.integrations.script_loop.own_schedulers import pause_schedulers
 from azureml_elastic.train.integrations.script_loop.repeated_steps import (
     FirstForward,
     Progress,
@@ -138,6 +139,10 @@ class ScriptLoop(ABC):
     @abstractmethod
     def _models(self) -> list[nn.Module]:
         """Return the models as the script calls them."""
+
+    @abstractmethod
+    def _own_schedulers(self) -> list[Any]:
+        """Return the schedulers that the script steps by itself."""
 
     @abstractmethod
     def _plain_batches(self) -> Iterator[Any]:
@@ -358,7 +363,7 @@ class ScriptLoop(ABC):
         if self._repetition is not None:
             self._repetition.begin(self._history.steps_from(current.epoch) - current.window)
         keep_files(self._is_past)
-        self._repeated_models = self._repeated_models or RepeatedModels(self._models())
+        self._repeated_models = self._repeated_models or RepeatedModels(self._models(), self._warn)
         # Before the models answer: the session captures their state and the script's random generators, which the
         # script's own code goes on to use, and gives them back at the end.
         self._session.begin_repeated_steps()
@@ -470,7 +475,9 @@ class ScriptLoop(ABC):
         """Restore the state of the run."""
         self._begun = True
         assert self._windows is not None
-        self._session.adopt(self._tracked())
+        own = self._own_schedulers()
+        self._session.adopt({**self._tracked(), **{f"own_scheduler_{index}": each for index, each in enumerate(own)}})
+        pause_schedulers(own, lambda: self.repeats or self.repeating)
         if self._first_forward is not None:
             self._first_forward.end()
         if self._has_larger_batches:
@@ -504,6 +511,10 @@ class ScriptLoop(ABC):
         return {**self._objects(), _PROGRESS: Progress(self._session), _HISTORY: self._history, _RESULTS: self._results}
 
     def _note_output(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        if (self.repeats or self.repeating) and not torch.is_grad_enabled():
+            self._warn("The script evaluates in steps and epochs that it repeats: with the present weights, not with "
+                       "those of that time. What it keeps of that, such as the best result, a history or a count for "
+                       "early stopping, may come out otherwise than without the change of nodes.")  # fmt: skip
         if self._micro is not None and model.training and torch.is_grad_enabled():
             self._own_loss = own_loss(output)
 

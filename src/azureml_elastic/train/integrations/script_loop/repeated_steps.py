@@ -241,15 +241,19 @@ class ReplacedCalls:
 class RepeatedModels:
     """Prepared models whose forward passes repeat outputs instead of computing them.
 
+    Args:
+        warn: says something once
+
     Attributes:
         certain: whether the script is known to train the batches, and not to look at them only: until then each forward
             pass is computed, as its batch is a real one
     """
 
-    def __init__(self, models: Iterable[nn.Module]) -> None:
+    def __init__(self, models: Iterable[nn.Module], warn: Callable[[str], None]) -> None:
         self._models = list(models)
+        self._warn = warn
         self.certain = False
-        self._loss: float | None = None
+        self._loss = _Loss(None, warn)
         self._outputs: dict[tuple[Any, ...], Any] = {}  # by model, and shapes of its inputs
         self._hollow: dict[int, HollowModel | None] = {}  # by sharded model; None where there cannot be one
         self._replaced = ReplacedCalls(self._answer)
@@ -268,14 +272,15 @@ class RepeatedModels:
 
     def set_loss(self, loss: float | None) -> None:
         """Set the loss of the micro-batch that follows, ``None`` where it is not known."""
-        self._loss = loss
+        self._loss = _Loss(loss, self._warn)
 
     def _answer(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._compute(model, args, kwargs)  # an evaluation
         compute = self._compute_alone if is_sharded(model) else self._compute
         if not self.certain:
-            return _answered(compute(model, args, kwargs), self._loss if model.training else None)
+            loss = self._loss if model.training else _Loss(None, self._warn)
+            return _answered(compute(model, args, kwargs), loss)
         key = (
             id(model),
             *(each.shape for each in tensors_of((args, kwargs))),
@@ -315,16 +320,37 @@ class RepeatedModels:
         return self._compute(model, args, kwargs)
 
 
+class _Loss:
+    """The loss of a micro-batch when it was trained, ``None`` where it is not known."""
+
+    def __init__(self, value: float | None, warn: Callable[[str], None]) -> None:
+        self.known = value is not None
+        self._value = value
+        self._warn = warn
+        self._given = 0
+
+    def of(self, number: torch.Tensor) -> torch.Tensor:
+        """Return the loss in place of a number that is computed of outputs."""
+        if self._value is None:
+            return number.clone()
+        self._given += 1
+        if self._given > 1:
+            self._warn("The script computes several numbers of a step that it repeats, such as terms of its loss: "
+                       "each is the whole loss of that time, so that sums of them are too large for this "
+                       "epoch.")  # fmt: skip
+        return torch.full_like(number, self._value)
+
+
 class _Answer(torch.Tensor):
     """An output of a repeated forward pass: what is computed from it into one number is the loss of that time."""
 
-    loss: float | None
+    loss: _Loss
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute with plain tensors, and take a single number for the loss."""
-        found = (each.loss for each in tensors_of((args, kwargs or {})) if isinstance(each, _Answer))
-        loss = next((each for each in found if each is not None), None)
+        found = [each.loss for each in tensors_of((args, kwargs or {})) if isinstance(each, _Answer)]
+        loss = next((each for each in found if each.known), found[0])
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # noqa: SLF001 - the documented way
             result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
@@ -344,19 +370,18 @@ def _is_number(value: torch.Tensor) -> bool:
     return not value.dim() and value.is_floating_point()
 
 
-def _answered(value: Any, loss: float | None) -> Any:
+def _answered(value: Any, loss: _Loss) -> Any:
     """Return a copy of a model's outputs, in which each single number is the loss."""
     return map_tensors(lambda each: _answer_of(each, loss), value)
 
 
-def _answer_of(output: torch.Tensor, loss: float | None) -> torch.Tensor:
+def _answer_of(output: torch.Tensor, loss: _Loss) -> torch.Tensor:
     plain = output.as_subclass(torch.Tensor)
     if not plain.is_floating_point():
         return plain
     plain = plain.detach()
     if _is_number(plain):
-        number = plain.clone() if loss is None else torch.full_like(plain, loss)
-        return number.requires_grad_()  # the script calls backward() of it, or of what it computes of it
+        return loss.of(plain).requires_grad_()  # the script calls backward() of it, or of what it computes of it
     answer = plain.as_subclass(_Answer)
     answer.loss = loss
     return answer

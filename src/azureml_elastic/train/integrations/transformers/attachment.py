@@ -12,12 +12,13 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from azureml_elastic.distributed.device import device_of
+from azureml_elastic.train.integrations.accelerate.attachment import another_stack_trains
 from azureml_elastic.train.integrations.script_loop.state_folders import flush, write_together
 from azureml_elastic.train.integrations.transformers.evaluation import evaluating
 from azureml_elastic.train.integrations.transformers.training_data import DATA_METHODS
@@ -103,10 +104,19 @@ def _train(wrapped: Wrapped, trainer: Any, args: tuple[Any, ...], kwargs: dict[s
     session = stack_session()
     if session is None:
         return wrapped(*args, **kwargs)
-    with replaced(trainer, {"_save_checkpoint": functools.partial(_save_checkpoint, trainer)}):
+    with _training(), replaced(trainer, {"_save_checkpoint": functools.partial(_save_checkpoint, trainer)}):
         if obstacle(session, trainer, args, kwargs) is not None:
             return wrapped(*args, **kwargs)
         return TrainingLoop(session, trainer).train(wrapped, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _training() -> Iterator[None]:
+    token = another_stack_trains.set(True)
+    try:
+        yield
+    finally:
+        another_stack_trains.reset(token)
 
 
 def _evaluation_loop(wrapped: Wrapped, trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
