@@ -101,7 +101,7 @@ def local(
     # Invalid options are refused before a folder is created.
     distribution = ElasticDistribution(
         process_count_per_instance=nproc_per_node,
-        nodes_per_replica=nodes_per_replica,
+        nodes_per_replica=nodes_per_replica,  # type: ignore[arg-type]  # a text of a number is taken, too
         max_restarts=max_restarts,
         recovery=recovery,
         framework=framework,

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from datetime import timedelta
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Generic, NoReturn, TypeVar, Union, get_args, get_origin, overload
 
 from pydantic import (
     AfterValidator,
@@ -21,20 +21,115 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
-from typing_extensions import Self
+from typing_extensions import Never, Self
 
+from azureml_elastic.config.frozen import HELD_BY, change_of, freeze, removal_of
 from azureml_elastic.errors import UsageError
 
-__all__ = ["ConfigModel", "Duration", "PositiveDuration", "meant", "parse_duration", "positive_duration"]
+__all__ = [
+    "ConfigModel",
+    "Duration",
+    "PositiveDuration",
+    "Span",
+    "Takes",
+    "default",
+    "meant",
+    "parse_duration",
+    "positive_duration",
+]
 
 _UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _PART = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.ASCII)
 
+_OF_PYDANTIC = frozenset(dir(BaseModel))
+
+_Held_co = TypeVar("_Held_co", covariant=True)
+_Given_contra = TypeVar("_Given_contra", contravariant=True)
+
+if TYPE_CHECKING:
+
+    class Takes(Generic[_Held_co, _Given_contra]):
+        """The type of a field that takes more than it holds: ``Takes[timedelta, timedelta | float | str]``.
+
+        Type checkers read it as a descriptor, of whose two types they take the second for the constructor; no model is
+        a ``frozen``, so that they refuse to set it. pydantic sees the first type alone. The default is written
+        ``default(...)``, as no value is a descriptor.
+        """
+
+        @overload
+        def __get__(self, instance: None, owner: Any) -> Self: ...
+        @overload
+        def __get__(self, instance: object, owner: Any) -> _Held_co: ...
+        def __get__(self, instance: Any, owner: Any) -> Any: ...
+        def __set__(self, frozen: Never, value: _Given_contra) -> None: ...
+else:
+
+    class Takes:  # noqa: D101 - see above
+        def __class_getitem__(cls, types: tuple[Any, Any]) -> Any:
+            return types[0]
+
+
+def default(value: object) -> Any:
+    """Return the default of a field of type :class:`Takes`."""
+    return value
+
 
 class ConfigModel(BaseModel):
-    """A frozen pydantic model that rejects unknown fields by name, and serializes durations as seconds."""
+    """A frozen pydantic model that rejects unknown fields by name, and serializes durations as seconds.
+
+    Mappings are read only, and ``repr`` leaves out what has its default.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_timedelta="float", validate_default=True)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for name, field in cls.model_fields.items():
+            for kind in _kinds(field.annotation):
+                if get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, ConfigModel):
+                    HELD_BY.setdefault(kind, (cls, name))
+
+    if not TYPE_CHECKING:  # type checkers would take any attribute for one that can be set
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):
+                return super().__getattr__(name)
+            raise AttributeError(self._absent(name), name=name)
+
+        def __setattr__(self, name: str, value: Any) -> NoReturn:
+            known = name in type(self).model_fields
+            raise AttributeError(change_of(type(self), (name,), value) if known else self._absent(name))
+
+        def __delattr__(self, name: str) -> NoReturn:
+            known = name in type(self).model_fields
+            raise AttributeError(removal_of(type(self), (name,)) if known else self._absent(name))
+
+    @classmethod
+    def _absent(cls, name: str) -> str:
+        """Return what is said of a name that the model does not have."""
+        return f"{name} is no field of {cls.__name__}{meant(name, cls)}"
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        made = super().__deepcopy__(memo)
+        freeze(made)
+        return made
+
+    def __dir__(self) -> list[str]:
+        """Return the names of this library, without those that every pydantic model has."""
+        own = {
+            name
+            for kind in type(self).__mro__
+            if kind.__module__.startswith("azureml_elastic.")
+            for name, value in vars(kind).items()
+            if not name.startswith("_") and (callable(value) or name not in _OF_PYDANTIC)
+        }
+        return sorted({*dir(object), *type(self).model_fields, *own})
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        fields = type(self).model_fields
+        for name, value in super().__repr_args__():
+            if name not in fields or fields[name].is_required() or value != fields[name].default:
+                yield name, value
 
     @model_validator(mode="wrap")
     @classmethod
@@ -44,7 +139,9 @@ class ConfigModel(BaseModel):
         wrong = [*_truth_values(value, cls)] if type(value) is dict else []
         try:
             if not wrong:
-                return handler(value)
+                made = handler(value)
+                freeze(made)
+                return made
             details = []
         except ValidationError as error:
             details = error.errors(include_url=False)
@@ -136,6 +233,9 @@ def _positive(value: timedelta) -> timedelta:
     return value
 
 
+Span = timedelta | float | str
+"""What is taken for a duration: a ``timedelta``, a number of seconds, or a text such as ``"10m"``."""
+
 Duration = Annotated[timedelta, WrapValidator(_duration), AfterValidator(_not_negative)]
 """A ``timedelta`` of zero or more, also given as a number of seconds or as text such as ``"10m"``."""
 
@@ -145,7 +245,7 @@ PositiveDuration = Annotated[timedelta, WrapValidator(_duration), AfterValidator
 _POSITIVE: TypeAdapter[timedelta] = TypeAdapter(PositiveDuration)
 
 
-def positive_duration(name: str, value: timedelta | float | str) -> timedelta:
+def positive_duration(name: str, value: Span) -> timedelta:
     """Return the duration that an argument or an option was given.
 
     Raises:

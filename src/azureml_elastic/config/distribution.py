@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from azureml_elastic.config.base import ConfigModel, Duration, PositiveDuration
+from azureml_elastic.config.base import ConfigModel, Duration, PositiveDuration, Span, Takes, default
 
 __all__ = ["ElasticDistribution", "Framework", "Recovery"]
 
@@ -62,13 +62,13 @@ class ElasticDistribution(ConfigModel):
     process_count_per_instance: int | Literal["auto"] = "auto"
     nodes_per_replica: int | Literal["all"] = 1
     max_restarts: int = Field(default=3, ge=0)
-    restart_window: PositiveDuration | None = timedelta(hours=1)
+    restart_window: Takes[PositiveDuration | None, Span | None] = default(timedelta(hours=1))
     recovery: Recovery = "restart"
-    handover_timeout: Duration = timedelta(seconds=5)
+    handover_timeout: Takes[Duration, Span] = default(timedelta(seconds=5))
     preload_workers: bool = True
-    monitor_interval: PositiveDuration = timedelta(seconds=0.1)
-    stop_timeout: Duration = timedelta(seconds=30)
-    newcomer_timeout: Duration | None = None
+    monitor_interval: Takes[PositiveDuration, Span] = default(timedelta(seconds=0.1))
+    stop_timeout: Takes[Duration, Span] = default(timedelta(seconds=30))
+    newcomer_timeout: Takes[Duration | None, Span | None] = default(None)
 
     @property
     def runs_engine(self) -> bool:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import Self
 
-from azureml_elastic.config.base import ConfigModel, Duration, PositiveDuration
+from azureml_elastic.config.base import ConfigModel, Duration, PositiveDuration, Span, Takes, default
 
 __all__ = [
     "CANCELLED_TAG",
@@ -66,9 +67,9 @@ class CheckpointPolicy(ConfigModel):
     """
 
     path: str | None = None
-    every: Literal["auto"] | PositiveDuration | None = timedelta(minutes=5)
+    every: Takes[Literal["auto"] | PositiveDuration | None, Span | None] = default(timedelta(minutes=5))
     every_steps: int | None = Field(default=None, ge=1)
-    snapshot_every: Literal["auto"] | PositiveDuration | None = "auto"
+    snapshot_every: Takes[Literal["auto"] | PositiveDuration | None, Span | None] = default("auto")
     snapshot_every_steps: int | None = Field(default=None, ge=1)
     snapshot_path: str | None = None
     keep: int = Field(default=2, ge=2)
@@ -153,7 +154,9 @@ class FixedPerWorkerBatch(ConfigModel):
     kind: Literal["fixed_per_worker"] = "fixed_per_worker"
     scaling: Literal["linear", "sqrt", "adascale", "none"]
     reference_world_size: int = Field(default=1, ge=1)
-    momentum: Ramp | Literal["rescale", "none"] = Ramp()
+    momentum: Takes[Ramp | Literal["rescale", "none"], Ramp | Literal["rescale", "none"] | Mapping[str, Any]] = default(
+        Ramp()
+    )
     max_scale: float | None = Field(default=None, ge=1)
     scale_betas: bool = False
 
@@ -190,15 +193,15 @@ class HealthPolicy(ConfigModel):
 
     # In the order of CheckpointPolicy.every: typing caches unions without regard to their order, so the first one
     # decides that of the error messages of both.
-    hang_timeout: Literal["auto"] | PositiveDuration | None = "auto"
-    hang_timeout_floor: PositiveDuration = timedelta(minutes=5)
+    hang_timeout: Takes[Literal["auto"] | PositiveDuration | None, Span | None] = default("auto")
+    hang_timeout_floor: Takes[PositiveDuration, Span] = default(timedelta(minutes=5))
     check: bool = True
-    timeout: PositiveDuration = timedelta(seconds=2)
+    timeout: Takes[PositiveDuration, Span] = default(timedelta(seconds=2))
     disk_mib: int | None = Field(default=512, ge=0)
     memory_mib: int | None = Field(default=512, ge=0)
-    gpu_timeout: PositiveDuration | None = timedelta(seconds=60)
-    retry_for: Duration = timedelta(minutes=5)
-    strike_decay: Duration = timedelta(hours=1)
+    gpu_timeout: Takes[PositiveDuration | None, Span | None] = default(timedelta(seconds=60))
+    retry_for: Takes[Duration, Span] = default(timedelta(minutes=5))
+    strike_decay: Takes[Duration, Span] = default(timedelta(hours=1))
     quarantine_strikes: int | None = Field(default=2, ge=1)
 
 
@@ -234,9 +237,9 @@ class PreemptionPolicy(ConfigModel):
         acknowledge: whether a node that has left approves the event, so that Azure may start it at once.
     """
 
-    grace: Duration = timedelta(seconds=25)
+    grace: Takes[Duration, Span] = default(timedelta(seconds=25))
     scheduled_events: Annotated[str, AfterValidator(_metadata_address)] | None = METADATA_ADDRESS
-    lead: Duration = timedelta(minutes=2)
+    lead: Takes[Duration, Span] = default(timedelta(minutes=2))
     marker: str | None = Field(default=None, min_length=1)
     acknowledge: bool = False
 
@@ -259,9 +262,9 @@ class ReplacementPolicy(ConfigModel):
     """
 
     by_nodes: bool = True
-    interval: PositiveDuration = timedelta(seconds=30)
-    fallback_after: Duration = timedelta(minutes=10)
-    retry_after: PositiveDuration = timedelta(minutes=1)
+    interval: Takes[PositiveDuration, Span] = default(timedelta(seconds=30))
+    fallback_after: Takes[Duration, Span] = default(timedelta(minutes=10))
+    retry_after: Takes[PositiveDuration, Span] = default(timedelta(minutes=1))
     max_replacements: int | None = Field(default=None, ge=0)
     budget: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
@@ -315,7 +318,10 @@ class Profile(ConfigModel):
     warmup_steps: int = Field(default=2, ge=0)
     every_steps: int | None = Field(default=None, ge=1)
     each_round: bool = False
-    ranks: Literal["all"] | Annotated[tuple[int, ...], AfterValidator(_ranks)] = (0,)
+    ranks: Takes[
+        Literal["all"] | Annotated[tuple[int, ...], AfterValidator(_ranks)],
+        Literal["all"] | tuple[int, ...] | list[int],
+    ] = default((0,))
     folder: str | None = Field(default=None, min_length=1)
     record_shapes: bool = False
     profile_memory: bool = False

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
-from azureml_elastic.config.base import ConfigModel, Duration, PositiveDuration
+from azureml_elastic.config.base import ConfigModel, Duration, PositiveDuration, Span, Takes, default
 
 __all__ = ["PORTS_OF_A_NODE", "Credential", "RendezvousTimings", "TableRendezvous"]
 
@@ -47,14 +48,14 @@ class RendezvousTimings(ConfigModel):
             before the run fails.
     """
 
-    heartbeat_interval: PositiveDuration = timedelta(seconds=0.5)
-    heartbeat_timeout: PositiveDuration = timedelta(seconds=3)
-    join_timeout: PositiveDuration = timedelta(seconds=5)
-    settle_timeout: Duration = timedelta(seconds=10)
-    rejoin_timeout: Duration = timedelta(seconds=5)
-    takeover_delay: PositiveDuration = timedelta(seconds=1)
-    rescale_debounce: Duration = timedelta(seconds=0.5)
-    table_heartbeat_interval: PositiveDuration = timedelta(seconds=5)
+    heartbeat_interval: Takes[PositiveDuration, Span] = default(timedelta(seconds=0.5))
+    heartbeat_timeout: Takes[PositiveDuration, Span] = default(timedelta(seconds=3))
+    join_timeout: Takes[PositiveDuration, Span] = default(timedelta(seconds=5))
+    settle_timeout: Takes[Duration, Span] = default(timedelta(seconds=10))
+    rejoin_timeout: Takes[Duration, Span] = default(timedelta(seconds=5))
+    takeover_delay: Takes[PositiveDuration, Span] = default(timedelta(seconds=1))
+    rescale_debounce: Takes[Duration, Span] = default(timedelta(seconds=0.5))
+    table_heartbeat_interval: Takes[PositiveDuration, Span] = default(timedelta(seconds=5))
     max_failed_rounds: int = Field(default=20, ge=1)
 
     @model_validator(mode="after")
@@ -91,9 +92,9 @@ class TableRendezvous(ConfigModel):
     credential: Credential = "auto"
     client_id: str | None = None
     connection_string_variable: str = "AZURE_STORAGE_CONNECTION_STRING"
-    port_range: tuple[int, int] | None = None
+    port_range: Takes[tuple[int, int] | None, tuple[int, int] | list[int] | None] = default(None)
     advertise: str | None = Field(default=None, pattern=r"^\S+$")
-    timings: RendezvousTimings = RendezvousTimings()
+    timings: Takes[RendezvousTimings, RendezvousTimings | Mapping[str, Any]] = default(RendezvousTimings())
 
     @field_validator("port_range")
     @classmethod

@@ -5,20 +5,35 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 from typing_extensions import Self
 
-from azureml_elastic.config.base import ConfigModel
+from azureml_elastic.config.base import ConfigModel, Takes, default
 
-__all__ = ["SERVERLESS", "ElasticResources", "NodePool", "Placement", "first_nodes", "replacement_name", "step_names"]
+__all__ = [
+    "SERVERLESS",
+    "ElasticResources",
+    "JobTier",
+    "NodePool",
+    "Placement",
+    "first_nodes",
+    "replacement_name",
+    "step_names",
+]
 
 SERVERLESS = "serverless"
 """Name of Azure ML's serverless compute, which is allocated by VM size."""
 
 _LONGEST_STEM = 40
 _LONGEST_NAME = 255  # limit of Azure ML for job names
+
+JobTier = Annotated[
+    Literal["Spot", "Basic", "Standard", "Premium"],
+    BeforeValidator(lambda value: value.capitalize() if isinstance(value, str) else value),
+]
+"""Tier of serverless compute; case is ignored, as in azure-ai-ml."""
 
 Placement = Literal["fan_out", "service", "gang"]
 """The kind of Azure ML job that the nodes are submitted as.
@@ -49,8 +64,8 @@ class ElasticResources(ConfigModel):
     max_instance_count: int
     shm_size: str | None = None
     instance_type: str | None = None
-    docker_args: str | tuple[str, ...] | None = None
-    locations: tuple[str, ...] | None = None
+    docker_args: Takes[str | tuple[str, ...] | None, str | tuple[str, ...] | list[str] | None] = default(None)
+    locations: Takes[tuple[str, ...] | None, tuple[str, ...] | list[str] | None] = default(None)
     properties: Mapping[str, Any] | None = None
     placement: Placement | None = None
 
@@ -106,13 +121,25 @@ class NodePool(ConfigModel):
     min_instance_count: int = Field(default=0, ge=0)
     max_instance_count: int = Field(ge=1)
     instance_type: str | None = None
-    job_tier: Literal["Spot", "Basic", "Standard", "Premium"] | None = None
+    job_tier: Takes[JobTier | None, str | None] = default(None)
     price_per_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
 
-    def __init__(self, compute: str | None = None, /, **fields: Any) -> None:
-        if compute is not None:
-            fields["compute"] = compute
-        super().__init__(**fields)
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            compute: str,
+            *,
+            max_instance_count: int,
+            min_instance_count: int = 0,
+            instance_type: str | None = None,
+            job_tier: str | None = None,
+            price_per_hour: float | None = None,
+        ) -> None: ...
+    else:
+
+        def __init__(self, compute: str | None = None, /, **fields: Any) -> None:
+            super().__init__(**fields if compute is None else {**fields, "compute": compute})
 
     @field_validator("compute")
     @classmethod

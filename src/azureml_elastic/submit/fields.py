@@ -10,12 +10,11 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
     ConfigDict,
-    Field,
     TypeAdapter,
     ValidationError,
     ValidatorFunctionWrapHandler,
@@ -24,8 +23,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticSerializationError
 
-from azureml_elastic.config.base import ConfigModel, PositiveDuration
+from azureml_elastic.config.base import ConfigModel, PositiveDuration, Span, Takes, default
 from azureml_elastic.config.distribution import ElasticDistribution
+from azureml_elastic.config.frozen import is_fields
 from azureml_elastic.config.plan import EarlierRun, Plan, SubmittedNames
 from azureml_elastic.config.policies import (
     BatchPolicy,
@@ -39,9 +39,25 @@ from azureml_elastic.config.policies import (
 )
 from azureml_elastic.config.presets import Presets
 from azureml_elastic.config.rendezvous import TableRendezvous
-from azureml_elastic.config.resources import SERVERLESS, ElasticResources, NodePool
+from azureml_elastic.config.resources import SERVERLESS, ElasticResources, JobTier, NodePool
 from azureml_elastic.errors import SubmitError
 from azureml_elastic.submit.bindings import bound
+
+Fields = Mapping[str, Any]
+if TYPE_CHECKING:  # what a job takes of azure-ai-ml, whose import takes seconds
+    from azure.ai.ml import PyTorchDistribution, RayDistribution
+    from azure.ai.ml.entities import (
+        AmlTokenConfiguration,
+        Environment,
+        ManagedIdentityConfiguration,
+        UserIdentityConfiguration,
+    )
+
+    _Environment = str | Environment | Fields
+    _Distribution = ElasticDistribution | PyTorchDistribution | RayDistribution | Fields
+    _Identity = AmlTokenConfiguration | ManagedIdentityConfiguration | UserIdentityConfiguration | Fields | None
+else:
+    _Environment = _Distribution = _Identity = Any
 
 __all__ = ["JobFields", "field_of", "given_fields", "merged_fields", "resources_of_pools", "translated"]
 
@@ -65,6 +81,13 @@ _MOVED = {
     "shm_size": "give resources=ElasticResources(shm_size=...)",
 }
 """Fields of azure-ai-ml's command jobs that an elastic job has elsewhere."""
+
+_SETTERS = {
+    "set_limits": 'timeout="2h"',
+    "set_queue_settings": 'job_tier="Spot", priority="high"',
+    "set_resources": 'resources={"max_instance_count": 4}',
+}
+"""Methods that change a command job of azure-ai-ml, and what changes an elastic job in a copy."""
 
 _SUBMISSION_ONLY = ("docker_args", "instance_type", "locations", "properties", "shm_size")
 """Fields of ``resources`` beside the numbers of nodes."""
@@ -135,11 +158,18 @@ def translated(given: Any) -> Any:
     )
 
 
-def _with_text(variables: Any) -> Any:
-    """Return environment variables with numbers and truth values as text, as azure-ai-ml submits them."""
-    if not isinstance(variables, Mapping):
-        return variables
-    return {name: str(value) if isinstance(value, bool | int | float) else value for name, value in variables.items()}
+def _with_text(values: Any) -> Any:
+    """Return a mapping with numbers and truth values as text, as azure-ai-ml submits them, and without ``None``."""
+    if not isinstance(values, Mapping):
+        return values
+    found = ((name, value) for name, value in values.items() if value is not None)
+    return {name: str(value) if isinstance(value, bool | int | float) else value for name, value in found}
+
+
+_Texts = Takes[Annotated[Mapping[str, str], BeforeValidator(_with_text)], Mapping[str, str | int | float | bool | None]]
+_Priority = Annotated[
+    Literal["low", "medium", "high"], BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
+]
 
 
 class JobFields(ConfigModel):
@@ -149,38 +179,49 @@ class JobFields(ConfigModel):
 
     type: Literal["elastic_command"] = "elastic_command"
     command: str
-    environment: Any = Field(repr=False)
-    resources: ElasticResources = Field(default=_NO_RESOURCES)
+    environment: Takes[Any, _Environment]
+    resources: Takes[ElasticResources, ElasticResources | Fields | None] = default(_NO_RESOURCES)
     code: str | os.PathLike[str] | None = None
-    compute: str | tuple[NodePool, ...] | None = None
+    compute: Takes[str | tuple[NodePool, ...] | None, str | Sequence[NodePool] | None] = default(None)
     inputs: Mapping[str, Any] = {}
     outputs: Mapping[str, Any] = {}
-    environment_variables: Annotated[Mapping[str, str], BeforeValidator(_with_text)] = Field(default={}, repr=False)
-    distribution: ElasticDistribution = ElasticDistribution()
-    checkpoint: CheckpointPolicy = CheckpointPolicy()
-    batch: BatchPolicy = FixedGlobalBatch()
-    preemption: PreemptionPolicy = PreemptionPolicy()
-    health: HealthPolicy = HealthPolicy()
-    rendezvous: TableRendezvous = TableRendezvous()
-    replacement: ReplacementPolicy | None = ReplacementPolicy()
-    metrics: MetricsPolicy = MetricsPolicy()
-    profile: Profile | None = None
+    environment_variables: _Texts = default({})
+    distribution: Takes[ElasticDistribution, _Distribution] = default(ElasticDistribution())
+    checkpoint: Takes[CheckpointPolicy, CheckpointPolicy | Fields] = default(CheckpointPolicy())
+    batch: Takes[BatchPolicy, BatchPolicy | Fields] = default(FixedGlobalBatch())
+    preemption: Takes[PreemptionPolicy, PreemptionPolicy | Fields] = default(PreemptionPolicy())
+    health: Takes[HealthPolicy, HealthPolicy | Fields] = default(HealthPolicy())
+    rendezvous: Takes[TableRendezvous, TableRendezvous | Fields] = default(TableRendezvous())
+    replacement: Takes[ReplacementPolicy | None, ReplacementPolicy | Fields | None] = default(ReplacementPolicy())
+    metrics: Takes[MetricsPolicy, MetricsPolicy | Fields] = default(MetricsPolicy())
+    profile: Takes[Profile | None, Profile | Fields | None] = default(None)
     audit: bool = False
     resume_from: str | None = None
-    presets: Presets = Presets()
+    presets: Takes[Presets, Presets | Fields] = default(Presets())
     name: str | None = None
     display_name: str | None = None
     experiment_name: str | None = None
     description: str | None = None
-    tags: Mapping[str, str] = {}
-    properties: Mapping[str, str] = {}
-    identity: Any = None
-    timeout: PositiveDuration | None = None
+    tags: _Texts = default({})
+    properties: _Texts = default({})
+    identity: Takes[Any, _Identity] = default(None)
+    timeout: Takes[PositiveDuration | None, Span | None] = default(None)
     services: Mapping[str, Any] | None = None
-    job_tier: Literal["Spot", "Basic", "Standard", "Premium"] | None = None
-    priority: Literal["low", "medium", "high"] | None = None
+    job_tier: Takes[JobTier | None, str | None] = default(None)
+    priority: Takes[_Priority | None, str | None] = default(None)
     parent_job_name: str | None = None
     delivery: Literal["ship", "environment"] = "ship"
+
+    @classmethod
+    def _absent(cls, name: str) -> str:
+        if name in _SETTERS:
+            return (
+                f"A job has no {name}(), as it cannot be changed in place. Make a changed copy: "
+                f"job = job.with_options({_SETTERS[name]})"
+            )
+        if name in _MOVED:
+            return f"{name} is no field of an elastic job: {_MOVED[name]}"
+        return f"{super()._absent(name)}. What create_or_update(job) returns has the fields of a submitted job"
 
     @model_validator(mode="before")
     @classmethod
@@ -385,7 +426,7 @@ def resources_of_pools(pools: Sequence[NodePool]) -> ElasticResources:
 
 def field_of(value: Any, name: str) -> Any:
     """Return a field of an object of azure-ai-ml, or of a dictionary of its fields; ``None`` if it is not set."""
-    return value.get(name) if type(value) is dict else getattr(value, name, None)
+    return value.get(name) if is_fields(value) else getattr(value, name, None)
 
 
 def given_fields(model: ConfigModel) -> dict[str, Any]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["ElasticCommandJob"]
 
 
-class ElasticCommandJob(JobFields, Submittable):
+class ElasticCommandJob(JobFields, Submittable):  # type: ignore[misc]  # its mappings are read only
     """An Azure ML command job that starts with few nodes, grows, and survives the loss of any node.
 
     The fields match those of ``azure.ai.ml.command()``; objects of azure-ai-ml are kept as given and never modified.

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from azureml_elastic.config.command.program import FoundProgram, parse_program
+from azureml_elastic.config.frozen import is_fields
 from azureml_elastic.environment.names import PLAN
 from azureml_elastic.errors import SubmitError, needs_extra
 from azureml_elastic.submit.expressions import translated_command
@@ -90,7 +91,7 @@ def compile_services(services: Mapping[str, Any] | None, node: int | None = None
         kind = str(field_of(service, "type") or field_of(service, "job_service_type") or "")
         if node and kind in _ONCE and field_of(service, "nodes") != "all":
             continue
-        if type(service) is not dict and (kind or not hasattr(service, "type")):
+        if not is_fields(service) and (kind or not hasattr(service, "type")):
             compiled[name] = copy.deepcopy(service)
         elif kind in _SERVICES:
             fields = {key: value for key, value in service.items() if key not in {"type", "job_service_type"}}

@@ -72,7 +72,20 @@ __all__ = [
 ]
 
 
-class Submittable(ABC):
+if TYPE_CHECKING:
+    from azure.ai.ml.entities import Job
+
+    class _Base(Job):
+        """What an elastic job is registered as, so that the client and schedules take it for type checkers, too."""
+
+        def _to_dict(self) -> dict[str, Any]: ...
+        @classmethod
+        def _load_from_dict(cls, *_: Any, **__: Any) -> Job: ...
+else:
+    _Base = ABC
+
+
+class Submittable(_Base):
     """Base class of jobs that ``MLClient`` compiles before it submits them."""
 
     @abstractmethod
@@ -153,7 +166,7 @@ def outside_pipelines() -> Iterator[None]:
         stack.items = held
 
 
-def register(model: type[Submittable], quiet: str) -> None:
+def register(model: type, quiet: str) -> None:
     """Register a class with ``BaseNode``, so that ``MLClient`` accepts and validates its instances; idempotent.
 
     Args:

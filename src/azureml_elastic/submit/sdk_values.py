@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from azureml_elastic.config.frozen import is_fields
 from azureml_elastic.config.presets import Presets, mode_of_input
 from azureml_elastic.errors import SubmitError, needs_extra
 from azureml_elastic.submit.bindings import LITERALS, Bound
@@ -57,7 +58,7 @@ def made_environment(environment: Any) -> str | Environment:
                 f"'{name[1]}:1'."
             )
         return without_scheme(environment)
-    if type(environment) is dict:
+    if is_fields(environment):
         if not any(environment.values()):
             raise SubmitError(f"environment={environment!r} is empty. {_AN_ENVIRONMENT}")
         environment = _made(Environment, environment, "environment")
@@ -73,7 +74,7 @@ def made_identity(identity: Any) -> Any:
     """Return a new object of an identity that was given as one, or by its fields; ``None`` for none."""
     if identity is None:
         return None
-    if type(identity) is dict:
+    if is_fields(identity):
         fields = dict(identity)
         kind = fields.pop("type", None)
         if kind not in _IDENTITIES:
@@ -96,7 +97,7 @@ def made_input(name: str, value: Any, presets: Presets, *, unset: bool) -> Any:
     """
     if type(value) in LITERALS:
         return value
-    if type(value) is dict:
+    if is_fields(value):
         value = _made(Input, value, f"inputs.{name}")
     if isinstance(value, Bound):
         if not unset:
@@ -131,12 +132,12 @@ def made_output(name: str, value: Any) -> Any:
     """Return a new output of the job; ``None`` for one of azure-ai-ml's defaults."""
     if value is None:
         return None
-    if type(value) is not dict and not isinstance(value, Output):
+    if not is_fields(value) and not isinstance(value, Output):
         raise SubmitError(
             f"The output {name!r} is of the type {type(value).__name__}. Give an Output from azure.ai.ml, as in "
             "Output(type='uri_folder', path=...), or its fields."
         )
-    made: Any = _made(Output, value, f"outputs.{name}") if type(value) is dict else value
+    made: Any = _made(Output, value, f"outputs.{name}") if is_fields(value) else value
     _check_type(f"The output {name!r}", made.type, set(_names_of(AssetTypes)))
     _check_mode(f"The output {name!r}", made.mode)
     return copy.deepcopy(made)

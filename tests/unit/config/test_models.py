@@ -14,7 +14,9 @@ from azureml_elastic.config import (
     CheckpointPolicy,
     ElasticDistribution,
     ElasticResources,
+    FixedGlobalBatch,
     HealthPolicy,
+    NodePool,
     Plan,
     PreemptionPolicy,
     Profile,
@@ -64,10 +66,29 @@ def test_what_makes_no_sense_is_refused_by_name_and_value(make, said):
     assert said in str(refusal.value)
 
 
-def test_models_are_frozen():
-    resources = ElasticResources(max_instance_count=2)
-    with pytest.raises(ValidationError):
-        resources.max_instance_count = 3
+@pytest.mark.parametrize(
+    ("model", "name", "value", "said"),
+    [
+        (ElasticResources(max_instance_count=2), "max_instance_count", 3, 'resources={"max_instance_count": 3}'),
+        (ElasticResources(max_instance_count=2), "properties", {"a": 1}, 'resources={"properties": ...}'),
+        (RendezvousTimings(), "join_timeout", "9s", 'rendezvous={"timings": {"join_timeout": "9s"}}'),
+        (FixedGlobalBatch(), "logical_workers", None, 'batch={"logical_workers": None}'),
+        (NodePool("spot", max_instance_count=2), "max_instance_count", 3, "make a new NodePool"),
+        (CheckpointPolicy(), "evry", 3, "evry is no field of CheckpointPolicy; did you mean every?"),
+    ],
+)
+def test_a_model_is_frozen_and_says_how_a_job_is_changed(model, name, value, said):
+    with pytest.raises(AttributeError) as refusal:
+        setattr(model, name, value)
+    assert said in str(refusal.value)
+    with pytest.raises(AttributeError):
+        delattr(model, name)
+
+
+def test_the_representation_of_a_model_shows_what_it_was_given():
+    assert repr(CheckpointPolicy()) == "CheckpointPolicy()"
+    assert repr(ElasticResources(max_instance_count=2)) == "ElasticResources(max_instance_count=2)"
+    assert repr(TableRendezvous(port_range=[29400, 29500])) == "TableRendezvous(port_range=(29400, 29500))"
 
 
 @pytest.mark.parametrize(("maximum", "placement"), [(1, "gang"), (2, "fan_out")])

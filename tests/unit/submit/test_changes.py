@@ -87,7 +87,7 @@ def test_counts_that_pools_gave_follow_the_pools():
         ({"resources": {"max_instance_counts": 1}}, "max_instance_counts"),
         ({"command": None}, "command"),
         ({"environment_variables": ["A=1"]}, "environment_variables"),
-        ({"job_tier": "spot"}, "job_tier"),
+        ({"job_tier": "cheap"}, "job_tier"),
         ({"instance_count": 4}, "instance_count"),
     ],
 )

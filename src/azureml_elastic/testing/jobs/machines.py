@@ -16,7 +16,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from azureml_elastic.config.base import ConfigModel, Duration
+from azureml_elastic.config.base import ConfigModel, Duration, Span, Takes, default
 from azureml_elastic.errors import UsageError
 
 __all__ = [
@@ -54,8 +54,8 @@ class Pool(ConfigModel):
 
     nodes: int = Field(default=8, ge=1)
     tier: Literal["low_priority", "dedicated"] = "low_priority"
-    provisioning: Duration = timedelta(0)
-    refill: Duration | None = timedelta(0)
+    provisioning: Takes[Duration, Span] = default(timedelta(0))
+    refill: Takes[Duration | None, Span | None] = default(timedelta(0))
     size: str = "STANDARD_DS3_V2"
 
 
@@ -170,9 +170,9 @@ class Eviction(ConfigModel):
     """
 
     node: int = Field(ge=0)
-    after: Duration | None = None
+    after: Takes[Duration | None, Span | None] = default(None)
     at_step: int | None = Field(default=None, ge=0)
-    notice: Duration = _NOTICE
+    notice: Takes[Duration, Span] = default(_NOTICE)
 
     @model_validator(mode="after")
     def _has_one_time(self) -> Self:
