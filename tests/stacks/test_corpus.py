@@ -175,6 +175,14 @@ def test_what_follows_a_collective_that_has_failed_is_done_by_the_next_process(t
     assert_same_steps(observed(found), observed(expected), 1e-6)
 
 
+@pytest.mark.parametrize("step", [9, 20, 21], ids=["within", "end_of_epoch", "later_epoch"])
+@pytest.mark.parametrize("direct", ["", " --direct"], ids=["of_the_stack", "of_torch"])
+def test_averages_that_follow_a_collective_that_has_failed_have_each_update_once(tmp_path, undisturbed, direct, step):
+    found = run(f"averages --die_before_reducing {step}{direct}", tmp_path / "run", nodes=(2, 2))
+    assert found.report.audit.rolled_back_steps == 0
+    assert_same(found.record, undisturbed("averages").record, {})
+
+
 @pytest.mark.parametrize(
     ("case", "options"),
     [

@@ -89,7 +89,6 @@ class TrainingLoop(ScriptLoop):
         self._scheduler_steps = 1 if accelerator.split_batches else session.reference_world_size
         self._accumulated = False  # gradients of the current step
         self._weighed = False  # the loss to come, by the script
-        self._in_call = False
         # accelerate's wrapper of an engine steps within backward(), and that of its optimizer never does.
         self._steps_in_backward = accelerator.distributed_type.value == "DEEPSPEED"
 
@@ -189,6 +188,7 @@ class TrainingLoop(ScriptLoop):
         """Note that an optimizer has stepped."""
         if self.repeating:
             self._updates.expect(optimizer)
+            self._repeat_update()
             return None
         result = step(*args, **kwargs)
         if self._micro is not None and self._micro.last:

@@ -302,6 +302,7 @@ class TrainingLoop(ScriptLoop):
     def step(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
         """Step, and complete the step after the last micro-batch: what follows may fail because a peer is lost."""
         if self.repeating:
+            self._repeat_update()
             return None
         result = wrapped(*args, **kwargs)
         if self._micro is not None and self._micro.last:

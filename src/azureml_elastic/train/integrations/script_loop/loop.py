@@ -26,7 +26,7 @@ from azureml_elastic.train.data.loader import to_device
 from azureml_elastic.train.data.map_loader import WindowLoader
 from azureml_elastic.train.data.position import MicroBatch
 from azureml_elastic.train.data.sampling import Cursor
-from azureml_elastic.train.integrations.script_loop import state_folders
+from azureml_elastic.train.integrations.script_loop import direct_collectives, state_folders
 from azureml_elastic.train.integrations.script_loop.batch_layout import PROBED, BatchLayout
 from azureml_elastic.train.integrations.script_loop.batch_parts import CurrentBatch
 from azureml_elastic.train.integrations.script_loop.collective_results import CollectiveResults
@@ -121,6 +121,7 @@ class ScriptLoop(ABC):
         self._history = StepHistory(accumulation)
         self._results = CollectiveResults()
         self._calls = 0  # of the script in the current batch that wait for other ranks
+        self._in_call = False  # whether what is called are parts of a call of the stack's
         self._finishing = False  # whether the script does for a repeated step what the former process has not done
         self._own_loss: torch.Tensor | None = None  # that the model has returned for the current batch
         self._noted = False  # whether the loss of the current batch is in the history
@@ -128,6 +129,7 @@ class ScriptLoop(ABC):
         self._used = False  # whether it has trained the current one
         self._micro: MicroBatch | None = None
         self._stepped = False
+        self._repeated_update = False  # whether the script has come to the update of a repeated step
         self._updates = StepUpdates()
         self._completed = False
         self._warned: set[str] = set()
@@ -378,7 +380,7 @@ class ScriptLoop(ABC):
         batch = current.window * self._accumulation + current.yielded - 1
         self._repeated_models.set_loss(self._history.loss(current.epoch, batch))
         self._results.repeat(current.epoch, batch)
-        self._calls = 0
+        self._calls, self._repeated_update = 0, False
         self.synchronize()
 
     def _uncounted(self, current: _Pass) -> int:
@@ -396,9 +398,33 @@ class ScriptLoop(ABC):
         if self._repeats_last_step and self._results.stands_at == self._calls:
             self._end_repeating(arrived=True)
             self._finishing = True
-        if self._finishing or (self._micro is not None and self._micro.last and (self._stepped or self._completed)):
+        if self._finishing or self._updated:
             self._results.stands_at = self._calls
         self._calls += counts
+
+    @property
+    def _updated(self) -> bool:
+        """Whether the updates of the current step, which is trained for the first time, are complete."""
+        last = self._micro is not None and self._micro.last
+        return last and not self._updates.missing and (self._stepped or self._completed)
+
+    @property
+    def _evaluates(self) -> bool:
+        """Whether the script iterates over other data than those that it trains."""
+        return False
+
+    def _call_directly(self, call: Callable[[], Any]) -> Any:
+        """Make a collective of torch that the script calls by itself.
+
+        One before a step's update counts for nothing: the step does not count either if it fails.
+        """
+        if self._in_call or not (self._finishing or self._updated or self._repeated_update):
+            return call()
+        self._come_to_call(counts=not self._evaluates)
+        result = call()  # repeated steps make it together, too
+        if self._repeated is None:
+            self._results.stands_at = None  # not where the call has failed
+        return result
 
     def _end_repeating(self, *, arrived: bool) -> None:
         if self._repeated is None:
@@ -478,6 +504,7 @@ class ScriptLoop(ABC):
         own = self._own_schedulers()
         self._session.adopt({**self._tracked(), **{f"own_scheduler_{index}": each for index, each in enumerate(own)}})
         pause_schedulers(own, lambda: self.repeats or self.repeating)
+        direct_collectives.watch(self._call_directly)
         if self._first_forward is not None:
             self._first_forward.end()
         if self._has_larger_batches:
@@ -547,6 +574,11 @@ class ScriptLoop(ABC):
             return False
         later = self._history.steps_from(current.epoch + 1)
         return not later and self._repeated > (current.behind - 1) * self._accumulation
+
+    def _repeat_update(self) -> None:
+        """Note that the script has come to an update that is made already."""
+        assert self._repeated is not None
+        self._repeated_update = self._repeated % self._accumulation == 0
 
     def synchronize(self) -> bool:
         """Tell the stack whether the current micro-batch completes a step; return whether there is one."""
