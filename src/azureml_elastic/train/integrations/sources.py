@@ -70,7 +70,7 @@ def obstacle(loader: Any) -> str | None:
     if type(sampler).__name__ == "BatchRebalanceSampler":
         return "BatchRebalanceSampler balances the batches of the ranks that there are"
     inner = getattr(sampler, "sampler", None)
-    if type(sampler) is BatchSampler and not hasattr(inner, "__len__"):
+    if _is_plain(sampler, "BatchSampler") and not hasattr(inner, "__len__"):
         return f"{type(inner).__name__} has no length"
     for each in (sampler, inner):
         if type(each) is not DistributedSampler and hasattr(each, "num_replicas") and hasattr(each, "rank"):
@@ -89,7 +89,7 @@ def source_of(loader: DataLoader[Any], ranks: int) -> Source:
     prepared = type(loader).__module__.partition(".")[0] == "accelerate"
     dataset: Any = loader.dataset
     common: dict[str, Any] = {"dataset": dataset, "options": loader_options(loader), "divided": prepared}
-    if type(sampler) is not BatchSampler:
+    if not _is_plain(sampler, "BatchSampler"):
         return Source(batch_size=1, drop_last=False, sampler=sampler, whole_batches=True, **common)
     inner: Any = sampler.sampler
     common |= {
@@ -101,10 +101,15 @@ def source_of(loader: DataLoader[Any], ranks: int) -> Source:
     if type(inner) is SequentialSampler:
         return Source(**common)
     # accelerate takes its SeedableRandomSampler in place of torch's.
-    random = type(inner).__name__ in ("RandomSampler", "SeedableRandomSampler") and isinstance(inner, RandomSampler)
+    random = _is_plain(inner, "RandomSampler") or type(inner).__name__ == "SeedableRandomSampler"
     if random and not inner.replacement and inner.num_samples == len(dataset):
         return Source(shuffle=True, **common)
     return Source(sampler=inner, **common)
+
+
+def _is_plain(sampler: Any, name: str) -> bool:
+    """Return whether a sampler is torch's own of this name, or that of torchdata's ``StatefulDataLoader``."""
+    return type(sampler).__name__ == name and type(sampler).__module__.partition(".")[0] in ("torch", "torchdata")
 
 
 def _batch_sampler(loader: DataLoader[Any]) -> tuple[Any, Any]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data.drawn_order import DrawnOrder
@@ -196,7 +195,9 @@ class TrainingLoop:
                 "dataset that combines theirs, or set AZUREML_ELASTIC_INTEGRATIONS=off."
             )
         divides = trainer is None or trainer._accelerator_connector.use_distributed_sampler  # noqa: SLF001
-        if sources.obstacle(loader) is not None or not (divides or _in_known_order(loader)):
+        full = self._session.reference_world_size
+        source = None if sources.obstacle(loader) is not None else sources.source_of(loader, full)
+        if source is None or not (divides or source.sampler is None):
             if self._session.is_main:
                 _LOG.warning(
                     "The training data come from %s with %s: Lightning divides them among the ranks, and samples may "
@@ -205,11 +206,10 @@ class TrainingLoop:
                     type(getattr(loader, "sampler", None)).__name__,
                 )
             return wrapped(trainer, function, stage, loader)
-        source = sources.source_of(loader, self._session.reference_world_size)
         generator = getattr(loader.sampler, "generator", None)
         seed = source.seed or (0 if generator is None else generator.initial_seed())
         drawn = None
-        if source.sampler is not None and not _in_known_order(loader):
+        if source.sampler is not None:
             agree = self._session.from_main
             drawn = DrawnOrder(source.sampler, whole_batches=source.whole_batches, seed=seed, agree=agree)
         self._loader = self._progress.loader = self._session.windows(
@@ -449,18 +449,6 @@ class TrainingLoop:
         self._progress.capture(Stage.EPOCH)
         self._session.end_epoch()
         return result
-
-
-def _in_known_order(loader: DataLoader[Any]) -> bool:
-    """Return whether a loader's samples are all of its dataset, in order or at random; by torchdata's sampler, too."""
-    sampler: Any = loader.sampler
-    if type(loader.batch_sampler).__name__ != "BatchSampler":
-        return False
-    if type(sampler) in (SequentialSampler, DistributedSampler):
-        return True
-    at_random = type(sampler).__name__ == "RandomSampler"
-    theirs = type(sampler).__module__.partition(".")[0] in ("torch", "torchdata")
-    return at_random and theirs and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
 
 
 def _accumulation_by_epoch(trainer: Any) -> dict[int, int]:
