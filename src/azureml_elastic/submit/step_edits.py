@@ -80,6 +80,8 @@ class _Step:
             return
         fields: dict[str, Any] = {}
         for name in changed:
+            if "${{" in str(now[name]):  # what the job is checked with must be known, and the nodes see other inputs
+                raise _refused(name, now[name])
             fields |= self._field(name, getattr(self._template, name), self._before.get(name) or {})
         own = fields.pop("environment_variables", self._job.environment_variables)
         job = type(self._job)(**{**merged_fields(self._job, fields), "environment_variables": own})
@@ -216,5 +218,8 @@ def _refused(name: str, value: Any) -> SubmitError:
     if count:
         change = f"job.with_options(resources={{'max_instance_count': {value!r}}})"
     else:
-        change = f"job.with_options({field}=...)" if field in JobFields.model_fields else "or leave it out"
+        known = field in JobFields.model_fields
+        change = f"job.with_options({field}=...)" if known else "job.with_options(...), or leave it out"
+    if isinstance(value, dict):  # the values of variables are not shown
+        value = sorted(value)
     return SubmitError(f"A step of an elastic job cannot have {name}={value!r:.100}; set it on the job: {change}.")

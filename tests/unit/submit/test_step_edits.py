@@ -125,7 +125,7 @@ REFUSED = [
     (setting("code", "other"), r"code=\.\.\."),
     (setting("parent_job_name", "x"), r"parent_job_name=\.\.\."),
     (setting("timeout", 60), r"timeout=\.\.\."),
-    (setting("unheard_of", 1), "unheard_of=1; set it on the job: or leave it out"),
+    (setting("unheard_of", 1), "unheard_of=1; set it on the job: .* leave it out"),
     (lambda step: step.sweep(primary_metric="loss", goal="minimize"), r"set it on the job: job\(lr=Uniform"),
 ]
 
@@ -140,6 +140,29 @@ def test_all_else_is_refused_when_the_pipeline_is_built(folder, placement):
         built(placement, setting("environment_variables", {PLAN: "{}"}))
     with pytest.raises(SubmitError, match="call the job once more"):
         built(placement, lambda step: step())
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_setting_that_only_the_running_pipeline_knows_is_refused(folder, placement):
+    def limit(step, value):
+        step.set_limits(timeout=value)
+
+    edits = {
+        "compute": lambda step, value: setattr(step, "compute", value),
+        "environment_variables": lambda step, value: step.environment_variables.update(B=value),
+        "resources": lambda step, value: setattr(step.resources, "instance_type", value),
+        "limits": limit,
+    }
+    job = make(placement, environment_variables={"SECRET": "s3cret"})
+    for name, edit in edits.items():
+
+        def build(given: str, edit=edit):
+            edit(job(), given)
+
+        mine = dsl.pipeline(compute="gpu", non_pipeline_inputs=["edit"])(build)
+        with pytest.raises(SubmitError, match=f"cannot have {name}=.*set it on the job: ") as refused:
+            mine(given="x")
+        assert "s3cret" not in str(refused.value)
 
 
 def test_what_only_a_step_of_several_nodes_could_lose_is_refused(folder):
