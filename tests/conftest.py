@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+from importlib.metadata import version
 
 import pytest
 from hypothesis import settings
@@ -34,6 +35,10 @@ def azurite():
 
 FIRST = ("runs", "integration")
 
+NOT_SHARDED = pytest.mark.skipif(
+    version("torch").startswith("2.6."), reason="FSDP2 of torch 2.6 fails on CPUs: its Stream has no record_event()"
+)
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
@@ -43,6 +48,8 @@ def pytest_collection_modifyitems(items):
         fixtures = item._fixtureinfo.name2fixturedefs.values()
         if any(definitions[-1].scope == "module" for definitions in fixtures):
             item.add_marker(pytest.mark.xdist_group(f"{item.path.parent.name}/{item.path.stem}"))
+        if item.get_closest_marker("shards_on_cpus"):
+            item.add_marker(NOT_SHARDED)
 
 
 def pytest_collection_finish():

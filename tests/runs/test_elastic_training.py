@@ -9,6 +9,8 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
+
 from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, ElasticResources, Plan, TableRendezvous
 from azureml_elastic.environment import names as variables
 from azureml_elastic.ledger.summary import Report
@@ -82,6 +84,7 @@ def test_a_plain_script_with_its_own_checkpoint_is_elastic_too(tmp_path):
     assert report.world_sizes[-1] == 3
 
 
+@pytest.mark.shards_on_cpus
 def test_a_sharded_model_is_resharded_for_the_nodes_that_are_there(tmp_path):
     script = str(SAMPLES / "fsdp2.py")
     arguments = ("--epochs", "5", "--step-delay", "0.2", "--blocks", "1", "--width", "32")
@@ -91,6 +94,7 @@ def test_a_sharded_model_is_resharded_for_the_nodes_that_are_there(tmp_path):
     assert "accuracy" in log(report, "node-1")
 
 
+@pytest.mark.shards_on_cpus
 def test_three_replicas_of_two_nodes_lose_a_node_and_get_another_one(tmp_path):
     script = str(SAMPLES / "hsdp.py")
     arguments = ("--epochs", "4", "--step-delay", "0.1", "--blocks", "1", "--width", "32")

@@ -237,6 +237,7 @@ def kill_a_worker(events: Path, step: int, node: str = "node-1") -> None:
     os.kill(workers_at_step(events, step, node).pids[0], signal.SIGKILL)
 
 
+@pytest.mark.shards_on_cpus
 def test_sharded_state_goes_on_from_the_newest_copy_in_memory(tmp_path):
     """No worker has all of it: with a node its share is gone, but for the copy on another node."""
     run = cluster(
@@ -250,7 +251,9 @@ def test_sharded_state_goes_on_from_the_newest_copy_in_memory(tmp_path):
     assert_goes_on_from_memory(report)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--sharded"]], ids=["replicated", "sharded"])
+@pytest.mark.parametrize(
+    "arguments", [[], pytest.param(["--sharded"], marks=pytest.mark.shards_on_cpus)], ids=["replicated", "sharded"]
+)
 def test_a_lone_workers_state_outlives_it(tmp_path, arguments):
     """It is killed, with all that it had in mind; the agent has its copies."""
     running = cluster(
@@ -261,6 +264,7 @@ def test_a_lone_workers_state_outlives_it(tmp_path, arguments):
     assert_goes_on_from_memory(report)
 
 
+@pytest.mark.shards_on_cpus
 def test_a_lone_nodes_state_outlives_its_agent(tmp_path):
     """It is started again on the same machine, whose disk has the copies."""
     options = {

@@ -7,6 +7,8 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
+
 from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.cluster import LocalCluster
@@ -61,6 +63,7 @@ def test_a_loop_that_draws_at_random_never_repeats_its_draws(tmp_path):
     assert len(set(drawn)) == len(drawn)
 
 
+@pytest.mark.shards_on_cpus
 def test_a_sharded_loop_continues_from_its_last_snapshot(tmp_path):
     report = train(tmp_path, "--shard", checkpoint=CheckpointPolicy(snapshot_every_steps=1))
     by_loss = [steps for reason, steps in trained_again(report) if reason.startswith("lost ")]

@@ -22,6 +22,8 @@ accelerate = pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 pytest.importorskip("lightning")
 
+pytestmark = pytest.mark.shards_on_cpus
+
 SCRIPTS = Path(__file__).parent
 EPOCHS, SAMPLES = 2, 470
 STEPS = EPOCHS * 20  # windows of 24 samples, the last of an epoch of 14

@@ -93,6 +93,7 @@ def test_means_over_tokens_are_weighted_by_tokens(world_size, policy, options, t
         assert error(found, of_one_process(tokens=True)) <= 1e-6
 
 
+@pytest.mark.shards_on_cpus
 @pytest.mark.parametrize("options", [{}, {"micro_batch_size": 3}], ids=["whole", "micro-batches"])
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_sharded_gradients_are_weighted_too(world_size, options, tmp_path):

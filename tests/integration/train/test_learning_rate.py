@@ -636,11 +636,13 @@ def test_accelerates_optimizer_comes_back_from_a_checkpoint(accelerator, tmp_pat
         assert torch.equal(buffers(restored), buffers(optimizer))
 
 
+@pytest.mark.shards_on_cpus
 def test_ranks_with_shards_of_optimizer_and_model_scale_alike():
     for found in World(2, rates.step_in_shards).values():
         assert found == {"zero": [True, RATE, False], "fsdp2": [True, RATE, False], "ddp": [True, RATE, False]}
 
 
+@pytest.mark.shards_on_cpus
 def test_momentum_of_shards_is_divided_too():
     for found in World(2, rates.rescale_in_shards).values():
         assert found == {"zero": True, "fsdp2": True, "ddp": True}

@@ -35,6 +35,7 @@ HISTORIES = {
 }  # fmt: skip
 
 
+@pytest.mark.shards_on_cpus
 @pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
 def test_any_meshes_train_what_one_run_would_have(history, undisturbed, tmp_path):
     ended, samples = None, []
@@ -66,6 +67,7 @@ def together(samples, tensor):
     return steps
 
 
+@pytest.mark.shards_on_cpus
 @pytest.mark.parametrize(
     ("nodes_per_replica", "per_node", "tensor"), [(1, 2, 1), (1, 2, 2)], ids=["replicas", "tensor parallel"]
 )

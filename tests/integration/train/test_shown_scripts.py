@@ -39,7 +39,9 @@ def source(shown):
     return script.replace("run.epochs(10)", "run.epochs(2)")
 
 
-@pytest.mark.parametrize("shown", EPOCHS)
+@pytest.mark.parametrize(
+    "shown", [pytest.param(each, marks=pytest.mark.shards_on_cpus) if "sdp" in each else each for each in EPOCHS]
+)
 def test_it_goes_on_from_a_checkpoint_at_the_end_of_an_epoch(shown, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(source(shown))

@@ -44,7 +44,7 @@ def test_gradients_are_those_of_one_process(world_size, length, global_batch_siz
             assert (torch.tensor(got, dtype=want.dtype) - want).norm() <= 1e-9 * want.norm()
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.shards_on_cpus)], ids=["ddp", "fsdp2"])
 def test_a_checkpoint_is_restored_bitwise_at_any_world_size(sharded, tmp_path):
     saved = World(2, workers.save_stack, tmp_path, sharded).values()
     if not sharded:  # rank 1 has seen other data; the buffers of rank 0 are saved
@@ -60,7 +60,7 @@ def test_a_checkpoint_is_restored_bitwise_at_any_world_size(sharded, tmp_path):
             assert content == saved[0]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.shards_on_cpus), "zero"])
 def test_four_two_and_three_ranks_train_what_one_run_would_have(kind, tmp_path):
     (whole,) = World(1, workers.train_in_parts, tmp_path / "whole", "ddp", 200).values()
     for size, until in [(4, 60), (2, 130), (3, 200)]:

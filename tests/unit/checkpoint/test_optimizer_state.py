@@ -151,6 +151,7 @@ class Precise(torch.optim.Optimizer):
                 state["count"].add_(1)
 
 
+@pytest.mark.shards_on_cpus
 def test_a_sharded_optimizers_state_keeps_its_types(process_group):
     def make():
         model = half_network()

@@ -62,6 +62,7 @@ def collectives(call):
     return counted.get_total_counts()
 
 
+@pytest.mark.shards_on_cpus
 def test_a_repeated_step_of_a_sharded_model_waits_for_no_rank(model):
     x, hooked = torch.randn(3, 4), []
     model.layers[1].register_forward_hook(lambda *_: hooked.append(1))
@@ -98,6 +99,7 @@ def test_compiled_layers_and_those_that_are_computed_again_are_copied_as_well(ca
     assert "are counted slowly" not in caplog.text
 
 
+@pytest.mark.shards_on_cpus
 def test_the_types_are_those_of_the_sharded_model():
     model = sharded(nn.LayerNorm(4), torch.float32, param_dtype=torch.bfloat16)
     expected = model(torch.randn(3, 4))[0].dtype
@@ -108,6 +110,7 @@ def test_the_types_are_those_of_the_sharded_model():
     repeated.end()
 
 
+@pytest.mark.shards_on_cpus
 def test_a_model_that_needs_its_weights_is_computed_by_all_ranks_each_time(caplog):
     class Strict(nn.Module):
         def __init__(self):
@@ -131,6 +134,7 @@ def test_a_model_that_needs_its_weights_is_computed_by_all_ranks_each_time(caplo
     repeated.end()
 
 
+@pytest.mark.shards_on_cpus
 def test_the_state_is_restored_before_the_first_forward_pass_gathers_weights(model):
     begun = []
     first = FirstForward(lambda: begun.append([type(parameter) for parameter in model.parameters()]))

@@ -131,6 +131,7 @@ def test_parts_of_a_dataset_are_not_taken_for_each_other():
         (loader(SubsetRandomSampler([0, 1])), loader(SubsetRandomSampler([0, 1]))),
         (loader(weighted(2.0, 0)), loader(weighted(2.0, 1))),
         (DataLoader(DATA, 2, shuffle=True), DataLoader(DATA, 2, shuffle=True)),
+        (DataLoader(DATA, 2, shuffle=True, generator=torch.Generator()), DataLoader(DATA, 2, shuffle=True)),
         (DataLoader(DATA, batch_sampler=BATCHES), DataLoader(DATA, batch_sampler=BATCHES)),
     ]
     other = [
