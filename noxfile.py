@@ -475,9 +475,10 @@ def quick(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Check types strictly, against the real dependencies."""
+    """Check types strictly, against the real dependencies; those of what is shown by a user's checkers."""
     install_wheel(session, "all", groups=("types",))
     session.run("mypy", env={"MYPYPATH": "src"})
+    session.run("python", "tools/typed_examples.py")
 
 
 @nox.session

@@ -10,6 +10,7 @@ The workspace is that of ``config.json`` in this folder or above, with a cluster
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from azure.ai.ml import MLClient
 from azure.ai.ml.sweep import Choice
@@ -28,7 +29,7 @@ train = ElasticCommandJob(
 )
 
 
-def build():
+def build() -> Any:
     """Return the sweep: two learning rates, one trial after the other."""
     sweep = train(lr=Choice([0.0001, 0.05])).sweep(
         primary_metric="accuracy", goal="maximize", sampling_algorithm="grid"
@@ -40,9 +41,9 @@ def build():
 def main() -> None:
     """Submit the sweep, show it until it ends, and print the best trial."""
     client = MLClient.from_config(DefaultAzureCredential())
-    job = client.jobs.create_or_update(build(), experiment_name="digits-sweep")
-    client.jobs.stream(job.name)
-    properties = client.jobs.get(job.name).properties
+    name = str(client.jobs.create_or_update(build(), experiment_name="digits-sweep").name)
+    client.jobs.stream(name)
+    properties = client.jobs.get(name).properties or {}
     print(f"best trial: {properties['best_child_run_id']}, accuracy {properties['score']}")
 
 
