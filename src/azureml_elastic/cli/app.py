@@ -46,6 +46,7 @@ app = typer.Typer(
     cls=_Root,
     help="Elastic, preemption-proof distributed PyTorch jobs on Azure Machine Learning.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
 )
 # Options end where the program begins; everything after it is the program's.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from azureml_elastic.cli.failures import CONTINUES, explained, require
-from azureml_elastic.cli.local import LiveOption, RunFolder
+from azureml_elastic.cli.local import LiveOption, RunFolder, named_folder
 from azureml_elastic.cli.workspace import EvictOption, PoolOption
 from azureml_elastic.cli.workspaces import current_workspace
 from azureml_elastic.errors import UsageError
@@ -68,7 +68,9 @@ def run_locally(
     machines = {**_pools_of(job), **given}
     with LocalWorkspace(pools=machines, evictions=evictions) as workspace, readable_errors(f"run {job_file}"):
         job = check_earlier_run(workspace.ml_client, job)
-        report = workspace.run(job, run_dir or new_run_dir(), choose_view(console, live=live))
+        run_dir = run_dir or new_run_dir()
+        with named_folder(console, run_dir, goes_on=False):
+            report = workspace.run(job, run_dir, choose_view(console, live=live))
     console.print(summary(report))
     sys.exit(command_exit_code(report))
 
@@ -154,16 +156,15 @@ def submit(
     if local:
         run_locally(job_file, overrides or (), evict=evict or (), pools=pool or (), run_dir=run_dir, live=live)
         return
-    name = current_workspace()
-
     from azureml_elastic.submit.sdk_hooks import quiet_uploads
     from azureml_elastic.submit.submitted import check_earlier_run
     from azureml_elastic.submit.yaml.job_file import load_elastic_job, load_elastic_sweep, read_document
     from azureml_elastic.submit.yaml.pipeline_file import load_elastic_pipeline
     from azureml_elastic.submit.yaml.yaml_terms import translated_errors
 
-    client = connect(name.subscription, name.group, name.name)
     kind = read_document(job_file, overrides or ()).get("type")
+    name = current_workspace()
+    client = connect(name.subscription, name.group, name.name)
     job: ElasticCommandJob | PipelineJob | Sweep
     if kind == "sweep":
         job = load_elastic_sweep(job_file, overrides or ())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,11 +22,14 @@ from azureml_elastic.config import (
     Recovery,
 )
 from azureml_elastic.config.base import positive_duration
-from azureml_elastic.errors import UsageError
+from azureml_elastic.errors import ElasticError, UsageError
 from azureml_elastic.local.faults.model import MOST_NODES
 from azureml_elastic.local.node_start import StartMethod
 
-__all__ = ["LiveOption", "RunFolder", "demo", "local", "parse_nodes"]
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["LiveOption", "RunFolder", "demo", "local", "named_folder", "parse_nodes"]
 
 RunFolder = Annotated[Path | None, typer.Option(help="A new folder for the run's files; by default one below ./runs.")]
 LiveOption = Annotated[
@@ -117,11 +123,12 @@ def local(
     from rich.console import Console
 
     from azureml_elastic.local.azurite import check_table
-    from azureml_elastic.local.cluster import LocalCluster
+    from azureml_elastic.local.cluster import LocalCluster, new_run_dir
     from azureml_elastic.local.faults.schedule import load_schedule
     from azureml_elastic.local.view import choose_view
     from azureml_elastic.report.terminal import summary
 
+    run_dir = run_dir or new_run_dir()
     schedule = load_schedule(chaos, seed) if chaos is not None else None
     check_table(table, schedule)
     console = Console()
@@ -139,9 +146,38 @@ def local(
         timeout=limit,
         view=choose_view(console, live=live),
     )
-    result = cluster.run(program)
+    with named_folder(console, run_dir, goes_on=True):
+        result = cluster.run(program)
     console.print(summary(result))
+    if result.outcome != "succeeded":
+        _say_how_to_go_on(run_dir)
     sys.exit(command_exit_code(result))
+
+
+@contextlib.contextmanager
+def named_folder(console: Console, run_dir: Path, *, goes_on: bool) -> Iterator[None]:
+    """Name the folder of a run at its start, and again when a signal ends it.
+
+    Args:
+        goes_on: whether another run can continue it.
+    """
+    console.print(f"files: {run_dir}", soft_wrap=True, highlight=False, markup=False)
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        typer.echo(f"azureml-elastic: files: {run_dir}", err=True)
+        if goes_on:
+            _say_how_to_go_on(run_dir)
+        raise
+
+
+def _say_how_to_go_on(run_dir: Path) -> None:
+    from azureml_elastic.local.cluster import find_earlier_run
+
+    with contextlib.suppress(ElasticError):  # it has no checkpoint
+        find_earlier_run(run_dir)
+        continued = f"azureml-elastic local --resume-from {shlex.quote(str(run_dir))} PROGRAM"
+        typer.echo(f"azureml-elastic: to continue from its last checkpoint: {continued}", err=True)
 
 
 @explained()
@@ -151,6 +187,7 @@ def demo(run_dir: RunFolder = None, live: LiveOption = None) -> None:
 
     from rich.console import Console
 
+    from azureml_elastic.local.cluster import new_run_dir
     from azureml_elastic.local.demo import run_demo
     from azureml_elastic.local.view import choose_view
     from azureml_elastic.report.terminal import audit_text, timeline_picture
@@ -160,7 +197,9 @@ def demo(run_dir: RunFolder = None, live: LiveOption = None) -> None:
         "Three nodes learn handwritten digits. At step 35 the node of rank 0 is killed, at step 60 a new one comes. "
         "On a busy machine both come later, and the nodes train on until the new one has joined."
     )
-    result = run_demo(run_dir, choose_view(console, live=live))
+    run_dir = run_dir or new_run_dir()
+    with named_folder(console, run_dir, goes_on=False):
+        result = run_demo(run_dir, choose_view(console, live=live))
     if result.report.rounds:
         console.print(timeline_picture(result.report))
     if result.report.audit is not None:

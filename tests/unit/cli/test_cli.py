@@ -8,10 +8,11 @@ import time
 from importlib import metadata
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from azureml_elastic.cli import app
-from azureml_elastic.cli.local import parse_nodes
+from azureml_elastic.cli.local import named_folder, parse_nodes
 from azureml_elastic.errors import UsageError
 
 RUN = CliRunner()
@@ -99,6 +100,30 @@ def test_options_after_the_program_are_the_program_s(script):
 def test_no_program_is_a_usage_error():
     assert RUN.invoke(app, ["local"]).exit_code == 2
     assert RUN.invoke(app, ["local", "--unknown", "train.py"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["-h"], 0, "Usage"),
+        (["submit", "-h"], 0, "Usage"),
+        (["statsu"], 2, "status"),
+    ],
+)
+def test_what_a_newcomer_types_is_answered(words, code, said):
+    shown = RUN.invoke(app, words)
+    assert (shown.exit_code, said in shown.output) == (code, True), shown.output
+
+
+def test_the_folder_of_a_run_is_named_at_its_start_and_when_a_signal_ends_it(tmp_path, capsys):
+    @named_folder(Console(), tmp_path / "a run", goes_on=True)
+    def interrupted():
+        assert capsys.readouterr().out == f"files: {tmp_path / 'a run'}\n"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert capsys.readouterr().err == f"azureml-elastic: files: {tmp_path / 'a run'}\n"
 
 
 def test_the_version():

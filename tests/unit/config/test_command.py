@@ -16,6 +16,9 @@ from azureml_elastic.errors import CommandError
         (["/opt/bin/python", "x.py"], Program("/opt/bin/python", (), "script", "x.py", ())),
         (["C:\\py\\python.exe", "x.py"], Program("C:\\py\\python.exe", (), "script", "x.py", ())),
         (["./x.py", "-m"], Program(None, (), "script", "./x.py", ("-m",))),
+        (["my train.py"], Program(None, (), "script", "my train.py", ())),
+        (["a folder/of it's/train.py"], Program(None, (), "script", "a folder/of it's/train.py", ())),
+        (["train.py --out y.py"], Program(None, (), "script", "train.py", ("--out", "y.py"))),
         (["python -u 'a b.py' --t=\"1 2\""], Program("python", ("-u",), "script", "a b.py", ("--t=1 2",))),
         (
             ["python train.py --lr ${{ inputs.lr }}"],

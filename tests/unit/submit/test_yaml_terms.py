@@ -2,7 +2,9 @@
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from azureml_elastic.cli.app import app
 from azureml_elastic.errors import SubmitError
 from azureml_elastic.submit import load_elastic_sweep
 from azureml_elastic.submit.yaml.yaml_terms import in_terms_of_yaml
@@ -45,6 +47,12 @@ limits: {max_total_trials: 2}
 )
 def test_expressions_of_python_become_fields_and_all_else_stays(text, said):
     assert in_terms_of_yaml(text, "t.") == (text if said is None else said)
+
+
+def test_a_missing_file_is_said_before_a_missing_workspace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = CliRunner().invoke(app, ["submit", "nope.yml"])
+    assert (shown.exit_code, shown.stderr.startswith("azureml-elastic: nope.yml cannot be read")) == (2, True)
 
 
 def test_the_shortest_block_makes_trials_of_one_job(tmp_path):

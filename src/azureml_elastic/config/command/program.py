@@ -252,7 +252,7 @@ def parse_program(argv: Sequence[str]) -> Program:
     """
     words = list(argv)
     if len(words) == 1 and any(character.isspace() or character in _QUOTES for character in words[0]):
-        words = _split(words[0])
+        words = words if _is_script(words[0]) else _split(words[0])
     if not words:
         raise CommandError(f"The command is empty. {NEXT_STEP}.")
     if is_interpreter(words[0]):
@@ -260,6 +260,17 @@ def parse_program(argv: Sequence[str]) -> Program:
     if words[0].endswith(".py"):
         return Program(None, (), "script", words[0], tuple(words[1:]))
     raise CommandError(no_program(words))
+
+
+def _is_script(text: str) -> bool:
+    """Return whether a text is the path of a script, with a space in its name or in that of its folder."""
+    try:
+        if Path(text).is_file():
+            return True
+    except (OSError, ValueError):  # longer than a path may be
+        return False
+    first = text.split()[:1]
+    return text.endswith(".py") and not (is_interpreter(first[0]) or first[0].endswith(".py"))
 
 
 def require_script(program: Program) -> None:
