@@ -25,7 +25,7 @@ _ADDRESS = re.compile(
     r"(?:azureml:|file:|[a-z][\w+.-]+://|/subscriptions/).*|[\w.-]+[:@][\w.-]+", re.ASCII | re.IGNORECASE
 )
 _LOOP = "is a link that leads back to a folder that it is in"
-_OF_CODE = re.compile(r"(?:azureml:)?/subscriptions/|https?://", re.IGNORECASE)
+_OF_CODE = re.compile(r"(?:azureml:)?/subscriptions/|https?://(?!.*\.git\b)", re.IGNORECASE)
 _OF_FILES = re.compile(r"azureml:(?=azureml:|/subscriptions/|[\w.-]+@)", re.ASCII | re.IGNORECASE)
 
 _LARGE_BYTES = 100e6
