@@ -99,6 +99,21 @@ def test_nothing_is_wider_than_the_window_or_outside_of_its_chart(opened, page, 
     assert opened.value(outside) == []
 
 
+def test_a_table_that_is_wider_than_a_phone_shows_at_which_side_more_of_it_is(opened, page):
+    opened.send("Emulation.setDeviceMetricsOverride", width=390, height=900, deviceScaleFactor=1, mobile=True)
+    opened.open(page)
+    # Phones draw no scroll bar, and the cells differ anyway: what is left is what the page draws behind them.
+    opened.value("window.shown = document.querySelector('#rounds-table'); shown.style.scrollbarWidth = 'none'")
+    opened.value("shown.firstChild.style.visibility = 'hidden'")
+    rectangle = "(({x, y, width, height}) => ({x: x + scrollX, y: y + scrollY, width, height, scale: 1}))"
+    clip = opened.value(f"{rectangle}(shown.getBoundingClientRect())")
+    pictures = set()
+    for left in ("0", "shown.scrollWidth / 4", "shown.scrollWidth"):
+        opened.value(f"shown.scrollLeft = {left}")
+        pictures.add(opened.send("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)["data"])
+    assert len(pictures) == 3
+
+
 @pytest.mark.parametrize("width", [390, 1280])
 def test_labels_of_a_chart_do_not_overlap(opened, page, width):
     opened.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)

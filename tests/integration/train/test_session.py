@@ -105,6 +105,8 @@ def test_an_interrupted_epoch_goes_on_where_the_checkpoint_was(tmp_path, options
         assert third.run.steps == 8
     assert third.seen == []
     assert "Nothing is left to train: all 2 epochs, 8 steps" in caplog.text
+    # Alone there is no submission, and no id of a run.
+    assert f"begin anew, remove {tmp_path / 'cut'}, or give train.start() a policy with another path." in caplog.text
 
 
 def pointer(folder):

@@ -19,6 +19,7 @@ import torch
 from azureml_elastic.config import FixedPerWorkerBatch
 from azureml_elastic.errors import CheckpointError, UsageError
 from azureml_elastic.ipc.worker_messages import Expects, Finished
+from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from azureml_elastic.train.data.position import Batching, LoaderState, MicroBatch, Window
 from azureml_elastic.train.data.sampling import Cursor, DataSpec
 from azureml_elastic.train.optim.gradients import Gradients
@@ -226,9 +227,12 @@ class Steps:
         if self._state.steps and position.epoch >= count and self._lifecycle.world.identity.rank == 0:
             _LOG.warning(
                 "Nothing is left to train: all %d epochs, %d steps, were trained before this start. To train on, give "
-                "run.epochs() a larger number; to begin anew, submit with another checkpoint folder and run id.",
+                "run.epochs() a larger number; to begin anew, %s.",
                 count,
                 self._state.steps,
+                f"remove {self._context.storage}, or give train.start() a policy with another path"
+                if isinstance(self._agent, StandaloneAgent)
+                else "start a run with another checkpoint folder and run id",
             )
         try:
             while position.epoch < count:
