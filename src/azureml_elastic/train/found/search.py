@@ -11,7 +11,7 @@ import dis
 import functools
 import re
 import sys
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import (
@@ -249,20 +249,23 @@ def _variables(frames: Iterable[FrameType]) -> Iterator[tuple[str, Any, bool]]:
 
     That is to say, whether a statement computes them of their former values.
     """
-    labels: dict[str, int] = {}
+    own: list[tuple[str, FrameType, bool]] = []
     modules: dict[str, dict[str, Any]] = {}
     for frame in frames:
         module = str(frame.f_globals.get("__name__"))
         if _is_foreign(module):
             continue
-        code = frame.f_code
-        of_module = frame.f_locals is frame.f_globals or code.co_name == "<module>"
-        label = module if of_module else code.co_name
-        labels[label] = number = labels.get(label, 0) + 1
-        prefix = label if number == 1 else f"{label}#{number}"
-        yield from _named(prefix, frame.f_locals, _updated_by(code))
+        of_module = frame.f_locals is frame.f_globals or frame.f_code.co_name == "<module>"
+        own.append((module if of_module else frame.f_code.co_name, frame, of_module))
+    # Numbered from the innermost: an error has left only the frames within that which catches it.
+    labels = Counter(label for label, _, _ in own)
+    outer = labels.copy()
+    for label, frame, of_module in own:
+        prefix = label if outer[label] == 1 else f"{label}#{outer[label]}"
+        outer[label] -= 1
+        yield from _named(prefix, frame.f_locals, _updated_by(frame.f_code))
         if not of_module:
-            modules[module] = frame.f_globals
+            modules[str(frame.f_globals.get("__name__"))] = frame.f_globals
     for module, names in modules.items():
         if module not in labels:
             yield from _named(module, names, frozenset())

@@ -156,6 +156,8 @@ class FoundState(Tracked):
 
         Until then the state is what it is now, also once the script has run all of that code.
         """
+        if self._state:
+            self._follow(self._search())
         tensors = dict(self._state)
         if self._begun and not self._values:
             try:  # what has changed may turn out to be state in that code

@@ -132,6 +132,32 @@ def test_a_closure_alone_leads_to_what_it_keeps():
     assert holder() == ["holder.update<kept>"]
 
 
+def test_a_path_is_the_same_after_an_error_that_an_outer_frame_of_the_same_name_has_not_seen():
+    def frame(inner):
+        kept = torch.zeros(2)
+        if inner:
+            within.extend(paths(search(frames_of(threading.get_ident()))))
+            raise ValueError
+        try:
+            catch()
+        finally:
+            kept.zero_()
+
+    def catch():
+        try:
+            frame(inner=True)
+        except ValueError as error:
+            afterwards.extend(paths(search(frames_of(0, error))))
+
+    def paths(found):
+        return [each.path for each in found.tensors if each.path.startswith("frame")]
+
+    within, afterwards = [], []
+    frame(inner=False)
+    assert within == ["frame#2.kept", "frame.kept"]
+    assert afterwards == ["frame.kept"]
+
+
 def test_what_is_tracked_and_what_is_data_is_left_out():
     def holder():
         model = nn.Linear(2, 2)

@@ -244,10 +244,11 @@ class ScriptLoop(ABC):
         if self._repeated is not None:
             self._end_repeating(arrived=self._is_newest(current))
         self.complete_step()
+        broken = self._micro is not None and not self._completed  # in a step, by a collective that has failed
         self._micro = self._opened = None
         self._finishing = False
         self._windows.end_pass(trained=current.trains)
-        if self._is_newest(current):
+        if self._is_newest(current) and not broken:
             self._session.begin_epoch_end()
         self._mark(last=True)  # what the script trains between passes is not accumulated
 
