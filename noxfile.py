@@ -199,13 +199,6 @@ def install_wheel(
 
 
 @nox.session
-def demo(session: nox.Session) -> None:
-    """Train on three local nodes, lose rank 0's, get a new one, and prove that each sample was seen exactly once."""
-    install_wheel(session, "node", "demo")
-    session.run("azureml-elastic", "demo", *session.posargs)
-
-
-@nox.session
 def tests(session: nox.Session) -> None:
     """Run all tests against the installed wheel."""
     install_wheel(session, "all", groups=("test", "integrations", "notebooks"))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
 import azureml_elastic
-from azureml_elastic import errors
+from azureml_elastic import config, errors
 from azureml_elastic.train import Session
 from tests.support.paths import ROOT
 
@@ -49,6 +50,41 @@ def test_a_session_shows_what_the_page_says_and_about_a_dozen_verbs():
     shown = {name for name in vars(Session) if not name.startswith("_")}
     assert in_table("A session, `run = train.start()`") == sorted(shown)
     assert sum(callable(getattr(Session, name)) for name in shown) <= 13
+
+
+def test_of_the_configuration_fields_alone_are_promised():
+    shown = re.findall(r"^::: azureml_elastic\.config\.(\w+)\n(    options: \{members: false\})?", PAGE, re.MULTILINE)
+    assert len(shown) > 10
+    for name, hidden in shown:
+        methods = {
+            key
+            for key, value in vars(getattr(config, name)).items()
+            if key[0] != "_" and (isinstance(value, property) or inspect.isfunction(value))
+        }
+        assert hidden or not methods - {"model_post_init"}, name
+    assert "::: azureml_elastic.train.ElasticLoader\n    options: {members: [name]}\n" in PAGE
+
+
+def test_getting_started_installs_once_and_runs_what_it_has_installed():
+    page = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^(?:python -m (?:pip|nox)|azureml-elastic demo).*", page, re.MULTILINE)
+    assert [command.partition("  #")[0] for command in commands] == [
+        "python -m pip install torch --index-url https://download.pytorch.org/whl/cpu",
+        "python -m pip install '.[node,demo]'",
+        "azureml-elastic demo",
+    ]
+
+
+def test_vulnerabilities_are_reported_in_private_on_the_site_that_hosts_the_repository():
+    page = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    assert "*Report a vulnerability*" in page
+    assert "pyproject" not in page  # it names no address
+
+
+def test_code_of_the_pages_has_at_most_100_columns():
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")):
+        blocks = page.read_text(encoding="utf-8").split("\n```")[1::2]
+        assert [line for block in blocks for line in block.splitlines() if len(line) > 100] == [], page
 
 
 def test_the_page_of_errors_names_each_class():

@@ -8,6 +8,7 @@ from azureml_elastic.report.page import run_page, write_page
 from azureml_elastic.report.page_content import page_content
 from tests.support.chromium import Browser
 from tests.support.histories import long_run
+from tests.support.paths import ROOT
 from tests.support.waiting import until
 
 CURSOR = "document.activeElement.closest('.cursor')"
@@ -126,6 +127,19 @@ def test_labels_of_a_chart_do_not_overlap(opened, page, width):
         .map(([other]) => [chart.getAttribute('aria-labelledby'), text.textContent, other.textContent]));
     })"""
     assert opened.value(overlapping) == []
+
+
+def test_each_text_of_the_architecture_s_picture_stays_in_its_box(browser):
+    browser.send("Emulation.clearDeviceMetricsOverride")
+    browser.open((ROOT / "docs" / "assets" / "architecture.svg").as_uri())
+    crossing = """[...document.querySelectorAll('text')].filter((text) => {
+      const box = text.getBBox();
+      return [...document.querySelectorAll('rect')].map((each) => each.getBBox()).some((each) =>
+        each.x < box.x && box.x < each.x + each.width && each.y < box.y && box.y < each.y + each.height &&
+        box.x + box.width > each.x + each.width - 4);
+    }).map((text) => text.textContent)"""
+    assert browser.value("document.querySelectorAll('text').length") > 30
+    assert browser.value(crossing) == []
 
 
 CONTRAST = """((selectors) => {

@@ -3,20 +3,18 @@
 A schedule is a list of faults, separated by commas or line ends::
 
     kill=rank0@step:30          SIGKILL to the node and all its processes
-    preempt=node-1@step:30/10s  SIGTERM to the node, SIGKILL to its remaining processes 10 s later (30 s by default)
-    freeze=any@20s/5s           SIGSTOP to the node and all its processes, SIGCONT 5 s later (never by default)
+    preempt=node-1@step:30/10s  SIGTERM to the node, SIGKILL to what remains after 10 s (or 30 s)
+    freeze=any@20s/5s           SIGSTOP to all its processes, SIGCONT after 5 s (or never)
     add@step:80                 one more node; ``add=2@15s`` adds two
     table=outage@step:30/5s     the table is unreachable for 5 s (for the rest of the run by default)
     table=slow:20%@10s/5s       every fifth call to the table on average is slow
 
 The kinds of table faults are ``outage``, ``throttle``, ``timeout``, ``reset``, ``slow``, ``half``, ``garbage``,
-``any``, ``missing``, ``keyless``, ``refused`` and ``foreign``; see
-:class:`~azureml_elastic.local.faults.model.Disturbance`. They require a table that is reached over plain HTTP,
+``any``, ``missing``, ``keyless``, ``refused`` and ``foreign``. They require a table that is reached over plain HTTP,
 such as the emulator.
 
 The target is ``node-<k>``, ``rank0`` (the node of rank 0) or ``any`` (drawn from the living nodes with the seed). The
-time is ``step:<n>``, once n training steps are completed, or seconds since training began, see
-:func:`training_seconds`. All functions are pure; ``launch.py`` injects the faults.
+time is ``step:<n>``, once n training steps are completed, or seconds since training began.
 """
 
 from __future__ import annotations
