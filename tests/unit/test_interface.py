@@ -70,7 +70,7 @@ def test_getting_started_installs_once_and_runs_what_it_has_installed():
     commands = re.findall(r"^(?:python -m (?:pip|nox)|azureml-elastic demo).*", page, re.MULTILINE)
     assert [command.partition("  #")[0] for command in commands] == [
         "python -m pip install torch --index-url https://download.pytorch.org/whl/cpu",
-        "python -m pip install '.[node,demo]'",
+        "python -m pip install '.[submit,node,demo]'",
         "azureml-elastic demo",
     ]
 

@@ -3,8 +3,8 @@
 A schedule is a list of faults, separated by commas or line ends::
 
     kill=rank0@step:30          SIGKILL to the node and all its processes
-    preempt=node-1@step:30/10s  SIGTERM to the node, SIGKILL to what remains after 10 s (or 30 s)
-    freeze=any@20s/5s           SIGSTOP to all its processes, SIGCONT after 5 s (or never)
+    preempt=node-1@step:30/10s  SIGTERM to the node, SIGKILL to what remains after 10 s (default 30 s)
+    freeze=any@20s/5s           SIGSTOP to all its processes, SIGCONT after 5 s (never by default)
     add@step:80                 one more node; ``add=2@15s`` adds two
     table=outage@step:30/5s     the table is unreachable for 5 s (for the rest of the run by default)
     table=slow:20%@10s/5s       every fifth call to the table on average is slow
