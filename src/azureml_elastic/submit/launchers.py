@@ -253,7 +253,7 @@ def refuse_launcher(
     given = distribution or ElasticDistribution()
     fields = launched.fields if _COUNT in given.model_fields_set else launched.all_fields
     missing = {name: value for name, value in fields.items() if not _equals(given, name, value)}
-    counts = "".join(f" and {name}={value!r} to ElasticDistribution" for name, value in missing.items())
+    counts = "".join(f" and ElasticDistribution({name}={value!r})" for name, value in missing.items())
     reasons = f" {launched.refused}" if launched.refused else ""
     suggestion = f" Give command={launched.command!r}{counts}." if launched.command else ""
     raise CommandError(

@@ -30,7 +30,7 @@ RUN = {
 
 REFUSED = {
     "accelerate_with_configuration": "Move its options (--config-file accelerate.yaml) to the script",
-    "deepspeed_with_hosts": "--include of deepspeed has no equivalent in the agent. Give command='python main.py",
+    "deepspeed_with_hosts": "--include of deepspeed has no equivalent in the agent. Give command: python main.py",
     "here_document": "The command holds a here-document",
     "loop": "in a shell loop; an elastic job runs its program once. Move the loop into the training script",
     "mpi": "distribution.type is 'mpi', but an elastic job runs PyTorch, Horovod, Dask or Ray. If the script runs so",
@@ -39,22 +39,22 @@ REFUSED = {
     "not_elastic": "there is no elastic: block, which sets how many nodes may train",
     "notebook": "'papermill train.ipynb out.ipynb' starts no Python program",
     "once_per_node": "The command has $NODE_RANK in '$NODE_RANK', outside the arguments of its program",
-    "pipeline": "type is 'pipeline', but only jobs of 'type: command' and the trials of a sweep are elastic",
+    "pipeline": "type is 'pipeline': a pipeline is submitted to a workspace",
     "profiler": "'nsys profile' would observe the agent of each node, not the workers",
     "r_script": "'Rscript train.R --epochs 3' starts no Python program",
     "shell_script": "'bash run.sh' starts no Python program",
     "shell_text": "a shell of its own, whose program the agent cannot find. Give what follows -c as the command",
     "sweep": "type is 'sweep': a sweep is submitted to a workspace",
-    "tensorflow": "distribution=TensorFlowDistribution cannot be carried: an elastic job runs PyTorch, Horovod",
+    "tensorflow": "The distribution 'tensorflow' cannot be carried: an elastic job runs PyTorch, Horovod",
     "this_machine": "To try the job here, run 'azureml-elastic local'",
     "timeout": "'timeout' would end the agent of each node by itself",
-    "torchrun_without_count": "Give command='python main.py' and process_count_per_instance=1",
+    "torchrun_without_count": "Give command: python main.py and elastic.distribution.process_count_per_instance: 1.",
     "trial": "not those of a sweep's trials. Declare an input, and write ${{inputs.lr}}",
     "two_programs": "Write 'command' before the others, as in 'command python prepare.py && python train.py'",
     "typed_inputs": "inputs.count.type is 'integer', which only a component's input may have. Give the value itself",
     "undeclared_input": "The command has '${{inputs.data}}', but the job declares no inputs. Add 'data' to inputs",
     "unknown_script": "The command starts 'trian.py', which is not in code=",
-    "wrapper": "Give command='python main.py --batch 8' and process_count_per_instance=8",
+    "wrapper": "Give command: python main.py --batch 8 and elastic.distribution.process_count_per_instance: 8.",
 }
 """A part of the message that each job is refused with."""
 

@@ -211,13 +211,13 @@ def test_a_refusal_repeats_no_count_that_the_distribution_has():
     command = "torchrun --nproc_per_node 4 --max_restarts 7 train.py"
     with pytest.raises(CommandError) as caught:
         refuse_launcher(command, {}, ElasticDistribution(process_count_per_instance=4))
-    assert str(caught.value).endswith("Give command='python train.py' and max_restarts=7 to ElasticDistribution.")
-    with pytest.raises(CommandError, match="and process_count_per_instance=4 to ElasticDistribution"):
+    assert str(caught.value).endswith("Give command='python train.py' and ElasticDistribution(max_restarts=7).")
+    with pytest.raises(CommandError, match=r"and ElasticDistribution\(process_count_per_instance=4\)"):
         refuse_launcher(command, {}, ElasticDistribution(process_count_per_instance=8))
 
 
 def test_a_refusal_names_the_count_that_torchrun_has_by_default():
-    with pytest.raises(CommandError, match="and process_count_per_instance=1 to ElasticDistribution"):
+    with pytest.raises(CommandError, match=r"and ElasticDistribution\(process_count_per_instance=1\)"):
         refuse_launcher("torchrun train.py")
     for command, given in (
         ("torchrun train.py", ElasticDistribution(process_count_per_instance=8)),
