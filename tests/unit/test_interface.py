@@ -100,3 +100,10 @@ def test_the_states_of_a_step_are_drawn_as_they_are():
     drawing = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(drawing)
     assert drawing.step_diagram() in drawing.STEP_PAGE.read_text(encoding="utf-8")
+
+
+def test_what_ci_runs_is_what_the_readme_and_contributing_say():
+    *_, command = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert "nox" in command
+    for page in ("README.md", "CONTRIBUTING.md"):
+        assert f"```bash\n{command}\n```" in (ROOT / page).read_text(encoding="utf-8"), page

@@ -27,6 +27,7 @@ from azureml_elastic.submit.job import ElasticCommandJob
 __all__ = [
     "BLOCK",
     "COUNTS",
+    "ELSEWHERE",
     "block_model",
     "described",
     "job_schema",
@@ -41,6 +42,13 @@ BLOCK = "elastic"
 
 COUNTS = tuple(name for name in ElasticResources.model_fields if name not in FIELDS_OF_RESOURCES)
 """The fields of ``ElasticResources`` in the block; the others belong to the standard ``resources:``."""
+
+ELSEWHERE = {
+    "timeout": "limits.timeout",
+    "job_tier": "queue_settings.job_tier",
+    "priority": "queue_settings.priority",
+}
+"""Paths in a job file of the elastic job's fields, where the names differ."""
 
 _OUTSIDE = FIELDS_OF_COMMAND - {"distribution"} | {"resources", "type"}
 _SHOWN = re.compile(r"[\w .:@-]{0,60}", re.ASCII)

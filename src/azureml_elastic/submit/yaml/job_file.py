@@ -22,7 +22,7 @@ from azureml_elastic.config.distribution import ElasticDistribution
 from azureml_elastic.errors import CommandError, SubmitError, needs_extra
 from azureml_elastic.submit.conversion import trial_of
 from azureml_elastic.submit.fields import given_fields, resources_of_pools
-from azureml_elastic.submit.yaml.elastic_block import BLOCK, COUNTS, block_model, read_block, wanted
+from azureml_elastic.submit.yaml.elastic_block import BLOCK, COUNTS, ELSEWHERE, block_model, read_block, wanted
 from azureml_elastic.submit.yaml.standard_yaml import readable
 from azureml_elastic.submit.yaml.yaml_terms import translated_errors
 
@@ -54,12 +54,6 @@ _Made = TypeVar("_Made")
 PIPELINE = "pipeline"
 SWEEP = "sweep"
 _SHORTEST = f"\n{BLOCK}:\n  max_instance_count: 4"
-_ELSEWHERE = {
-    "timeout": "limits.timeout",
-    "job_tier": "queue_settings.job_tier",
-    "priority": "queue_settings.priority",
-}
-"""Paths in a job file of the elastic job's fields, where the names differ."""
 
 _LITERALS: dict[str, Any] = {"boolean": True, "integer": 4, "number": 0.1, "string": "a text"}
 """The types of literals, with an example of each."""
@@ -399,6 +393,6 @@ def _wrong(error: ValidationError, where: str) -> str:
     for detail in error.errors(include_url=False, include_input=False):
         name = str(detail["loc"][0]) if detail["loc"] else ""
         ours = error.title != "ElasticCommandJob" or not name
-        path = f"{BLOCK}.{name}".rstrip(".") if ours else _ELSEWHERE.get(name, name)
+        path = f"{BLOCK}.{name}".rstrip(".") if ours else ELSEWHERE.get(name, name)
         faults.append(f"{where}{path}: {wanted([detail])}.")
     return " ".join(dict.fromkeys(faults))

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from azureml_elastic.errors import CommandError, SubmitError, needs_extra
-from azureml_elastic.submit.yaml.elastic_block import BLOCK, COUNTS, block_model
+from azureml_elastic.submit.yaml.elastic_block import BLOCK, COUNTS, ELSEWHERE, block_model
 
 with needs_extra("PyYAML", "submit"):
     import yaml
@@ -32,11 +32,6 @@ _ENTRIES = frozenset({"Input", "Output", "NodePool", "JobService"})
 _CALLS = frozenset({"with_options", "model_copy", "sweep", "from_command", "job"})
 _OF_SWEEP = frozenset({"compute", "inputs", "outputs", "resources", "search_space"})
 _EVERYWHERE = frozenset({"path", "name", "type", "mode", "kind"})
-_ELSEWHERE = {
-    "timeout": "limits.timeout",
-    "job_tier": "queue_settings.job_tier",
-    "priority": "queue_settings.priority",
-}
 
 
 @contextlib.contextmanager
@@ -156,7 +151,7 @@ def _place(path: str) -> str | None:
     if len(nested) == 1:
         return f"{BLOCK}.{nested[0]}.{path}"
     known = {"code", "command", "environment", "environment_variables", "compute", "inputs", "outputs", "services"}
-    return _ELSEWHERE.get(path, path if first in {*known, "identity", "name", "search_space"} else None)
+    return ELSEWHERE.get(path, path if first in {*known, "identity", "name", "search_space"} else None)
 
 
 def _flow(value: ast.AST) -> str:
