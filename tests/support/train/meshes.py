@@ -27,6 +27,7 @@ from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.agent_interface import HandedOverState
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from tests.support.train import workers
+from tests.support.waiting import until
 
 GLOBAL_BATCH = 7
 
@@ -201,6 +202,8 @@ def complete_or_not(folder, kind):
     run = start(folder, 1, 2)
     groups = run._run.lifecycle.world
     group = ReplicaGroup(groups, [[0, 1], [2, 3]])
+    (folder / f"started-{run.rank}").touch()
+    until(lambda: len([*folder.glob("started-*")]) == 4)  # one that leaves earlier breaks groups that others still open
     if run.rank < 2:
         os._exit(9)
     if run.rank == 2:

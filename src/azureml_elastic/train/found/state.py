@@ -156,14 +156,16 @@ class FoundState(Tracked):
 
         Until then the state is what it is now, also once the script has run all of that code.
         """
-        if self._state:
-            self._follow(self._search())
-        tensors = dict(self._state)
+        tensors: dict[str, torch.Tensor] = {}
         if self._begun and not self._values:
-            try:  # what has changed may turn out to be state in that code
-                tensors |= {path: each.tensor for path, each in self._changes()[0].state.items()}
+            try:
+                found = self._search()
+                self._follow(found)
+                # What has changed may turn out to be state in that code.
+                tensors = {path: each.tensor for path, each in self._changes(found)[0].state.items()}
             except Exception:  # noqa: BLE001 - what is known is kept
                 _LOG.exception(_FAILED)
+        tensors |= self._state
         self._at_epoch_end = {path: each.detach().to("cpu", copy=True) for path, each in tensors.items()}
 
     def capture(self) -> Callable[[], None]:
@@ -191,7 +193,7 @@ class FoundState(Tracked):
         numbers: dict[str, Change] = {}
         if self._begun:
             try:
-                changes, mine = self._changes()
+                changes, mine = self._changes(self._search())
                 numbers = {path: Change(value, buffer=False) for path, value in self._numbers.changed().items()}
             except Exception:  # noqa: BLE001 - the other ranks wait for this one
                 _LOG.exception(_FAILED)
@@ -212,7 +214,7 @@ class FoundState(Tracked):
         if not self._begun or self._values:
             return
         try:
-            changes, _ = self._changes()
+            changes, _ = self._changes(self._search())
         except Exception:  # noqa: BLE001 - what is known is handed over
             _LOG.exception(_FAILED)
             return
@@ -223,8 +225,7 @@ class FoundState(Tracked):
                    "%s: changed by the script in its loop, but not yet known to be the same on all ranks. It begins "
                    "anew in the next process.")  # fmt: skip
 
-    def _changes(self) -> tuple[Changes, dict[str, Change]]:
-        found = self._search()
+    def _changes(self, found: Found) -> tuple[Changes, dict[str, Change]]:
         changes = self._comparison.compare(found, {*self._state, *self._apart})
         self._name("sharded", found.sharded,
                    "%s: parts of sharded tensors beside the tracked objects. If they change, as an average of sharded "
