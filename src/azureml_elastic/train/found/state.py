@@ -84,6 +84,11 @@ class FoundState(Tracked):
 
     # --- moments of a step -------------------------------------------------------------------------------------------
 
+    def begin_repeated_steps(self) -> None:
+        """Note the beginning of steps that are trained already: what changes in them alone is state as well."""
+        if self._tracked is not None:
+            self._begin_comparison()
+
     def begin_step(self, *, undone: bool) -> None:
         """Note the beginning of a step, when its first batch is taken.
 
@@ -92,20 +97,10 @@ class FoundState(Tracked):
         """
         if self._tracked is None:
             return
-        self._thread = threading.get_ident()
         self._at_epoch_end = {}
         if self._values:
             self.copy_restored(finally_=True)
-        if not self._begun:
-            self._begun = True
-            try:
-                found = self._search()
-                self._comparison.compare(found, {*self._state})
-                self._watch(found)
-                self._numbers.changed()
-            except Exception:  # noqa: BLE001 - of objects of any kind, for which nobody has asked
-                self._comparison = Comparison()
-                _LOG.exception(_FAILED)
+        self._begin_comparison()
         versions, self._committed = self._committed, {}
         late = [path for path, version in versions.items() if version_of(self._state[path]) != version]
         self._name("late", late,
@@ -114,6 +109,20 @@ class FoundState(Tracked):
         if undone and self._state:
             self._forward.begin({**self._state})
         self._numbers_before = self._numbers.collect() if undone else {}
+
+    def _begin_comparison(self) -> None:
+        self._thread = threading.get_ident()
+        if self._begun:
+            return
+        self._begun = True
+        try:
+            found = self._search()
+            self._comparison.compare(found, {*self._state})
+            self._watch(found)
+            self._numbers.changed()
+        except Exception:  # noqa: BLE001 - of objects of any kind, for which nobody has asked
+            self._comparison = Comparison()
+            _LOG.exception(_FAILED)
 
     def begin_update(self) -> None:
         """Note that the forward and backward pass of a step are complete."""

@@ -324,6 +324,7 @@ class StackSession:
 
     def begin_repeated_steps(self) -> None:
         """Begin steps that are trained already: nothing that they change is kept."""
+        self._state.found.begin_repeated_steps()
         self._lifecycle.discard_step()
 
     def end_repeated_steps(self, *, arrived: bool) -> None:

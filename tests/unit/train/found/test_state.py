@@ -244,6 +244,23 @@ def test_a_step_that_is_undone_is_undone_in_what_was_found():
     assert loop().tolist() == [5.0, 5.0]
 
 
+def test_what_changes_in_repeated_steps_alone_is_state():
+    found = FoundState()
+    found.repeated = True
+    state = tracked(found)
+
+    def loop():
+        by_epoch = torch.zeros(2)  # an average of an epoch that ended with the last repeated step
+        found.begin_repeated_steps()
+        by_epoch += 1
+        found.begin_step(undone=False)
+        found.begin_update()
+        found.agree(ALONE)
+        return state.collect(is_main=True)[0]["found"]
+
+    assert [path.rpartition(".")[2] for path in loop()["details"]] == ["by_epoch"]
+
+
 def test_what_changes_after_the_commit_and_what_is_bound_anew_is_named_once(caplog):
     found = FoundState()
     tracked(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from azureml_elastic.train.found import step_parts
 from azureml_elastic.train.found.step_parts import StepPart
 
 
@@ -19,6 +20,31 @@ def test_a_part_that_is_broken_off_leaves_what_was_before_it():
     assert part.undo() == []
     assert (queue.tolist(), other.tolist()) == ([2.0] * 3, [2.0] * 2)
     assert part.undo() == []
+
+
+def test_a_part_that_is_broken_off_at_once_leaves_what_was_before_it():
+    part, queue, late, unchanged = StepPart(), torch.zeros(3), torch.zeros(2), torch.zeros(1)
+    tensors = {"queue": queue, "unchanged": unchanged}
+    for _ in range(2):
+        part.begin(tensors)
+        queue += 1
+        part.end()
+    part.begin({**tensors, "late": late})  # which is known to be state from now on
+    queue += 1
+    late.data.add_(1)
+    assert part.undo() == []
+    assert (queue.tolist(), late.tolist()) == ([2.0] * 3, [0.0] * 2)
+
+
+def test_what_is_large_is_copied_once_it_is_known_to_change(monkeypatch):
+    monkeypatch.setattr(step_parts, "_UNSEEN_BYTES", 10)
+    part, queue, number = StepPart(), torch.zeros(3), torch.zeros(())
+    tensors = {"queue": queue, "number": number}
+    part.begin(tensors)
+    queue += 1
+    number += 1
+    assert part.undo() == ["queue"]
+    assert (queue.tolist(), number.item()) == ([1.0] * 3, 0.0)
 
 
 def test_what_changes_for_the_first_time_where_it_is_broken_off_is_named():
