@@ -135,7 +135,7 @@ def test_a_node_that_comes_after_the_end_exits_at_once_with_0(tmp_path):
     plan = Plan(
         resources=ElasticResources(max_instance_count=1),
         rendezvous=TableRendezvous(endpoint=str(report.paths.run_dir / "table.sqlite")),
-        name=report.name,
+        name=report.run_id,
     )
     environ = {**os.environ, variables.PLAN: plan.to_json(), variables.RUN_DIR: str(tmp_path / "late")}
     late = subprocess.run(

@@ -80,7 +80,7 @@ def longest_gap(found: list[Event]) -> float:
 
 def rows(azurite, report: Report, prefix: str) -> dict:
     """Return the run's rows as they are in the table in the end."""
-    table = open_table(TableRendezvous(endpoint=azurite.endpoint), report.name, NodeEnvironment.read({}))
+    table = open_table(TableRendezvous(endpoint=azurite.endpoint), report.run_id, NodeEnvironment.read({}))
     with contextlib.closing(table):
         return {row.key: row.value for row in table.query(prefix)}
 

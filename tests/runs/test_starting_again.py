@@ -19,7 +19,7 @@ def test_hydras_folder_has_the_name_of_the_run(tmp_path):
     report = cluster.run([str(PROGRAMS / "hydra_program.py"), folder, f"+facts={tmp_path / 'facts'}"])
     assert (report.outcome, len(report.rounds)) == ("succeeded", 2), report.message
     first, second = (tmp_path / "facts").read_text().splitlines()
-    assert first == second == str(tmp_path / "outputs" / report.name)
+    assert first == second == str(tmp_path / "outputs" / report.run_id)
 
 
 @pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow-skinny is not installed")

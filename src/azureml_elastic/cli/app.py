@@ -11,9 +11,10 @@ from typer.core import TyperGroup
 from azureml_elastic.cli.checkpoints import checkpoints
 from azureml_elastic.cli.doctor import doctor
 from azureml_elastic.cli.init import init
-from azureml_elastic.cli.jobs import compile_, schema, submit
+from azureml_elastic.cli.jobs import compile_, schema, submit, validate
 from azureml_elastic.cli.local import demo, local
 from azureml_elastic.cli.logs import logs
+from azureml_elastic.cli.output import CommandWithJson
 from azureml_elastic.cli.replace_nodes import replace_nodes
 from azureml_elastic.cli.report import report
 from azureml_elastic.cli.runs import cancel, download
@@ -52,11 +53,10 @@ app = typer.Typer(
 # Options end where the program begins; everything after it is the program's.
 app.command(context_settings={"allow_interspersed_args": False})(local)
 app.command(name="compile")(compile_)
-for command in (
-    demo, report, simulate, doctor, init, schema,
-    submit, status, logs, cancel, download, replace_nodes,
-):  # fmt: skip
+for command in (demo, init, schema, submit, logs, cancel, download, replace_nodes):
     app.command()(command)
+for with_json in (report, simulate, doctor, status, validate):
+    app.command(cls=CommandWithJson)(with_json)
 app.add_typer(checkpoints, name="checkpoints")
 app.add_typer(workspace, name="workspace")
 

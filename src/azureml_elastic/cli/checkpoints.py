@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from azureml_elastic.cli.failures import explained, require
+from azureml_elastic.cli.output import CommandWithJson, JsonOption, console_beside, write_json
 from azureml_elastic.cli.submitted_run import complete_run, open_run, run_folder
 from azureml_elastic.errors import CheckpointDamaged, CheckpointError, UsageError
 from azureml_elastic.plurals import counted
@@ -89,25 +90,30 @@ def _has_checkpoints(folder: Path) -> bool:
     return folder.is_dir() and any(FolderName.parse(each.name) is not None for each in folder.iterdir())
 
 
-@checkpoints.command("list")
+@checkpoints.command("list", cls=CommandWithJson)
 @explained()
-def list_(run: CheckpointsArgument) -> None:
+def list_(run: CheckpointsArgument, json: JsonOption = None) -> None:
     """List the checkpoints of a run; only sizes are checked."""
-    from rich.console import Console
     from rich.filesize import decimal
     from rich.table import Table
+    from rich.text import Text
 
     where = _folder(run)
     table = Table("step", "round", "ranks", "size", "state")
     table.add_column("folder", overflow="fold")
+    rows = []
     for found in _survey(where):
-        ranks = "" if found.manifest is None else str(found.manifest.world_size)
-        table.add_row(
-            str(found.name.step), str(found.name.round), ranks, decimal(found.nbytes), _state(found), str(found.name)
-        )
-    console = Console()
+        state, style = _state(found)
+        step, round_ = found.name.step, found.name.round
+        ranks = None if found.manifest is None else found.manifest.world_size
+        row = {"step": step, "round": round_, "ranks": ranks, "bytes": found.nbytes}
+        rows.append({**row, "state": state, "committed": found.committed, "folder": str(found.name)})
+        shown = "" if ranks is None else str(ranks)
+        table.add_row(str(step), str(round_), shown, decimal(found.nbytes), Text(state, style=style), str(found.name))
+    console = console_beside(json)
     console.print(where, soft_wrap=True, highlight=False, markup=False)
     console.print(table)
+    write_json({"version": 1, "folder": where, "checkpoints": rows}, json)
 
 
 @checkpoints.command()
@@ -238,9 +244,10 @@ def _storage(folder: str) -> Storage:
     return open_storage(folder)
 
 
-def _state(found: FoundCheckpoint) -> str:
+def _state(found: FoundCheckpoint) -> tuple[str, str]:
+    """Return the state of a checkpoint, and the style in which it is shown."""
     if found.problem is not None:
-        return f"[red]{found.problem}[/red]" if found.committed else "[dim]incomplete[/dim]"
+        return (found.problem, "red") if found.committed else ("incomplete", "dim")
     if not found.committed:
-        return "[yellow]complete, not committed[/yellow]"
-    return "kept for good" if found.name.kept else "committed"
+        return "complete, not committed", "yellow"
+    return "kept for good" if found.name.kept else "committed", ""

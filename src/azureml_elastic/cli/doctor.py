@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from azureml_elastic.cli.failures import explained
+from azureml_elastic.cli.output import JsonOption, console_beside, write_json
 from azureml_elastic.cli.workspaces import current_workspace
 from azureml_elastic.errors import UsageError
 
@@ -32,6 +33,7 @@ def doctor(
     node: Annotated[
         bool, typer.Option("--node", help="Run within a job: workspace and plan are taken from its variables only.")
     ] = False,
+    json: JsonOption = None,
 ) -> None:
     """Check the storage account, the role, the endpoints, and how peers reach this machine.
 
@@ -66,7 +68,7 @@ def doctor(
             environment = environment.with_variables(current_workspace().variables)
         except UsageError as error:
             nowhere = str(error)
-    console = Console()
+    console = console_beside(json)
     with Console(stderr=True).status("Looking ..."):
         report = DiagnosticReport(tuple(examine(rendezvous, environment, peers, nowhere)))
     shown = Table("what", "", Column("found", overflow="fold"), box=None, pad_edge=False, header_style="bold")
@@ -83,5 +85,6 @@ def doctor(
     if not node:
         hint = f"\nThe same from the nodes: submit the job with its command replaced by `{NODE_COMMAND}`."
         console.print(hint, style="dim", markup=False, highlight=False, soft_wrap=True)
+    write_json({"version": 1, "status": report.status, "findings": [vars(each) for each in report.findings]}, json)
     if report.failed:
         raise typer.Exit(1)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from azureml_elastic.config.exit_codes import FAILED, USAGE
 from azureml_elastic.errors import ElasticError, MissingExtra, UsageError
 
-__all__ = ["CONTINUES", "explained", "require"]
+__all__ = ["CONTINUES", "explained", "message_of", "require"]
 
 CONTINUES = "Interrupted; a run that was submitted continues. 'azureml-elastic cancel RUN' ends it."
 """Message after Ctrl-C for commands about a run in Azure ML."""
@@ -28,10 +28,9 @@ def explained(interrupted: str = "Interrupted; all nodes have been ended.") -> I
     """
     try:
         yield
-    except ValidationError as error:
-        raise _exit(_paragraph(error), USAGE) from error
-    except ElasticError as error:
-        raise _exit(str(error), USAGE if isinstance(error, UsageError) else FAILED) from error
+    except (ValidationError, ElasticError) as error:
+        code = USAGE if isinstance(error, ValidationError | UsageError) else FAILED
+        raise _exit(message_of(error), code) from error
     except KeyboardInterrupt as error:
         raise _exit(interrupted, _INTERRUPTED) from error
 
@@ -55,8 +54,10 @@ def _exit(message: str, code: int) -> typer.Exit:
     return typer.Exit(code)
 
 
-def _paragraph(error: ValidationError) -> str:
-    """Return the invalid fields of a model in one line."""
+def message_of(error: ValidationError | ElasticError) -> str:
+    """Return what an error says; the invalid fields of a model in one line."""
+    if isinstance(error, ElasticError):
+        return str(error)
     faults = []
     for detail in error.errors(include_url=False):
         path = ".".join(str(part) for part in detail["loc"])

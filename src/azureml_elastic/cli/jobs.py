@@ -1,20 +1,22 @@
-"""Commands about job files: ``compile``, ``submit`` and ``schema``."""
+"""Commands about job files: ``compile``, ``validate``, ``submit`` and ``schema``."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import ValidationError
 
-from azureml_elastic.cli.failures import CONTINUES, explained, require
+from azureml_elastic.cli.failures import CONTINUES, explained, message_of, require
 from azureml_elastic.cli.local import LiveOption, RunFolder, named_folder
+from azureml_elastic.cli.output import JsonOption, console_beside, write_json
 from azureml_elastic.cli.workspace import EvictOption, PoolOption
 from azureml_elastic.cli.workspaces import current_workspace
-from azureml_elastic.errors import UsageError
+from azureml_elastic.errors import ElasticError, UsageError
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import PipelineJob, Sweep
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from azureml_elastic.submit import ElasticCommandJob
     from azureml_elastic.testing import Pool
 
-__all__ = ["compile_", "schema", "submit"]
+__all__ = ["compile_", "schema", "submit", "validate"]
 
 _FEWEST_MACHINES = 8
 
@@ -113,6 +115,23 @@ def compile_(
         )
 
 
+@explained()
+def validate(job_file: JobFile, overrides: Overrides = None, json: JsonOption = None) -> None:
+    """Check JOB.YML and all that it names on this machine, without a request; exit with 0 if it can be submitted."""
+    from azureml_elastic.submit.client import silence_sdk_logs
+
+    silence_sdk_logs()
+    from azureml_elastic.submit.yaml.compiled_file import compile_file
+
+    try:
+        compile_file(job_file, None, overrides or ())
+    except (ElasticError, ValidationError) as error:
+        write_json({"result": "Failed", "errors": [{"message": message_of(error)}]}, json)
+        raise
+    console_beside(json).print(f"{job_file} can be submitted.", soft_wrap=True, highlight=False, markup=False)
+    write_json({"result": "Succeeded", "errors": []}, json)
+
+
 @explained(CONTINUES)
 def submit(
     job_file: JobFile,
@@ -147,7 +166,7 @@ def submit(
     _check_combination(local=local, evict=evict, pool=pool, run_dir=run_dir, dry_run=dry_run, stream=stream)
     if resume_from is not None:
         # In quotes, as YAML would read the name of a run that has digits alone as a number.
-        overrides = [*(overrides or ()), f"elastic.resume_from={json.dumps(resume_from)}"]
+        overrides = [*(overrides or ()), f"elastic.resume_from={dumps(resume_from)}"]
     if dry_run:
         from azureml_elastic.submit.yaml.compiled_file import compile_file
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from azureml_elastic.cli.failures import explained
+from azureml_elastic.cli.output import JsonOption, console_beside, write_json
 from azureml_elastic.cli.run_reports import LocalRunReports, SubmittedRunReports, open_reports
 from azureml_elastic.cli.submitted_run import RunArgument
 from azureml_elastic.errors import ElasticError, UsageError
@@ -101,7 +102,7 @@ def report(
     html: Annotated[
         Path | None, typer.Option(help="Write the report as a self-contained HTML page to this file.")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the report as JSON to this file.")] = None,
+    json: JsonOption = None,
     prices: Annotated[
         Path | None, typer.Option(help="JSON file of prices per VM size and tier, for the cost of the nodes.")
     ] = None,
@@ -133,24 +134,20 @@ def report(
         _serve_page(open_reports(run, None, prices), host=host or "127.0.0.1", port=port or 0)
         return
     _refuse("Only --serve listens", {"--port": port, "--host": host})
-    from rich.console import Console
-
     from azureml_elastic.report.terminal import summary
 
     reports = open_reports(run, to, prices)
     found = reports.read()
-    loaded = found.report
     if isinstance(reports, SubmittedRunReports):
         reports.write(found)
+    console = console_beside(json)
+    console.print(summary(found.report))
     if html is not None:
         from azureml_elastic.report.page import write_page
 
-        write_page(loaded, found.events, html, running=found.running)
-    if json is not None:
-        json.write_text(loaded.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    Console().print(summary(loaded))
-    for path in filter(None, (html, json)):
-        typer.echo(f"Wrote {path}")
+        write_page(found.report, found.events, html, running=found.running)
+        console.print(f"Wrote {html}", soft_wrap=True, highlight=False, markup=False)
+    write_json(found.report, json)
 
 
 def _refuse(why: str, options: Mapping[str, object]) -> None:

@@ -10,6 +10,7 @@ import typer
 
 from azureml_elastic.cli.failures import explained
 from azureml_elastic.cli.local import parse_nodes
+from azureml_elastic.cli.output import JsonOption, console_beside, write_file, write_json
 from azureml_elastic.errors import UsageError
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def simulate(
         str | None, typer.Option(help="Recommend the cheapest settings that end by then, as in 2d.")
     ] = None,
     sweep: Annotated[bool, typer.Option(help="Look for better settings of the elastic run.")] = True,
-    json: Annotated[Path | None, typer.Option(help="Write all results to this file.")] = None,
+    json: JsonOption = None,
     write_parameters: Annotated[Path | None, typer.Option(help="Write the durations in use to this file.")] = None,
     synthesize: Annotated[
         Path | None, typer.Option(help="Only write a trace of the hazard to this CSV file, of the length --for.")
@@ -126,13 +127,11 @@ def _show(
     """Simulate, and show and write the results."""
     import math
 
-    from rich.console import Console
-
     from azureml_elastic.report.simulation import cost_chart, recommendation, strategies_table
     from azureml_elastic.simulate.comparison import compare, recommend
     from azureml_elastic.simulate.comparison import sweep as swept
 
-    console = Console()
+    console = console_beside(json)
     results = compare(scenario)
     console.print(strategies_table(results))
     found: list[Candidate] = []
@@ -145,12 +144,9 @@ def _show(
         console.print(recommendation(found, best))
         if best is None and deadline is not None:
             console.print(f"No setting ends within {deadline / 3600:g} h; raise --deadline or the maximum of --nodes.")
-    if json is not None:
-        _write(json, _document(results, found, best))
+    write_json(_document(results, found, best), json)
     if write_parameters is not None:
-        _write(write_parameters, scenario.parameters.model_dump_json(indent=2))
-    for path in filter(None, (json, write_parameters)):
-        typer.echo(f"Wrote {path}")
+        write_file(write_parameters, scenario.parameters.model_dump_json(indent=2), console)
 
 
 def _parameters(
@@ -210,14 +206,12 @@ def _pools(
     return tuple(pools)
 
 
-def _document(results: Sequence[Outcome], found: Sequence[Candidate], best: Candidate | None) -> str:
-    """Return all results as JSON."""
-    from json import dumps
-
+def _document(results: Sequence[Outcome], found: Sequence[Candidate], best: Candidate | None) -> dict[str, Any]:
+    """Return all results, for JSON."""
     from azureml_elastic.simulate.comparison import pareto_front
 
     front = pareto_front(found)
-    document = {
+    return {
         "version": 1,
         "strategies": [_row(result) for result in results],
         "candidates": [
@@ -233,7 +227,6 @@ def _document(results: Sequence[Outcome], found: Sequence[Candidate], best: Cand
             for each in found
         ],
     }
-    return dumps(document, indent=2)
 
 
 def _row(result: Outcome) -> dict[str, Any]:
@@ -251,10 +244,3 @@ def _row(result: Outcome) -> dict[str, Any]:
         "restarts": result.restarts,
         "activities": [vars(total) for total in result.activities],
     }
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written ({error.strerror}). Give another file.") from error

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from azureml_elastic.cli.failures import CONTINUES, explained
+from azureml_elastic.cli.output import JsonOption, console_beside, write_json
 from azureml_elastic.cli.submitted_run import RunArgument, open_run, open_run_table, read_state, run_folder
 from azureml_elastic.config.exit_codes import FAILED
 from azureml_elastic.errors import ElasticError, TableError, UsageError
@@ -17,7 +18,6 @@ from azureml_elastic.errors import ElasticError, TableError, UsageError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from azureml_elastic.cli.run_reports import RunReport
     from azureml_elastic.ledger.events import Event
     from azureml_elastic.ledger.reading import LineReader
     from azureml_elastic.local.view import View
@@ -160,99 +160,98 @@ def status(
         bool | None,
         typer.Option("--live/--plain", help="With --watch: a live table, or lines; by default as the terminal allows."),
     ] = None,
+    json: JsonOption = None,
 ) -> None:
     """Show round, world size, step and last checkpoint of a run, and the state of each node."""
     if watch:
+        if json is not None:
+            raise UsageError("--json shows the state once, and --watch shows it until the end. Leave one of them out.")
         if not watch_run(run, live=live):
             raise typer.Exit(FAILED)
         return
     if live is not None:
         raise UsageError(f"{'--live' if live else '--plain'} needs --watch: the state is shown once without it.")
     folder = run_folder(run)
-    if folder is not None:
-        _show_folder(folder)
-    else:
-        _show_submitted(run)
+    lines, document = _submitted(run) if folder is None else _local(folder)
+    console = console_beside(json)
+    for line in (f"{document['name']}: {document['status']}", *filter(None, lines)):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    console.print(_table(document["nodes"]))
+    write_json({"version": 1, **document}, json)
 
 
-def _show_folder(folder: Path) -> None:
-    """Show a run on this machine by the files in its folder."""
+def _local(folder: Path) -> tuple[Iterable[str], dict[str, Any]]:
+    """Return what describes a run on this machine by the files in its folder: lines, and a document."""
     from azureml_elastic.cli.run_reports import LocalRunReports
+    from azureml_elastic.ledger.events import CheckpointCommitted
+    from azureml_elastic.local.view import Board
+    from azureml_elastic.plurals import counted
+    from azureml_elastic.report.cells import ending_text
 
-    reports = LocalRunReports(folder)
-    found = reports.read()
-    state = "running" if found.running else found.report.outcome
-    _show(f"{reports.name}: {state}", _lines_of_folder(found), _table_of_folder(found))
+    found = LocalRunReports(folder).read()
+    report, board = found.report, Board()
+    board.apply(found.events)
+    # A node that was lost has not written that it left.
+    endings = {name: "lost" for round_ in report.rounds for name in round_.lost if name not in board.members}
+    ended = {node.name: ending_text(node.ending, node.exit_code) for node in report.nodes}
+    endings |= {name: text for name, text in ended.items() if text}
+    nodes = [
+        {
+            "node": node.name,
+            "rank": node.rank if found.running and node.name in board.members else None,
+            "step": node.step or None,
+            "state": endings.get(node.name) or node.state,
+        }
+        for node in board.nodes.values()
+    ]
+    last = report.rounds[-1] if report.rounds else None
+    saved = max((event.step for event in found.events if isinstance(event, CheckpointCommitted)), default=None)
+    document = {
+        "name": report.name,
+        "status": "running" if found.running else report.outcome,
+        "message": report.message,
+        "round": None if last is None else last.number,
+        "world_size": None if last is None else last.world_size,
+        "step": report.last_step or None,
+        "checkpoint_step": saved,
+        "nodes": nodes,
+    }
+    lines = [report.message]
+    if found.running and last is not None:
+        lines.append(f"Round {last.number}: world size {last.world_size} on {counted(len(last.members), 'node')}")
+    progress = f"step {report.last_step}, " if report.last_step else ""
+    lines.append(progress + ("no checkpoint yet" if saved is None else f"checkpoint of step {saved}"))
+    return lines, document
 
 
-def _show_submitted(run: str) -> None:
-    """Show a submitted run by its jobs and its table."""
+def _submitted(run: str) -> tuple[Iterable[str], dict[str, Any]]:
+    """Return what describes a submitted run by its jobs and its table: lines, and a document."""
     _, submitted, variables = open_run(run)
-    nodes = submitted.nodes()
+    jobs = submitted.nodes()
     state: RunState | None = None
-    unknown = "No node has started yet."
+    message = "No node has started yet."
     try:
         state = read_state(submitted, variables)
     except ElasticError as error:
-        unknown = f"Round, step and checkpoints are unknown, as the run's table cannot be read: {error}"
-    known = (unknown,) if state is None else (state.headline, state.progress, state.waits)
-    lines = [submitted.first.studio_url, *known]
-    _show(f"{submitted.name}: {submitted.status}", filter(None, lines), _table_of_jobs(nodes, state))
+        message = f"Round, step and checkpoints are unknown, as the run's table cannot be read: {error}"
+    lines = (message,) if state is None else (state.headline, state.progress, state.waits)
+    known = None if state is None or not state.round.number else state.round
+    document = {
+        "name": submitted.name,
+        "status": submitted.status,
+        "message": message if state is None else state.round.message,
+        "studio_url": submitted.first.studio_url,
+        "round": None if known is None else known.number,
+        "world_size": None if known is None else known.world_size,
+        "step": None if state is None else state.step,
+        "checkpoint_step": None if state is None else state.checkpoint_step,
+        "nodes": list(_jobs(jobs, state)),
+    }
+    return (submitted.first.studio_url or "", *lines), document
 
 
-def _show(headline: str, lines: Iterable[str], table: Table) -> None:
-    from rich.console import Console
-
-    console = Console()
-    console.print(headline, soft_wrap=True, highlight=False, markup=False)
-    for line in lines:
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
-    console.print(table)
-
-
-def _lines_of_folder(found: RunReport) -> Iterable[str]:
-    from azureml_elastic.ledger.events import CheckpointCommitted
-    from azureml_elastic.plurals import counted
-
-    report = found.report
-    if report.message:
-        yield report.message
-    if found.running and report.rounds:
-        last = report.rounds[-1]
-        yield f"Round {last.number}: world size {last.world_size} on {counted(len(last.members), 'node')}"
-    saved = max((event.step for event in found.events if isinstance(event, CheckpointCommitted)), default=None)
-    parts = [f"step {report.last_step}"] if report.last_step else []
-    parts.append("no checkpoint yet" if saved is None else f"checkpoint of step {saved}")
-    yield ", ".join(parts)
-
-
-def _table_of_folder(found: RunReport) -> Table:
-    from rich.table import Table
-
-    from azureml_elastic.local.view import Board
-    from azureml_elastic.report.cells import ending_text
-
-    board = Board()
-    board.apply(found.events)
-    # A node that was lost has not written that it left.
-    endings = {name: "lost" for round_ in found.report.rounds for name in round_.lost if name not in board.members}
-    ended = {node.name: ending_text(node.ending, node.exit_code) for node in found.report.nodes}
-    endings |= {name: text for name, text in ended.items() if text}
-    table = Table("node", "rank", "step", "state")
-    for node in board.nodes.values():
-        in_round = found.running and node.name in board.members
-        state = endings.get(node.name) or node.state
-        table.add_row(node.name, str(node.rank) if in_round else "", str(node.step) if node.step else "", state)
-    return table
-
-
-def _table_of_jobs(jobs: Sequence[NodeOfRun], state: RunState | None) -> Table:
-    """Return the jobs with what their nodes do, and the nodes of jobs with several nodes below their job."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("node", "pool", "status", "in the run")
-    table.add_column("job", overflow="fold")
+def _jobs(jobs: Sequence[NodeOfRun], state: RunState | None) -> Iterable[dict[str, Any]]:
+    """Yield the jobs with what their nodes do: several nodes of one job are in one row."""
     by_job: dict[str, list[str]] = {}
     for node in state.nodes if state is not None else ():
         text = node.state if node.rank is None else f"node rank {node.rank}"
@@ -260,5 +259,22 @@ def _table_of_jobs(jobs: Sequence[NodeOfRun], state: RunState | None) -> Table:
     for job in jobs:
         # A node that was lost has not written that it left.
         alive = [text for text in by_job.get(job.job, ()) if job.active or text.startswith("left")]
-        table.add_row(job.node, job.pool or "", job.status, Text("\n".join(alive)), job.job)
+        yield {
+            "node": job.node,
+            "pool": job.pool,
+            "status": job.status,
+            "in_the_run": "\n".join(alive),
+            "job": job.job,
+        }
+
+
+def _table(rows: Sequence[Mapping[str, object]]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    for heading in rows[0] if rows else ("node",):
+        table.add_column(heading.replace("_", " "), overflow="fold" if heading == "job" else "ellipsis")
+    for row in rows:
+        table.add_row(*(Text("" if value is None else str(value)) for value in row.values()))
     return table

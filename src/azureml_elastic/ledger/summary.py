@@ -112,6 +112,8 @@ class Report(_Record):
     """Report of a run.
 
     Args:
+        name: name of the run: that of its folder, or of the job as which it was submitted.
+        run_id: name by which a run on this machine is found in its table, empty if it is not known.
         outcome: outcome of the run; ``unfinished`` if no end was recorded.
         exit_code: exit code, 0 for success.
         message: reason of a failure.
@@ -130,6 +132,7 @@ class Report(_Record):
 
     version: Literal[1] = 1
     name: str = ""
+    run_id: str = ""
     outcome: RunState
     exit_code: int
     message: str = ""
@@ -285,6 +288,7 @@ def report_of_events(paths: Paths, events: Sequence[Event], *, skipped: int = 0)
         if isinstance(event, NodeLeft) and event.node in nodes:
             nodes[event.node] = NodeSummary(name=event.node, exit_code=event.exit_code, ending="exited")
     report = Report(
+        name=paths.run_dir.name,
         paths=paths,
         outcome=outcome,
         exit_code=0 if outcome == "succeeded" else 1,

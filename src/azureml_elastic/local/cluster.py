@@ -67,7 +67,7 @@ def find_earlier_run(folder: Path) -> EarlierRun:
     report, path = load_report(folder.absolute()), Paths.of(folder.absolute()).checkpoints
     try:
         storage = open_storage(path)
-        reference = furthest(storage, _pointer(folder / SQLITE_TABLE, report.name) or newest_committed(storage))
+        reference = furthest(storage, _pointer(folder / SQLITE_TABLE, report.run_id) or newest_committed(storage))
     except OSError as error:
         raise UsageError(f"The checkpoints of the run {folder} cannot be read: {error}") from error
     if reference is None:
@@ -75,8 +75,7 @@ def find_earlier_run(folder: Path) -> EarlierRun:
             f"The run {folder} has no committed checkpoint in {path}, so there is nothing to continue from. Start the "
             "program without --resume-from, or give another run."
         )
-    run_id = report.name or folder.absolute().name
-    return EarlierRun(name=run_id, path=str(path), checkpoint=reference.to_json())
+    return EarlierRun(name=report.run_id or report.name, path=str(path), checkpoint=reference.to_json())
 
 
 def _pointer(table: Path, run_id: str) -> Reference | None:
@@ -352,6 +351,7 @@ def _node_words(argv: Sequence[str], distribution: ElasticDistribution) -> tuple
 def _early_report(paths: Paths, error: BaseException) -> Report:
     """Return the report of a run that was interrupted before its nodes were started."""
     return Report(
+        name=paths.run_dir.name,
         paths=paths,
         outcome="interrupted",
         exit_code=_exit_code(error),

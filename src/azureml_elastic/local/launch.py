@@ -263,12 +263,13 @@ class Launch:
     def report(self, outcome: RunState, exit_code: int, message: str) -> Report:
         """Return the run's report."""
         report = Report(
+            name=self.paths.run_dir.name,
+            run_id=self.plan.name or "",
             paths=self.paths,
             outcome=outcome,
             exit_code=exit_code,
             message=message,
             resumed_from=self.continued[-1] if self.continued else None,
-            name=self.plan.name or "",
             nodes=tuple(node.summary for node in self._nodes.values()),
             faults=tuple(self._faults),
             missed_faults=self._missed_faults(),

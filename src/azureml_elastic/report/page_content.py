@@ -279,7 +279,7 @@ def page_content(report: Report, events: Sequence[Event], *, running: bool = Fal
     metrics = metric_series(events)
     rescales = tuple(_rescales(ran))
     return PageContent(
-        title=report.name or report.paths.run_dir.name,
+        title=report.name,
         state="running" if running else report.outcome,
         verdict="is running" if running else OUTCOMES[report.outcome],
         message=report.message,

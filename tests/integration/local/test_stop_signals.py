@@ -173,7 +173,7 @@ def test_signals_without_end_neither_tear_the_report_nor_leave_a_process(tmp_pat
     assert {node.ending for node in report.nodes} <= {"stopped", "frozen"}
     assert report.exit_code in (129, 130, 143)  # two signals may be pending at once, and are received by number
     assert len(report.nodes) == 2
-    assert report.name
+    assert report.name == run_dir.name
     assert marked(run_dir) == []
 
 

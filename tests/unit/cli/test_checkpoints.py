@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 
@@ -188,3 +189,13 @@ def test_a_place_that_only_the_nodes_know_is_named(path, said):
     jobs = Workspace(path)
     with pytest.raises(UsageError, match=re.escape(said)):
         folder_of_submitted(ElasticRun(jobs, "olive_sun"), jobs)
+
+
+def test_the_list_as_json(folder):
+    (checkpoint(folder, 4) / "committed").unlink()
+    document = json.loads(RUN.invoke(app, ["checkpoints", "list", str(folder), "--json"]).stdout)
+    assert document["folder"] == str(folder)
+    found = {each["step"]: each for each in document["checkpoints"]}
+    assert found[6]["state"] == "committed"
+    assert (found[4]["state"], found[4]["committed"]) == ("complete, not committed", False)
+    assert (folder / found[6]["folder"]).is_dir()

@@ -117,7 +117,7 @@ class FollowedRun:
             else node
             for node in report.nodes
         )
-        changes: dict[str, object] = {"name": self._first, "faults": faults, "nodes": nodes}
+        changes: dict[str, object] = {"run_id": self._first, "faults": faults, "nodes": nodes}
         if report.outcome == "unfinished":
             changes |= {"outcome": "interrupted" if interrupted else "failed", "message": self._failure(interrupted)}
         elif not interrupted:
