@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -17,7 +18,15 @@ import pytest
 
 from azureml_elastic.config import CheckpointPolicy, ElasticDistribution
 from azureml_elastic.environment import names as variables
-from azureml_elastic.ledger.events import NodeStarted, Progress, Restored, RoundReopened, WorkerFailed, WorkersStarted
+from azureml_elastic.ledger.events import (
+    Event,
+    NodeStarted,
+    Progress,
+    Restored,
+    RoundReopened,
+    WorkerFailed,
+    WorkersStarted,
+)
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
@@ -141,11 +150,43 @@ def test_a_frozen_node_costs_no_step_and_comes_back(tmp_path, recovery, seconds)
 
 
 @both
+def test_what_a_node_holds_that_the_others_gave_up_is_not_thrown_away(tmp_path, recovery):
+    """The last of the others is killed: it alone has the newest state."""
+
+    def kill_the_other() -> None:
+        workers_at_step(events, 25, "node-0")
+        reader, seen = EventReader(events), list[Event]()
+        while not any(isinstance(event, RoundReopened) and event.lost == ("node-1",) for event in seen):
+            time.sleep(0.02)
+            seen += reader.read()
+        os.kill(next(event.pid for event in seen if isinstance(event, NodeStarted) and event.node == "node-0"), 9)
+
+    events = tmp_path / "run" / "events"
+    policy = CheckpointPolicy(every_steps=1000)
+    running = cluster(tmp_path, recovery, "freeze=node-1@step:25/7s", nodes=(1, 2), checkpoint=policy)
+    with meanwhile(kill_the_other):
+        report = running.run([*TO_THE_FAULT, "25", "--gather", "2"])
+    assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
+    assert report.audit.complete, report.audit
+    assert report.rounds[-1].restored_step >= 25
+
+
+@both
 def test_a_newcomer_costs_no_step(tmp_path, recovery):
     arguments = [PROGRAM, "--epochs", "5", "--full", "3"]
     report = cluster(tmp_path, recovery, "kill=any@step:10,add@step:20").run(arguments)
     assert_nothing_lost(report)
     assert after_gathering(report, 3) == (3, 2, 3)
+
+
+@both
+def test_the_worker_beside_a_killed_one_hands_over_on_a_lone_node(tmp_path, recovery):
+    policy = CheckpointPolicy(every_steps=1000)
+    running = cluster(tmp_path, recovery, nodes=(1, 1), count=2, checkpoint=policy)
+    with meanwhile(lambda: os.kill(workers_at_step(tmp_path / "run" / "events", 25, "node-0").pids[1], signal.SIGKILL)):
+        report = running.run([*TO_THE_FAULT, "25"])
+    assert_nothing_lost(report)
+    assert restored_from(report) == {"memory"}
 
 
 @both

@@ -621,7 +621,7 @@ class Node:
                 self.group.ask(self, proposal)
             case do.TellWorkers(decision):
                 self.group.tell(self, decision)
-            case do.InterruptWorkers() | do.ReleaseWorkers() | do.StopWorkers():
+            case do.InterruptWorkers() | do.StopWorkers():
                 self.group.end(self)
             case do.ReadFailures():
                 self._take_event(training, self.group.failures(self))

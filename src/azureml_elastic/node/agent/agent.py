@@ -145,8 +145,6 @@ class NodeAgent:
         """
         saved = self._ending is State.LEFT and self._group.all(self._channel.workers.report().stopped)
         last = self._ending is not State.SUCCEEDED and not saved and kind is not RunSucceeded
-        if last and self._group.stays:
-            self._channel.workers.release()
         self._workers.begin_stopping()
         self._workers.finish_stopping()
         # Only now: workers hand their state over while they are stopped.

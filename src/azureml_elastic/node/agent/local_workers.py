@@ -30,12 +30,14 @@ class WorkerState:
     """A connected worker.
 
     Args:
+        stays: whether it waits for a place in each round, as it did before its first one.
         round: number of its round, 0 before its first assignment.
         pointer: checkpoint pointer of that round, on rank 0's node only.
     """
 
     local_rank: int
     rank: int
+    stays: bool
     round: int
     pointer: CheckpointPointer | None
 
@@ -97,7 +99,7 @@ class LocalWorkers:
         with self._lock:
             self._round = state
             if not keep:
-                self._workers, self._greeted, self._parked = {}, set(), set()
+                self._workers, self._greeted, self._parked, self._released = {}, set(), set(), False
 
     def find(self, connection: Connection) -> WorkerState | None:
         """Return the worker of a connection, ``None`` where another connection has replaced it or none was greeted."""
@@ -112,7 +114,7 @@ class LocalWorkers:
                 return False
             if hello.local_rank >= self._round.size > 0:
                 return False
-            worker = WorkerState(hello.local_rank, hello.rank, hello.round, self._round.pointer)
+            worker = WorkerState(hello.local_rank, hello.rank, hello.round == 0, hello.round, self._round.pointer)
             connection.state["worker"] = worker
             self._workers[hello.local_rank] = connection
             self._greeted.add(hello.local_rank)
@@ -182,10 +184,12 @@ class LocalWorkers:
         _send(targets, Interrupt())
 
     def release(self) -> None:
-        """Have all workers that wait for a place, or will, hand their state over and end: there will be none."""
+        """Interrupt the workers, and have those that wait for a place, or will, hand their state over and end."""
         with self._lock:
             self._released = True
-        self.send(Leave())
+            staying = [connection for connection in self._workers.values() if connection.state["worker"].stays]
+        _send(staying, Leave())
+        self.interrupt()
 
     def send(self, message: Prepare | Decide | Leave) -> None:
         """Send all workers a message: a proposal, whose votes :meth:`take_votes` returns later, or the decision.

@@ -269,8 +269,6 @@ class RoundPerformer:
                 workers.send(Leave())
             case do.InterruptWorkers():
                 workers.interrupt()
-            case do.ReleaseWorkers():
-                workers.release()
             case do.StopWorkers(seconds):
                 self._newcomers.rest()  # else a worker could stop itself in the step after which it would save
                 self._workers.begin_stopping(seconds)

@@ -291,7 +291,7 @@ class Workers:
         seconds = self._stop if stop_seconds is None else stop_seconds
         if self._channel.workers.in_session:
             seconds = min(seconds, _SESSION_STOP_SECONDS)
-        self._channel.workers.interrupt()
+        self._channel.workers.release()  # a parked one may be the only one that has the newest step
         workers, self._set = self._set, None
         if workers is not None:
             self._stopping = threading.Thread(target=self._end, args=(workers, seconds), name="stop-workers")

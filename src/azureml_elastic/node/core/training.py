@@ -515,8 +515,6 @@ class Training:
         finishing = lost & (self._boundary.leavers | me) if saving else frozenset[str]()
         self._do(do.FlushProgress())
         if leaves or not self._stays:
-            if self._stays and not self.are_all(workers.stopped):
-                self._do(do.ReleaseWorkers())
             self._do(do.StopWorkers(self._departure.seconds_left(self._now)))
         else:
             self._do(do.InterruptWorkers())

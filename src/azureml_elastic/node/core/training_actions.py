@@ -30,7 +30,6 @@ __all__ = [
     "ReadFailures",
     "RecordFailure",
     "RecordHang",
-    "ReleaseWorkers",
     "Reopen",
     "ReportDone",
     "RowAction",
@@ -90,13 +89,8 @@ class InterruptWorkers:
 
 
 @dataclass(frozen=True)
-class ReleaseWorkers:
-    """Have parked workers hand their state over and end."""
-
-
-@dataclass(frozen=True)
 class StopWorkers:
-    """End the workers.
+    """Have the workers, parked ones too, hand their state over, and end them.
 
     Args:
         seconds: seconds between SIGTERM and SIGKILL of workers without a session, ``None`` for the usual ones.
@@ -240,9 +234,7 @@ class Log:
 
 
 Message = ToLeader | ToMembers | ReportDone | Disconnect
-WorkersAction = (
-    AskWorkers | TellWorkers | MoveEngine | InterruptWorkers | ReleaseWorkers | StopWorkers | FlushProgress
-)  # fmt: skip
+WorkersAction = AskWorkers | TellWorkers | MoveEngine | InterruptWorkers | StopWorkers | FlushProgress
 Entry = Strike | RecordFailure | RecordHang | NoteConnecting | Log
 HangAction = AdoptVerdict | LearnLesson | WriteStacks
 SaveAction = AwaitSave | ForgetSaves | HoldWorkers

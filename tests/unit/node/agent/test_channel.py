@@ -224,6 +224,28 @@ def test_parked_workers_receive_their_assignments_and_others_are_interrupted(cha
     until(lambda: channel.workers.step == 3)
 
 
+def test_parked_workers_hand_over_before_they_are_stopped(channel):
+    parked, busy = channel.connect(0, 0), channel.connect(1, 0)
+    parked.client.send({"op": "parked"})
+    until(lambda: channel.workers.parked == {0} and channel.workers.in_session)
+    channel.workers.release()
+    until(lambda: parked.received and len(busy.received) == 2)
+    assert [message["op"] for message in parked.received + busy.received] == ["leave", "leave", "interrupt"]
+    assert channel.workers.leaving
+    channel.begin(0, 1, None)
+    channel.connect(0, 0).client.send({"op": "parked"})
+    until(lambda: channel.workers.parked == {0})
+    assert not channel.workers.leaving, "that was for those before"
+
+
+def test_workers_of_one_round_are_only_interrupted(channel):
+    worker = channel.connect(0)
+    until(lambda: channel.workers.leaving)
+    channel.workers.release()
+    until(lambda: worker.received)
+    assert [message["op"] for message in worker.received] == ["interrupt"]
+
+
 def test_a_worker_says_itself_that_it_has_not_failed(channel):
     """Its exit code says nothing: a script may end with any."""
     leaver, _ = channel.connect(0), channel.connect(1)

@@ -388,12 +388,6 @@ def test_a_notice_is_announced_once_and_ends_the_round_when_its_time_is_over():
     assert state(round_, "b") is State.LEFT
 
 
-def test_parked_workers_of_a_node_that_leaves_hand_their_state_over():
-    round_ = TrainingRound(*ABC, **IN_PROCESS)
-    round_.feed("b", ev.Noticed(round_.now))
-    assert "ReleaseWorkers" in kinds(round_.take("b"))
-
-
 def test_the_others_wait_for_what_a_program_without_a_session_saves_at_its_end():
     grace = PreemptionPolicy(grace=timedelta(seconds=21))
     round_ = TrainingRound(*ABC, opens_session=False, preemption=grace)
