@@ -40,14 +40,17 @@ class CharGPT(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits of the next byte at each place."""
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-        return self.head(self.blocks(self.tokens(x) + self.places(torch.arange(x.shape[1])), mask=mask, is_causal=True))
+        hidden = self.tokens(x) + self.places(torch.arange(x.shape[1]))
+        logits: torch.Tensor = self.head(self.blocks(hidden, mask=mask, is_causal=True))
+        return logits
 
 
-def sharded(model: CharGPT) -> CharGPT:
+def sharded(model: CharGPT) -> nn.Module:
     """Shard each layer, then what is left."""
     for layer in model.blocks.layers:
         fully_shard(layer)
-    return fully_shard(model)
+    fully_shard(model)
+    return model
 
 
 def main() -> None:

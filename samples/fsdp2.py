@@ -32,7 +32,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return features of the same shape, (batch, width)."""
-        return x + self.inner(x)
+        return torch.add(x, self.inner(x))
 
 
 def main() -> None:

@@ -8,9 +8,11 @@ import pytest as pytest
 import torch as torch
 import torch.distributed as _distributed
 from azure.ai.ml import MLClient
+from azure.ai.ml import dsl as dsl
 from azure.ai.ml.entities import Command
 from azure.ai.ml.entities import CronTrigger as CronTrigger
 from azure.ai.ml.entities import JobSchedule as JobSchedule
+from azure.ai.ml.entities import PipelineJobSettings as PipelineJobSettings
 from azure.ai.ml.entities import UserIdentityConfiguration as UserIdentityConfiguration
 from azure.ai.ml.sweep import Choice as Choice
 from torch import Tensor as Tensor
@@ -30,7 +32,6 @@ from azureml_elastic.testing import Eviction as Eviction
 from azureml_elastic.testing import LocalWorkspace as LocalWorkspace
 from azureml_elastic.testing import Pool as Pool
 from azureml_elastic.train import Session
-from azureml_elastic.train.data.map_loader import MapLoader
 
 dist = _distributed
 
@@ -46,19 +47,17 @@ loss: torch.Tensor
 paths: list[str]
 config: dict[str, Any]
 run: Session
-loader: MapLoader
 train: ElasticCommandJob
 job: ElasticCommandJob
 ml_client: MLClient
 old: Command
-dsl: Any  # azure-ai-ml's own types do not allow its decorator without a function
-prepare: Any
-evaluate: Any
 
 def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor: ...
 def loss_fn(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor: ...
 def read_one(path: str) -> Iterator[torch.Tensor]: ...
 def collate(samples: list[torch.Tensor]) -> torch.Tensor: ...
+def prepare() -> Command: ...
+def evaluate(data: Any, model: Any) -> Command: ...
 def main(rank: int, world_size: int) -> None: ...
 def train_batch(state: Any) -> None: ...
 def make_my_job() -> ElasticCommandJob: ...

@@ -130,7 +130,7 @@ def machine() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=Setting.samples, help="of a run; others have a third")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)

@@ -94,13 +94,14 @@ def draw(title: str, panels: Sequence[Panel]) -> str:
 def _points(change: Change) -> list[tuple[int, float]]:
     return [
         (seen - change.at, mean)
-        for seen, mean in zip(change.seen.tolist(), change.losses.mean(1).tolist(), strict=True)
+        for seen, mean in zip(map(int, change.seen), map(float, change.losses.mean(1)), strict=True)
         if math.isfinite(mean)
     ]
 
 
 def _legend(names: Sequence[str]) -> list[str]:
-    parts, at = [], 24.0
+    parts: list[str] = []
+    at = 24.0
     for number, name in enumerate(names):
         parts.append(f'<path class="curve c{number}" d="M{at:.0f} 60h22"/>')
         parts.append(f'<text x="{at + 28:.0f}" y="64">{escape(name)}</text>')

@@ -114,4 +114,5 @@ class Networks(nn.Module):
 
     def accuracies(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return each seed's share of correct predictions."""
-        return (self(images).argmax(2) == labels).float().mean(1)
+        logits: torch.Tensor = self(images)
+        return (logits.argmax(2) == labels).float().mean(1)

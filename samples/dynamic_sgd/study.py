@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from problem import Digits, Networks
@@ -131,7 +132,7 @@ class Simulation:
 
     def save(self) -> tuple[str, dict[str, torch.Tensor]]:
         """Return the content of a checkpoint: JSON and tensors."""
-        tracked = {"networks": self.networks, "optimizer": self.optimizer, "schedule": self._schedule}
+        tracked: dict[str, Any] = {"networks": self.networks, "optimizer": self.optimizer, "schedule": self._schedule}
         plain, tensors = tree.split("state", {name: each.state_dict() for name, each in tracked.items()})
         data = {"position": self._position.to_json(), "rate": self.rate.to_json()}
         return json.dumps({"state": plain, "steps": self.steps, **data}), {

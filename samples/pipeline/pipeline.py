@@ -8,8 +8,10 @@ The workspace is that of ``config.json`` in this folder or above, with a cluster
 """
 
 from pathlib import Path
+from typing import Any
 
 from azure.ai.ml import Input, MLClient, Output, command, dsl
+from azure.ai.ml.entities import PipelineJob, PipelineJobSettings
 from azure.identity import DefaultAzureCredential
 
 from azureml_elastic import ElasticCommandJob, ElasticResources
@@ -44,28 +46,28 @@ evaluate = command(
 )
 
 
-@dsl.pipeline(compute="cluster")
-def digits(epochs: int, step_delay: float):
+@dsl.pipeline
+def digits(epochs: int, step_delay: float) -> dict[str, Any]:
     """Three steps, of which the second is elastic."""
     prepared = prepare()
-    trained = train(data=prepared.outputs.data, epochs=epochs, step_delay=step_delay)
-    evaluated = evaluate(data=prepared.outputs.data, model=trained.outputs.model)
-    return {"report": evaluated.outputs.report}
+    trained = train(data=prepared.outputs["data"], epochs=epochs, step_delay=step_delay)
+    evaluated = evaluate(data=prepared.outputs["data"], model=trained.outputs["model"])
+    return {"report": evaluated.outputs["report"]}
 
 
-def build(epochs: int = 4, step_delay: float = 0.0):
+def build(epochs: int = 4, step_delay: float = 0.0) -> PipelineJob:
     """Return the pipeline, which goes on when a node is lost."""
     pipeline = digits(epochs=epochs, step_delay=step_delay)
-    pipeline.settings.continue_on_step_failure = True
+    pipeline.settings = PipelineJobSettings(default_compute="cluster", continue_on_step_failure=True)
     return pipeline
 
 
 def run(client: MLClient, epochs: int = 4, step_delay: float = 0.0) -> str:
     """Submit the pipeline, show it until it ends, download its report, and return its name."""
-    job = client.jobs.create_or_update(build(epochs, step_delay), experiment_name="digits-pipeline")
-    client.jobs.stream(job.name)
-    client.jobs.download(job.name, output_name="report", download_path="downloaded")
-    return str(job.name)
+    name = str(client.jobs.create_or_update(build(epochs, step_delay), experiment_name="digits-pipeline").name)
+    client.jobs.stream(name)
+    client.jobs.download(name, output_name="report", download_path="downloaded")
+    return name
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from reports import articles
 from transformers import (
@@ -25,7 +26,7 @@ from transformers import (
 PREFIX = "summarize: "
 
 
-def load_model(name: str):
+def load_model(name: str) -> tuple[Any, Any]:
     """Return a model and its tokenizer."""
     if name != "tiny":
         return AutoModelForSeq2SeqLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
@@ -37,12 +38,12 @@ def load_model(name: str):
         d_ff=128,
         num_layers=2,
         num_heads=4,
-        decoder_start_token_id=tokenizer.pad_token_id,
     )
+    config.decoder_start_token_id = tokenizer.pad_token_id
     return T5ForConditionalGeneration(config), tokenizer
 
 
-def load_articles(name: str):
+def load_articles(name: str) -> Any:
     """Return articles with their summaries."""
     if name == "reports":
         return articles()
@@ -54,14 +55,14 @@ def load_articles(name: str):
 class Summaries:
     """Tokenized articles; tokens of their summaries are the labels."""
 
-    def __init__(self, rows, tokenizer, source_length: int, target_length: int) -> None:
+    def __init__(self, rows: Any, tokenizer: Any, source_length: int, target_length: int) -> None:
         self.rows, self.tokenizer = rows, tokenizer
         self.source_length, self.target_length = source_length, target_length
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int):
+    def __getitem__(self, index: int) -> dict[str, Any]:
         row = self.rows[index]
         source = self.tokenizer(PREFIX + row["article"], max_length=self.source_length, truncation=True)
         target = self.tokenizer(text_target=row["highlights"], max_length=self.target_length, truncation=True)

@@ -62,7 +62,7 @@ def test_of_the_configuration_fields_alone_are_promised():
             if key[0] != "_" and (isinstance(value, property) or inspect.isfunction(value))
         }
         assert hidden or not methods - {"model_post_init"}, name
-    assert "::: azureml_elastic.train.ElasticLoader\n    options: {members: [name]}\n" in PAGE
+    assert "::: azureml_elastic.train.ElasticLoader\n    options: {members: [name, steps_per_epoch, __len__]}\n" in PAGE
 
 
 def test_getting_started_installs_once_and_runs_what_it_has_installed():

@@ -42,9 +42,10 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             time.sleep(arguments.step_delay)
+            run.log({"loss": loss})
             run.commit()
         if run.is_main:
-            print(f"epoch {epoch}: step {run.steps}, {run.world_size} ranks, loss {loss.item():.4f}", flush=True)
+            print(f"epoch {epoch}: step {run.steps}, {run.world_size} ranks", flush=True)
     if run.is_main:
         torch.save(network.state_dict(), arguments.model / "model.pt")
 

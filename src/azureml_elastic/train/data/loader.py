@@ -120,6 +120,30 @@ class ElasticLoader(ABC):
         return self._state.name
 
     @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of a whole epoch at the reference world size, the unit of learning rate schedules.
+
+        Raises:
+            UsageError: the dataset is in shards, whose samples are not counted ahead.
+        """
+        raise UsageError(
+            f"The loader {self.name!r} has no steps_per_epoch: its dataset is in shards, whose samples are not counted "
+            "ahead. Give the schedule a number of steps of your own."
+        )
+
+    def __len__(self) -> int:
+        """Return the number of batches that an iteration which begins now yields on this rank.
+
+        That is the rest of the current epoch if the run has resumed in its middle, and the next epoch outside of
+        ``run.epochs()`` once the current one is trained. It counts micro-batches, follows ``drop_last``, and holds
+        while the world size stays.
+
+        Raises:
+            TypeError: the dataset is in shards, as of torch's ``DataLoader`` where it has no length.
+        """
+        raise TypeError(f"The loader {self.name!r} has no length: its dataset is in shards")
+
+    @property
     def _spec(self) -> Any:
         return self._state.spec.at(self._state.cursor.epoch)
 

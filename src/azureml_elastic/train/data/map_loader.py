@@ -54,16 +54,11 @@ class MapLoader(ElasticLoader):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of a whole epoch at the reference world size, the unit of learning rate schedules."""
+        """See :class:`ElasticLoader`."""
         return int(self._spec.windows)
 
     def __len__(self) -> int:
-        """Return the number of batches that an iteration which begins now yields on this rank.
-
-        That is the rest of the current epoch if the run has resumed in its middle, and the next epoch outside of
-        ``run.epochs()`` once the current one is trained. It counts micro-batches, follows ``drop_last``, and holds
-        while the world size stays.
-        """
+        """See :class:`ElasticLoader`."""
         cursor, size = self._state.cursor, self._window_size
         consumed = 0 if self.over and not self._position.in_epochs else cursor.consumed
         whole, rest = divmod(len(range(consumed, self._spec.trained(consumed, size))), size)

@@ -227,5 +227,9 @@ def test_what_cannot_be_read_in_shards_is_refused():
     loader = ShardLoader(dataset([1, 2]), position.add("train", spec), context, lambda _: None)
     with pytest.raises(UsageError, match="2 streams, fewer than the 3 ranks"):
         next(iter(loader))
+    with pytest.raises(UsageError, match="'train' has no steps_per_epoch: its dataset is in shards"):
+        _ = loader.steps_per_epoch
+    with pytest.raises(TypeError, match="'train' has no length"):
+        len(loader)
     with pytest.raises(UsageError, match="2 items cannot be read as 3 shards"):
         dataset([1, 2]).shard(num_shards=3, index=0)
