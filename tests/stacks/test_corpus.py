@@ -183,6 +183,14 @@ def test_averages_that_follow_a_collective_that_has_failed_have_each_update_once
     assert_same(found.record, undisturbed("averages").record, {})
 
 
+def test_ranks_that_have_passed_a_collective_go_on_with_those_in_which_it_has_failed(tmp_path):
+    """Rank 2 has what rank 1 sends, while rank 1 waits for rank 0, which is gone: both are behind the same step."""
+    expected = run("averages --broadcast", tmp_path / "expected", nodes=(3, 3))
+    found = run("averages --broadcast --die_before_reducing 9", tmp_path / "run", nodes=(3, 3))
+    assert found.report.audit.rolled_back_steps == 0
+    assert_same(found.record, expected.record, {})
+
+
 @pytest.mark.parametrize(
     ("case", "options"),
     [

@@ -15,6 +15,9 @@ from torch.utils.data import DataLoader
 parser = argparse.ArgumentParser()
 parser.add_argument("--output_dir", type=Path)
 parser.add_argument("--direct", action="store_true", help="reduce by torch, as libraries of metrics do")
+parser.add_argument(
+    "--broadcast", action="store_true", help="send by torch, so that some ranks have it and others wait"
+)
 parser.add_argument("--die_before_reducing", type=int, help="step in which rank 0 dies once")
 args = parser.parse_args()
 
@@ -74,7 +77,10 @@ def main():
             if steps + 1 == args.die_before_reducing:
                 toy.die_once(accelerator, args.output_dir / "died")
             # The step counts already.
-            (torch.distributed.all_reduce if args.direct else accelerator.reduce)(loss.detach().clone())
+            if args.broadcast:
+                torch.distributed.broadcast(loss.detach().clone(), src=1)
+            else:
+                (torch.distributed.all_reduce if args.direct else accelerator.reduce)(loss.detach().clone())
             for callback in callbacks:
                 callback.on_step_end(net)
             with torch.no_grad():

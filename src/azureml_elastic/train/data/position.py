@@ -147,6 +147,8 @@ class Position:
         counts: whether this rank is the first of those that train the same samples, so that its numbers count
         generation: number of round changes in this process
         in_epochs: whether the script is inside ``run.epochs()``
+        stands_at: number of the call that the script's code after the last step has come to, of those that wait for
+            other ranks; ``None`` where it has gone on. Ranks that stand at different calls are at different positions.
     """
 
     identity: WorkerIdentity
@@ -154,6 +156,7 @@ class Position:
     generation: int = 0
     epoch: int = 0
     in_epochs: bool = False
+    stands_at: int | None = None
     loaders: dict[str, LoaderState] = field(default_factory=dict)
     _saved: dict[str, dict[str, Any]] = field(default_factory=dict)  # also of loaders that are not made yet
     _trained: int = 0
@@ -289,7 +292,7 @@ class Position:
         loaders = dict(self._saved)
         for name, loader in self.loaders.items():
             loaders[name] = {"spec": loader.spec.to_json(), "cursor": loader.cursor.to_json()}
-        return {"epoch": self.epoch, "loaders": loaders}
+        return {"epoch": self.epoch, "loaders": loaders, "stands_at": self.stands_at}
 
     def load(self, document: Mapping[str, Any] | None) -> None:
         """Restore a saved position, ``None`` for the beginning; the loaders must have the data of the checkpoint."""
@@ -299,5 +302,6 @@ class Position:
                 loader.spec.require_same(saved[name]["spec"])
         self._saved = saved
         self.epoch = 0 if document is None else int(document["epoch"])
+        self.stands_at = None if document is None else document["stands_at"]
         for name, loader in self.loaders.items():
             loader.cursor = Cursor.from_json(saved[name]["cursor"]) if name in saved else Cursor(self.epoch)

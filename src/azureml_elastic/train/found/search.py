@@ -71,7 +71,7 @@ class FoundTensor:
     Args:
         path: path from a variable, such as ``main.ema.shadow[0]``
         others: further paths, through containers and attributes that hold what the variable does
-        local: whether it is a variable itself
+        local: whether it is a variable itself, or in a container that a loop takes as its next element, as a batch is
         updated: whether it is one that the script computes of its former value
         buffer: whether it is a buffer of a module
         holder: path of the object in whose attributes it is, and that object
@@ -177,14 +177,18 @@ class _Search:
         self._sharded: list[str] = []
         self._derived: list[tuple[str, Any]] = []
         self._updated: set[str] = set()
+        self._elements: set[str] = set()
         self._kept: list[Any] = []  # an id is that of no other object while this one lives
 
     def run(self, frames: Iterable[FrameType]) -> Found:
         todo: deque[_Item] = deque()
-        for path, value, updated in _variables(frames):
+        for path, value, bindings in _variables(frames):
             todo.append(_Item(path, value, path, 0))
-            if updated:
+            name = path.rpartition(".")[2]
+            if name in bindings.updated:
                 self._updated.add(path)
+            if name in bindings.elements:
+                self._elements.add(path)
         while todo and len(self._seen) < _MOST_OBJECTS:
             item = todo.popleft()
             if self._is_new(item):
@@ -193,8 +197,9 @@ class _Search:
 
     def _found(self, item: _Item) -> FoundTensor:
         others = tuple(f"{each}{item.path.removeprefix(item.root)}" for each in self._others.get(item.root, ()))
-        local, updated = item.path == item.root, item.path in self._updated
-        return FoundTensor(item.path, item.value, others, local, updated, item.buffer, item.holder)
+        element = item.root in self._elements and item.holder is None and not others
+        local = item.path == item.root or element
+        return FoundTensor(item.path, item.value, others, local, item.path in self._updated, item.buffer, item.holder)
 
     def _is_new(self, item: _Item) -> bool:
         key = id(item.value)
@@ -244,11 +249,21 @@ class _Search:
             self._tensors.append(item)
 
 
-def _variables(frames: Iterable[FrameType]) -> Iterator[tuple[str, Any, bool]]:
-    """Yield the variables of the script's frames by path, and then those of its modules; and whether code updates them.
+@dataclass(frozen=True)
+class _Bindings:
+    """What statements of a code object do with its variables.
 
-    That is to say, whether a statement computes them of their former values.
+    Args:
+        updated: those that a statement computes of their former values
+        elements: those that loops bind to each of their elements, and no statement updates
     """
+
+    updated: frozenset[str] = frozenset()
+    elements: frozenset[str] = frozenset()
+
+
+def _variables(frames: Iterable[FrameType]) -> Iterator[tuple[str, Any, _Bindings]]:
+    """Yield the variables of the script's frames by path, and then those of its modules; and how code binds them."""
     own: list[tuple[str, FrameType, bool]] = []
     modules: dict[str, dict[str, Any]] = {}
     for frame in frames:
@@ -263,38 +278,42 @@ def _variables(frames: Iterable[FrameType]) -> Iterator[tuple[str, Any, bool]]:
     for label, frame, of_module in own:
         prefix = label if outer[label] == 1 else f"{label}#{outer[label]}"
         outer[label] -= 1
-        yield from _named(prefix, frame.f_locals, _updated_by(frame.f_code))
+        yield from _named(prefix, frame.f_locals, _bindings_of(frame.f_code))
         if not of_module:
             modules[str(frame.f_globals.get("__name__"))] = frame.f_globals
     for module, names in modules.items():
         if module not in labels:
-            yield from _named(module, names, frozenset())
+            yield from _named(module, names, _Bindings())
 
 
 @functools.lru_cache(maxsize=256)
-def _updated_by(code: CodeType) -> frozenset[str]:
-    """Return the variables that a statement of the code stores after it has loaded them: ``a = 0.9 * a + b``."""
-    found: set[str] = set()
+def _bindings_of(code: CodeType) -> _Bindings:
+    """Return how variables are bound; one is updated that a statement stores after it has loaded it, ``a = a + b``."""
+    updated: set[str] = set()
+    elements: set[str] = set()
     loaded: set[str] = set()
-    stores = False
+    stores = of_loop = False
     for each in dis.get_instructions(code):
         # One instruction may load and store several variables.
         names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
-        for kind, name in zip(re.findall(r"(LOAD|STORE)_(?:FAST|NAME|GLOBAL|DEREF)", each.opname), names, strict=False):
+        kinds = re.findall(r"(LOAD|STORE)_(?:FAST|NAME|GLOBAL|DEREF)", each.opname)
+        of_loop = each.opname == "FOR_ITER" or (of_loop and ("UNPACK" in each.opname or "STORE" in kinds))
+        for kind, name in zip(kinds, names, strict=False):
             if kind == "STORE":
                 stores = True
-                found |= {name} & loaded
+                updated |= {name} & loaded
+                elements |= {name} if of_loop else set()
             elif stores:  # of the next statement
                 stores, loaded = False, {name}
             else:
                 loaded.add(name)
-    return frozenset(found)
+    return _Bindings(frozenset(updated), frozenset(elements - updated))
 
 
-def _named(prefix: str, names: dict[str, Any], updated: frozenset[str]) -> Iterator[tuple[str, Any, bool]]:
+def _named(prefix: str, names: dict[str, Any], bindings: _Bindings) -> Iterator[tuple[str, Any, _Bindings]]:
     for name, value in list(names.items()):
         if not name.startswith("__") and type(value) not in _ATOMS:
-            yield f"{prefix}.{name}", value, name in updated
+            yield f"{prefix}.{name}", value, bindings
 
 
 def _is_foreign(module: str) -> bool:

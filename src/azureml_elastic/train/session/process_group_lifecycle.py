@@ -171,10 +171,12 @@ class ProcessGroupLifecycle:
             optimizers = [OptimizerCopy(each, torch.device("cpu")) for each in with_modes]
             found.end_code()
             undo, undo_found = _capture(tracked, self.device, tracked.weights() if several else []), found.capture()
+            stands_at = self.position.stands_at
 
             def undo_all() -> None:
                 undo()
                 undo_found()
+                self.position.stands_at = stands_at
                 for each in optimizers:
                     each.restore()
 

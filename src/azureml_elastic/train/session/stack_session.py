@@ -90,6 +90,15 @@ class StackSession:
         return Path(channel).parent
 
     @property
+    def stands_at(self) -> int | None:
+        """Number of the call that the code of the last step has come to, see :class:`Position`."""
+        return self._position.stands_at
+
+    @stands_at.setter
+    def stands_at(self, call: int | None) -> None:
+        self._position.stands_at = call
+
+    @property
     def over(self) -> bool:
         """Whether the session has ended."""
         return self._run.machine.over

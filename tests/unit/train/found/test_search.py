@@ -262,6 +262,25 @@ def test_variables_that_a_statement_updates_are_distinguished_from_those_that_it
     assert {"holder.x", "holder.y", "holder.loss", "holder.scaled"} <= found.keys()
 
 
+def test_what_a_loop_takes_as_its_next_element_is_as_local_as_the_variable():
+    def holder(batches, kept):
+        for index, batch in enumerate(batches):
+            for callback in kept:
+                changed = {key: value * index for key, value in batch.items()}
+                changed = {**changed}
+                found = search(frames_of(threading.get_ident()))
+        return {each.path: each.local for each in found.tensors if each.path.startswith("holder.")}, callback
+
+    batches = ({"x": torch.ones(1), "y": [torch.ones(1)]} for _ in range(2))
+    local = holder(batches, [Derived()])[0]
+    assert local == {
+        "holder.batch['x']": True,
+        "holder.batch['y'][0]": True,
+        "holder.callback.own": False,
+        "holder.changed['x']": False,
+    }
+
+
 class Base:
     """Of a stack, by its module."""
 

@@ -263,7 +263,7 @@ class TrainingLoop(ScriptLoop):
         if not self._updates.missing:  # else the call stands between two updates of the step
             self.complete_step()
         result = self._within(call)
-        self._results.stands_at = None  # not where the call has failed
+        self._session.stands_at = None  # not where the call has failed
         return result
 
     def _within(self, call: Callable[[], Any]) -> Any:

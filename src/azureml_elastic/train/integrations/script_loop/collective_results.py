@@ -36,10 +36,6 @@ class CollectiveResults:
 
     They are ordered by epoch, batch and call. Batches are trained in this order, and again from one that has not
     counted. Flat columns hold them, as a training may have millions, which are in each capture of its state.
-
-    Attributes:
-        stands_at: number of the call that the script's code of the last step has come to, of those that wait for other
-            ranks; ``None`` where it has gone on
     """
 
     def __init__(self) -> None:
@@ -49,12 +45,10 @@ class CollectiveResults:
         self._numbers = array("d")  # exact for integers up to 2**53
         self._new: list[tuple[int, torch.Tensor | None]] = []
         self._batch = self._call = 0
-        self.stands_at: int | None = None
 
     def train(self, epoch: int, batch: int) -> None:
         """Begin a batch that is trained: what is known of it, and of later ones, is of steps that have not counted."""
         self.repeat(epoch, batch)
-        self.stands_at = None
         if self._new[-1][0] >= self._batch if self._new else self._batches and self._batches[-1] >= self._batch:
             self._read()
             first = bisect_left(self._batches, self._batch)
@@ -90,7 +84,7 @@ class CollectiveResults:
         columns = {"batches": self._batches, "kinds": self._kinds, "ends": self._ends}
         found = {name: torch.tensor(column, dtype=torch.int64) for name, column in columns.items()}
         numbers = torch.tensor(self._numbers, dtype=torch.float64)
-        return {**found, "numbers": numbers, "stands_at": self.stands_at}
+        return {**found, "numbers": numbers}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over the results of a state."""
@@ -98,7 +92,6 @@ class CollectiveResults:
         self._batches, self._kinds, self._ends = columns
         self._numbers = array("d", state_dict["numbers"].tolist())
         self._new.clear()
-        self.stands_at = state_dict["stands_at"]
 
     def _begin(self, number: int) -> int:
         return self._ends[number - 1] if number else 0

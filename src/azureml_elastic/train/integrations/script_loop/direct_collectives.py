@@ -25,11 +25,15 @@ _NAMES = (
 _NOT_THE_SCRIPTS = ("torch", "accelerate", "deepspeed", "azureml_elastic")
 """Packages whose calls are parts of the script's calls of their own functions, which may differ in repeated steps."""
 
+_ORIGINAL = "_azureml_elastic_original"
+"""Attribute of a function in place of torch's."""
+
 
 def watch(call: Callable[[Callable[[], Any]], Any]) -> None:
-    """Have a function make each of these calls from now on."""
+    """Have a function make each of these calls from now on, in place of the function of an earlier loop."""
     for name in _NAMES:
-        setattr(dist, name, _watched(getattr(dist, name), call))
+        function = getattr(dist, name)
+        setattr(dist, name, _watched(getattr(function, _ORIGINAL, function), call))
 
 
 def _watched(function: Callable[..., Any], call: Callable[[Callable[[], Any]], Any]) -> Callable[..., Any]:
@@ -42,4 +46,5 @@ def _watched(function: Callable[..., Any], call: Callable[[Callable[[], Any]], A
             return function(*args, **kwargs)
         return call(functools.partial(function, *args, **kwargs))
 
+    setattr(collective, _ORIGINAL, function)
     return collective

@@ -396,11 +396,11 @@ class ScriptLoop(ABC):
         Args:
             counts: whether it is one of a fixed number in each step, other than those of evaluations
         """
-        if self._repeats_last_step and self._results.stands_at == self._calls:
+        if self._repeats_last_step and self._session.stands_at == self._calls:
             self._end_repeating(arrived=True)
             self._finishing = True
         if self._finishing or self._updated:
-            self._results.stands_at = self._calls
+            self._session.stands_at = self._calls
         self._calls += counts
 
     @property
@@ -424,7 +424,7 @@ class ScriptLoop(ABC):
         self._come_to_call(counts=not self._evaluates)
         result = call()  # repeated steps make it together, too
         if self._repeated is None:
-            self._results.stands_at = None  # not where the call has failed
+            self._session.stands_at = None  # not where the call has failed
         return result
 
     def _end_repeating(self, *, arrived: bool) -> None:
@@ -456,7 +456,7 @@ class ScriptLoop(ABC):
         self._completed, self._own_loss, self._noted = False, None, False
         epoch = micro.window.before.epoch
         self._results.train(epoch, self._history.steps(epoch) * self._accumulation + micro.index)
-        self._calls, self._finishing = 0, False
+        self._calls, self._finishing, self._session.stands_at = 0, False, None
         self.synchronize()
         return micro
 
