@@ -242,8 +242,8 @@ class WorkerGroup:
         until = time.monotonic() + self._handover
         while self.workers.alive and not self.all(self._channel.workers.parked) and time.monotonic() < until:
             self._rdzv.wait(self._interval)
-        # Where the others have gone on without this node, these may be at another place than the furthest step. They hand
-        # their state over to new ones.
+        # Where the others have gone on without this node, these may be at another place than the furthest step. They
+        # hand their state over to new ones.
         if not self._rdzv.is_left_out() and self.workers.alive and self.all(self._channel.workers.parked):
             return
         self.workers.begin_stopping()

@@ -265,7 +265,7 @@ def test_variables_that_a_statement_updates_are_distinguished_from_those_that_it
 def test_what_a_loop_takes_as_its_next_element_is_as_local_as_the_variable():
     def holder(batches, kept):
         for index, batch in enumerate(batches):
-            for callback in kept:
+            for callback in kept:  # noqa: B007
                 changed = {key: value * index for key, value in batch.items()}
                 changed = {**changed}
                 found = search(frames_of(threading.get_ident()))
