@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +57,12 @@ def fill(folder: Path) -> None:
             file.write(bytes(1 << 16))
 
 
+def fill_for_a_while(folder: Path) -> None:
+    fill(folder)
+    time.sleep(6)
+    (folder / "filling").unlink()
+
+
 def test_a_run_folder_with_too_little_space_is_refused_before_a_node_starts(tmp_path):
     with (
         disk(tmp_path / "small", 300) as small,
@@ -91,3 +99,15 @@ def test_a_disk_that_fills_up_is_named_at_the_terminal_and_in_the_report(tmp_pat
         log = "".join(path.read_text() for path in report.paths.logs.iterdir())
     assert "is full" in log
     assert "No space left" in log or "what the worker printed last may be missing" in log, log
+
+
+def test_what_is_written_for_people_is_dropped_while_the_disk_is_full_and_costs_no_step(tmp_path):
+    with disk(tmp_path / "small", 600) as small:
+        running = LocalCluster((2, 2), start=FORKED, run_dir=small / "run", audit=True, rendezvous=GATHERING)
+        with at_step(small / "run", 25, 2, lambda _: fill_for_a_while(small)):
+            report = running.run([PROGRAM, "--epochs", "8"])
+        assert (report.outcome, report.world_sizes) == ("succeeded", (2,)), report.message
+        assert len(report.rounds) == 1, report.rounds
+        log = "".join(path.read_text() for path in report.paths.logs.iterdir())
+    assert re.search(r"[1-9]\d* lines of samples were dropped", log), log
+    assert re.search(r"[1-9]\d* events were dropped", log), log

@@ -5,12 +5,14 @@ Nodes get the names by which people know them on Azure ML, instead of those that
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from azureml_elastic.ledger.events import Event, NodeStarted, read_event
+from azureml_elastic.ledger.line_file import DROPPED
 from azureml_elastic.ledger.samples import SampleLine
 
 __all__ = ["EventReader", "LineReader", "NodeNames", "read_events", "read_samples"]
@@ -48,7 +50,7 @@ class EventReader:
 
     def __init__(self, folder: Path) -> None:
         self.skipped = 0
-        """Number of complete lines that are not events of a known kind."""
+        """Number of complete lines that are not events of a known kind, with those that could not be written."""
         self._folder = folder
         self._files: dict[Path, LineReader] = {}
 
@@ -60,7 +62,7 @@ class EventReader:
                 try:
                     events.append(read_event(line))
                 except ValueError:
-                    self.skipped += 1
+                    self.skipped += _dropped(line) or 1
         return events
 
 
@@ -69,11 +71,19 @@ def read_events(folder: Path) -> list[Event]:
     return EventReader(folder).read()
 
 
-def read_samples(folder: Path) -> tuple[list[SampleLine], int]:
-    """Return the lines of a run's ``samples`` folder, and the number of torn lines that were skipped."""
+def read_samples(folder: Path) -> tuple[list[SampleLine], int, int]:
+    """Return the lines of a run's ``samples`` folder, and how many are torn and how many could not be written."""
     texts = [text for path in sorted(folder.glob("round-*.jsonl")) for text in path.read_bytes().split(b"\n") if text]
     lines = [line for text in texts if (line := _parse_samples(text)) is not None]
-    return lines, len(texts) - len(lines)
+    dropped = [count for text in texts if (count := _dropped(text))]
+    return lines, len(texts) - len(lines) - len(dropped), sum(dropped)
+
+
+def _dropped(text: bytes) -> int:
+    """Return how many lines could not be written before this one, as it says; 0 if it is another line."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return int(json.loads(text)[DROPPED])
+    return 0
 
 
 def _parse_samples(text: bytes) -> SampleLine | None:

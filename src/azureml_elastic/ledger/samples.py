@@ -67,6 +67,7 @@ class SampleAudit:
         rolled_back_steps: number of steps that a later round rolled back.
         rolled_back_samples: number of samples in these steps.
         torn_lines: number of lines cut short by the loss of their writer.
+        dropped_lines: number of lines that could not be written, as on a full disk; their samples count as missing.
     """
 
     dataset_size: int = 0
@@ -79,6 +80,12 @@ class SampleAudit:
     rolled_back_steps: int = 0
     rolled_back_samples: int = 0
     torn_lines: int = 0
+    dropped_lines: int = 0
+
+    @property
+    def refuted(self) -> bool:
+        """Whether a sample was missed or repeated for sure, and not only in the record."""
+        return self.repeated > 0 or (self.missing > 0 and not self.dropped_lines)
 
     @property
     def exactly_once(self) -> bool:
@@ -158,6 +165,7 @@ def audit_samples(
     *,
     dataset_size: int | None = None,
     torn_lines: int = 0,
+    dropped_lines: int = 0,
 ) -> SampleAudit:
     """Check that each sample of each epoch was seen exactly once.
 
@@ -166,6 +174,7 @@ def audit_samples(
         restored: completed steps before each round, see :func:`restored_steps`.
         dataset_size: number of samples per epoch; ``None`` for the lines' ``of``, else the largest index plus one.
         torn_lines: number to report.
+        dropped_lines: number to report.
     """
     everything = list(lines)
     # By any rank: it has completed the step only with the gradients of all others.
@@ -195,6 +204,7 @@ def audit_samples(
         rolled_back_steps=len({(line.round, line.step) for line in undone}),
         rolled_back_samples=sum(len(line.ids) for line in undone),
         torn_lines=torn_lines,
+        dropped_lines=dropped_lines,
     )
 
 

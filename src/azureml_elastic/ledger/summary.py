@@ -240,16 +240,16 @@ def audit_folder(paths: Paths, events: Sequence[Event], continued: Sequence[Path
     """
     lines: list[SampleLine] = []
     restored: dict[int, int] = {}
-    skipped = 0
+    all_torn = all_dropped = 0
     before = [(earlier.samples, read_events(earlier.events)) for earlier in map(Paths.of, continued)]
     for folder, own_events in (*before, (paths.samples, events)):
         # Each run counts its rounds from 1: those of a later run follow the last one of the run before.
         number = max((0, *restored, *(line.round for line in lines)))
-        own, torn = read_samples(folder)
+        own, torn, dropped = read_samples(folder)
         lines += [replace(line, round=number + line.round) for line in own]
         restored |= {number + own_number: step for own_number, step in restored_steps(own_events).items()}
-        skipped += torn
-    return audit_samples(lines, restored, torn_lines=skipped) if lines else None
+        all_torn, all_dropped = all_torn + torn, all_dropped + dropped
+    return audit_samples(lines, restored, torn_lines=all_torn, dropped_lines=all_dropped) if lines else None
 
 
 def load_report(run_dir: Path) -> Report:

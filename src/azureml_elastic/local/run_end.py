@@ -122,7 +122,7 @@ def command_exit_code(report: Report) -> int:
     """
     if report.exit_code:
         return report.exit_code
-    if report.audit is not None and not report.audit.exactly_once:
+    if report.audit is not None and report.audit.refuted:
         return FAILED
     return FAULTS_MISSED if report.missed_faults else 0
 

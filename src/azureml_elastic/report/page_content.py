@@ -338,7 +338,10 @@ def _facts(report: Report, start: float, duration: float, known: bool) -> Iterab
 def _audit_fact(audit: SampleAudit) -> Fact:
     if not audit.exactly_once:
         text = f"{audit.missing:,} missed, {audit.repeated:,} repeated of {counted(audit.seen, 'sample')}"
-        return Fact("Exactly once", "✕ No", text, "bad")
+        if audit.refuted:
+            return Fact("Exactly once", "✕ No", text, "bad")
+        lines = counted(audit.dropped_lines, "line")
+        return Fact("Exactly once", "Not proven", f"{text}; {lines} of the record could not be written")
     text = f"{counted(audit.seen, 'sample')} of {counted(audit.epochs, 'epoch')}"
     if audit.unfinished:
         text += f", the last one after {audit.dataset_size - audit.unfinished:,} of {audit.dataset_size:,}"

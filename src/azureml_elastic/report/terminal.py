@@ -184,8 +184,10 @@ def audit_text(audit: SampleAudit) -> Text:
         text.append("exactly once: ", style="bold green")
         text.append(f"{counted(audit.seen, 'sample')} of {counted(audit.epochs, 'epoch')}, none missed, none repeated")
     else:
-        text.append("NOT exactly once: ", style="bold red")
+        text.append(*(("NOT exactly once: ", "bold red") if audit.refuted else ("not proven: ", "bold yellow")))
         text.append(f"{audit.missing:,} missed and {audit.repeated:,} repeated of {counted(audit.seen, 'sample')}")
+    if audit.dropped_lines:
+        text.append(f"; {counted(audit.dropped_lines, 'line')} of the record could not be written")
     if audit.unfinished:
         text.append(
             f"; the last epoch ended after {audit.dataset_size - audit.unfinished:,} of {audit.dataset_size:,} samples"

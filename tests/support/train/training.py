@@ -53,7 +53,7 @@ def train_on_shards(folder, lengths, stop_after):
 def audit(run_dir):
     """Return the audit of a run whose rounds have left a file each with the step they began after."""
     restored = {int(path.name[9:]): int(path.read_text()) for path in (run_dir.parent / "c").glob("restored-*")}
-    lines, torn = read_samples(run_dir / "samples")
+    lines, torn, _ = read_samples(run_dir / "samples")
     return audit_samples(lines, restored, torn_lines=torn)
 
 

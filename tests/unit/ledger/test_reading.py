@@ -80,10 +80,10 @@ def test_audit_files_of_all_ranks_are_read_and_torn_lines_counted(tmp_path):
     (tmp_path / "round-1.rank-0.jsonl").write_text(first + "\n" + first[:17])
     done = '{"round":2,"step":2,"done":true}'
     (tmp_path / "round-2.rank-3.jsonl").write_text(
-        '{"round":2,"step":2,"epoch":0,"ids":[]}\n' + done + '\n{"round":2}\n'
+        '{"round":2,"step":2,"epoch":0,"ids":[]}\n' + done + '\n{"round":2}\n{"dropped":7}\n'
     )
     (tmp_path / "notes.txt").write_text("no audit file")
-    lines, torn = read_samples(tmp_path)
+    lines, torn, dropped = read_samples(tmp_path)
     begun = [SampleLine(1, 1, 0, (4, 2), done=False, of=5), SampleLine(2, 2, 0, (), done=False)]
     assert lines == [*begun, SampleLine(2, 2, -1, (), done=True)]
-    assert torn == 2
+    assert (torn, dropped) == (2, 7)

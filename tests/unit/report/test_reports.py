@@ -118,6 +118,10 @@ def test_the_picture_fits_a_narrow_terminal(tmp_path):
 
 def test_failed_audits_are_reported():
     assert "NOT exactly once: 3 missed and 2 repeated" in audit_text(SampleAudit(missing=3, repeated=2, seen=9)).plain
+    gap = SampleAudit(missing=3, dropped_lines=2, seen=9)
+    assert "not proven: 3 missed" in audit_text(gap).plain
+    assert "2 lines of the record could not be written" in audit_text(gap).plain
+    assert not gap.refuted
     early = SampleAudit(dataset_size=10, epochs=2, seen=14, unfinished=6)
     assert "the last epoch ended after 4 of 10 samples" in audit_text(early).plain
 

@@ -8,10 +8,12 @@ plain start.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import gc
 import importlib
 import importlib.machinery
+import io
 import json
 import os
 import signal
@@ -207,6 +209,24 @@ def _disguise(path: str) -> None:
         _imp._fix_co_filename(frame.f_code, path)  # type: ignore[attr-defined]  # noqa: SLF001
 
 
+class _Output(io.FileIO):
+    """Standard output or error in a file: what a full disk does not take is dropped, as no print may end training."""
+
+    _dropped = 0
+
+    def write(self, data: Any) -> int:
+        try:
+            if self._dropped and super().write(b"\n[%d bytes of output were dropped]\n" % self._dropped):
+                self._dropped = 0
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            size = memoryview(data).nbytes
+            self._dropped += size
+            return size
+
+
 def _reopen(stream: Any, descriptor: int, mode: str) -> None:
     """Reinitialize a standard stream on its current descriptor.
 
@@ -218,8 +238,8 @@ def _reopen(stream: Any, descriptor: int, mode: str) -> None:
     writes = mode == "wb"
     unbuffered = stream.write_through  # option -u, which sys.flags does not have
     bare = writes and unbuffered
-    buffer: Any = open(descriptor, mode, buffering=0 if bare else -1, closefd=False)  # noqa: SIM115
-    raw = buffer if bare else buffer.raw
+    raw: Any = _Output(descriptor, mode, closefd=False) if writes else io.FileIO(descriptor, mode, closefd=False)
+    buffer = raw if bare else (io.BufferedWriter if writes else io.BufferedReader)(raw)
     raw.name = stream.name
     stream.__init__(
         buffer,

@@ -6,7 +6,6 @@ gives up on a row that the table refuses.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import queue
@@ -18,6 +17,7 @@ from typing import Any
 
 from azureml_elastic.errors import ElasticError
 from azureml_elastic.ledger.events import Event
+from azureml_elastic.ledger.line_file import LineFile
 from azureml_elastic.node.table import Table
 
 __all__ = ["EVENT_PREFIX", "Recorder"]
@@ -48,14 +48,11 @@ class Recorder:
         table: Table | None,
         subscriber: Callable[[Event], None] = lambda _: None,
     ) -> None:
-        path = folder / "events" / f"{node}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = LineFile(folder / "events" / f"{node}.jsonl", "events")
         self._node = node
         self._incarnation = incarnation
         self._subscriber = subscriber
         self._lock = threading.Lock()
-        self._warned = False
         self._numbers = itertools.count()
         self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -72,13 +69,7 @@ class Recorder:
         """
         event: Event = kind(time=time.time() if at is None else at, node=self._node, round=round_number, **fields)
         with self._lock:
-            try:
-                self._file.write(event.model_dump_json() + "\n")
-                self._file.flush()
-            except (OSError, ValueError) as error:  # a full disk, a stale mount, or closed
-                if not self._warned:
-                    _LOG.warning("The ledger cannot be written (%s); the run goes on without it.", error)
-                self._warned = True
+            self._file.append(event.model_dump_json())
             # Under the lock, too: it gets the events in the order of the file.
             self._subscriber(event)
         if self._thread is not None and event.rare:
@@ -89,7 +80,7 @@ class Recorder:
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(_FLUSH_SECONDS)
-        with self._lock, contextlib.suppress(OSError):
+        with self._lock:
             self._file.close()
 
     def _write_rows(self, table: Table) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import math
-import os
 import re
 import time
 from collections import deque
@@ -23,6 +22,7 @@ from azureml_elastic.distributed.device import Fetched, device_of
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.agent_interface import Agent, WorkerIdentity
 from azureml_elastic.ipc.worker_messages import Busy, Free, Logged
+from azureml_elastic.ledger.line_file import LineFile
 from azureml_elastic.ledger.metric_names import MOST_VALUES, name_problem
 from azureml_elastic.train.data.position import LoaderState, Window
 from azureml_elastic.train.data.sampling import Cursor
@@ -44,8 +44,7 @@ class Audit:
     JSON lines are appended to ``samples/round-<round>.rank-<rank>.jsonl``.
 
     A rank records the samples of a step before it takes part in it, and its completion afterwards. A rank that dies in
-    between may have contributed its gradients: the step counts if any other rank has completed it. Each line is
-    written by one system call, so it survives the death of the process.
+    between may have contributed its gradients: the step counts if any other rank has completed it.
 
     Args:
         run_dir: folder of the run, ``None`` to record nothing
@@ -53,9 +52,7 @@ class Audit:
 
     def __init__(self, run_dir: Path | None) -> None:
         self._folder = None if run_dir is None else run_dir / "samples"
-        if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        self._descriptor = -1
+        self._file: LineFile | None = None
         self._round = 0
 
     def enter(self, identity: WorkerIdentity) -> None:
@@ -63,12 +60,12 @@ class Audit:
         self.close()
         self._round = identity.round
         if self._folder is not None:
-            path = self._folder / f"round-{identity.round}.rank-{identity.rank}.jsonl"
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            name = f"round-{identity.round}.rank-{identity.rank}.jsonl"
+            self._file = LineFile(self._folder / name, "lines of samples")
 
     def begin(self, step: int, loader: LoaderState, window: Window) -> None:
         """Record this rank's samples of a step that is about to be trained."""
-        if self._descriptor >= 0:
+        if self._file is not None:  # else the ids need not be listed
             self._write(step, loader=loader.name, epoch=window.after.epoch, of=window.epoch_size, ids=list(window.ids))
 
     def ended(self, step: int, loader: LoaderState, cursor: Cursor) -> None:
@@ -81,13 +78,13 @@ class Audit:
 
     def close(self) -> None:
         """Close the file."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _write(self, step: int, **fields: Any) -> None:
-        if self._descriptor >= 0:
-            os.write(self._descriptor, json.dumps({"round": self._round, "step": step, **fields}).encode() + b"\n")
+        if self._file is not None:
+            self._file.append(json.dumps({"round": self._round, "step": step, **fields}))
 
 
 class LoggedValues:
