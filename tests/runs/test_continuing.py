@@ -35,7 +35,7 @@ def test_every_sample_is_trained_once_over_a_failed_run_and_the_one_that_continu
     first, second = tmp_path / "first", tmp_path / "second"
     failed = cluster(first, 2).run([SCRIPT, "all", str(tmp_path / "notes"), "8"])
     assert failed.outcome == "failed"
-    with contextlib.closing(SqliteTable(first / "table.sqlite", TableRendezvous().table, failed.name)) as table:
+    with contextlib.closing(SqliteTable(first / "table.sqlite", TableRendezvous().table, failed.run_id)) as table:
         committed = table.get(CHECKPOINT_KEY).value["pointer"]["step"]
     before = files(first / "checkpoints")
 

@@ -23,6 +23,7 @@ from azureml_elastic.cli.status import status
 from azureml_elastic.cli.workspace import workspace
 from azureml_elastic.cli.workspaces import WORKSPACE_OPTIONS, WorkspaceOptions, set_options
 from azureml_elastic.output_encoding import accept_all_characters
+from azureml_elastic.submit.client import silence_sdk_logs
 
 __all__ = ["app", "main"]
 
@@ -88,6 +89,7 @@ def _root(
     default one of az.
     """
     del version  # which its callback has shown
+    silence_sdk_logs()
     set_options(WorkspaceOptions(subscription, resource_group, workspace_name))
 
 

@@ -12,7 +12,7 @@ import typer
 from pydantic import ValidationError
 
 from azureml_elastic.cli.failures import CONTINUES, explained, message_of, require
-from azureml_elastic.cli.local import LiveOption, RunFolder, named_folder
+from azureml_elastic.cli.local import LiveOption, RunFolder, named_folder, say_how_to_go_on
 from azureml_elastic.cli.output import JsonOption, console_beside, write_json
 from azureml_elastic.cli.workspace import EvictOption, PoolOption
 from azureml_elastic.cli.workspaces import current_workspace
@@ -58,6 +58,7 @@ def run_locally(
     from azureml_elastic.local.view import choose_view
     from azureml_elastic.report.terminal import summary
     from azureml_elastic.submit.client import readable_errors
+    from azureml_elastic.submit.sdk_hooks import quiet_uploads
     from azureml_elastic.submit.submitted import check_earlier_run
     from azureml_elastic.submit.yaml.job_file import load_elastic_job
     from azureml_elastic.testing import LocalWorkspace
@@ -71,9 +72,11 @@ def run_locally(
     with LocalWorkspace(pools=machines, evictions=evictions) as workspace, readable_errors(f"run {job_file}"):
         job = check_earlier_run(workspace.ml_client, job)
         run_dir = run_dir or new_run_dir()
-        with named_folder(console, run_dir, goes_on=False):
+        with named_folder(console, run_dir), quiet_uploads():
             report = workspace.run(job, run_dir, choose_view(console, live=live))
     console.print(summary(report))
+    if report.outcome != "succeeded":
+        say_how_to_go_on(run_dir)
     sys.exit(command_exit_code(report))
 
 
@@ -98,9 +101,6 @@ def compile_(
 
     Sends no request. With --output, paths are relative to its folder, and the library for the nodes is written beside.
     """
-    from azureml_elastic.submit.client import silence_sdk_logs
-
-    silence_sdk_logs()
     from azureml_elastic.submit.yaml.compiled_file import compile_file
 
     compiled = compile_file(job_file, output, overrides or ())
@@ -118,9 +118,6 @@ def compile_(
 @explained()
 def validate(job_file: JobFile, overrides: Overrides = None, json: JsonOption = None) -> None:
     """Check JOB.YML and all that it names on this machine, without a request; exit with 0 if it can be submitted."""
-    from azureml_elastic.submit.client import silence_sdk_logs
-
-    silence_sdk_logs()
     from azureml_elastic.submit.yaml.compiled_file import compile_file
 
     try:
@@ -160,9 +157,8 @@ def submit(
     With --local nothing is sent to Azure: the nodes run on this machine, are shown until the run ends, and leave a
     report, logs and outputs in a folder.
     """
-    from azureml_elastic.submit.client import connect, readable_errors, silence_sdk_logs
+    from azureml_elastic.submit.client import connect, readable_errors
 
-    silence_sdk_logs()
     _check_combination(local=local, evict=evict, pool=pool, run_dir=run_dir, dry_run=dry_run, stream=stream)
     if resume_from is not None:
         # In quotes, as YAML would read the name of a run that has digits alone as a number.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,7 +29,7 @@ from azureml_elastic.local.node_start import StartMethod
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["LiveOption", "RunFolder", "demo", "local", "named_folder", "parse_nodes"]
+__all__ = ["LiveOption", "RunFolder", "demo", "local", "named_folder", "parse_nodes", "say_how_to_go_on"]
 
 RunFolder = Annotated[Path | None, typer.Option(help="A new folder for the run's files; by default one below ./runs.")]
 LiveOption = Annotated[
@@ -146,37 +146,33 @@ def local(
         timeout=limit,
         view=choose_view(console, live=live),
     )
-    with named_folder(console, run_dir, goes_on=True):
+    with named_folder(console, run_dir, program):
         result = cluster.run(program)
     console.print(summary(result))
     if result.outcome != "succeeded":
-        _say_how_to_go_on(run_dir)
+        say_how_to_go_on(run_dir, program)
     sys.exit(command_exit_code(result))
 
 
 @contextlib.contextmanager
-def named_folder(console: Console, run_dir: Path, *, goes_on: bool) -> Iterator[None]:
-    """Name the folder of a run at its start, and again when a signal ends it.
-
-    Args:
-        goes_on: whether another run can continue it.
-    """
+def named_folder(console: Console, run_dir: Path, program: Sequence[str] = ("PROGRAM",)) -> Iterator[None]:
+    """Name the folder of a run at its start, and again when a signal ends it, with how to continue it."""
     console.print(f"files: {run_dir}", soft_wrap=True, highlight=False, markup=False)
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
         typer.echo(f"azureml-elastic: files: {run_dir}", err=True)
-        if goes_on:
-            _say_how_to_go_on(run_dir)
+        say_how_to_go_on(run_dir, program)
         raise
 
 
-def _say_how_to_go_on(run_dir: Path) -> None:
+def say_how_to_go_on(run_dir: Path, program: Sequence[str] = ("PROGRAM",)) -> None:
+    """Print the command that continues a run from its last checkpoint, if it has one."""
     from azureml_elastic.local.cluster import find_earlier_run
 
     with contextlib.suppress(ElasticError):  # it has no checkpoint
         find_earlier_run(run_dir)
-        continued = f"azureml-elastic local --resume-from {shlex.quote(str(run_dir))} PROGRAM"
+        continued = f"azureml-elastic local --resume-from {shlex.quote(str(run_dir))} {shlex.join(program)}"
         typer.echo(f"azureml-elastic: to continue from its last checkpoint: {continued}", err=True)
 
 
@@ -188,7 +184,7 @@ def demo(run_dir: RunFolder = None, live: LiveOption = None) -> None:
     from rich.console import Console
 
     from azureml_elastic.local.cluster import new_run_dir
-    from azureml_elastic.local.demo import run_demo
+    from azureml_elastic.local.demo import PROGRAM, run_demo
     from azureml_elastic.local.view import choose_view
     from azureml_elastic.report.terminal import audit_text, timeline_picture
 
@@ -198,7 +194,7 @@ def demo(run_dir: RunFolder = None, live: LiveOption = None) -> None:
         "On a busy machine both come later, and the nodes train on until the new one has joined."
     )
     run_dir = run_dir or new_run_dir()
-    with named_folder(console, run_dir, goes_on=False):
+    with named_folder(console, run_dir, PROGRAM):
         result = run_demo(run_dir, choose_view(console, live=live))
     if result.report.rounds:
         console.print(timeline_picture(result.report))
@@ -211,6 +207,8 @@ def demo(run_dir: RunFolder = None, live: LiveOption = None) -> None:
     for doubt in result.doubts:
         console.print(doubt, style="red", markup=False)
     console.print(f"files: {result.report.paths.run_dir}", soft_wrap=True, highlight=False)
+    if result.report.outcome != "succeeded":
+        say_how_to_go_on(run_dir, PROGRAM)
     if result.doubts:
         raise typer.Exit(1)
 

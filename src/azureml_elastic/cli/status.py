@@ -56,6 +56,8 @@ def _watch_shown(run: _LocalRun | _SubmittedRun, view: View, interval: float) ->
         while True:
             end = run.end()  # before the read, so that no event in between is missed
             events = run.read()
+            for name, state in run.expected().items():
+                board.expect(name, state)
             board.apply(events)
             for node, lines in run.output().items():
                 view.output(node, lines)
@@ -87,6 +89,9 @@ class _LocalRun:
     def read(self) -> list[Event]:
         return sorted(self._reader.read(), key=lambda event: event.time)  # one machine, one clock
 
+    def expected(self) -> Mapping[str, str]:
+        return {}
+
     def output(self) -> Mapping[str, Sequence[str]]:
         from azureml_elastic.ledger.reading import LineReader
 
@@ -116,7 +121,7 @@ class _SubmittedRun:
         self._note = note
         self._problem = ""
         self._jobs_at = -_JOBS_SECONDS
-        self._labels: dict[str, str] = {}
+        self._nodes: dict[str, NodeOfRun] = {}
         self._active = True
 
     def read(self) -> list[Event]:
@@ -129,6 +134,12 @@ class _SubmittedRun:
             return []
         return self._names.apply(events)
 
+    def expected(self) -> Mapping[str, str]:
+        """Return the states of the nodes by their jobs."""
+        from azureml_elastic.local.view import state_of_job
+
+        return {job.node: state_of_job(job.status) for job in self._nodes.values()}
+
     def output(self) -> Mapping[str, Sequence[str]]:
         return {}  # that is what 'logs' is for
 
@@ -138,14 +149,14 @@ class _SubmittedRun:
         return None if self._active else f"all jobs of {self._submitted.name} have ended"
 
     def _label(self, job: str) -> str | None:
-        if job not in self._labels:
+        if job not in self._nodes:
             self._read_jobs()  # that of a node that has come since
-        return self._labels.get(job)
+        return self._nodes[job].node if job in self._nodes else None
 
     def _read_jobs(self) -> None:
         jobs = self._submitted.nodes()
         self._jobs_at = time.monotonic()
-        self._labels = {job.job: job.node for job in jobs}
+        self._nodes = {job.job: job for job in jobs}
         # A pipeline without children has yet to start them.
         self._active = not jobs or any(job.active for job in jobs)
 

@@ -108,10 +108,8 @@ def open_run(run: str) -> tuple[Jobs, ElasticRun, Mapping[str, str]]:
     require(("azure.core", "azure-data-tables", "node"), ("azure.identity", "azure-identity", "node"))
 
     from azureml_elastic.cli.workspace_jobs import open_jobs
-    from azureml_elastic.submit.client import silence_sdk_logs
     from azureml_elastic.submit.run import ElasticRun
 
-    silence_sdk_logs()
     jobs = open_jobs(name)
     return jobs, ElasticRun(jobs, run), name.variables
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import socket
 import sys
@@ -16,6 +15,7 @@ from azureml_elastic.engines.engine import Engine, NodeEngine
 from azureml_elastic.environment.engine import EngineEnvironment
 from azureml_elastic.errors import ElasticError, MissingExtra
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
+from azureml_elastic.log_lines import write_log_lines
 from azureml_elastic.train.agent_client.channel import ChannelAgent
 
 __all__ = ["main"]
@@ -26,7 +26,8 @@ _PACKAGES = {"dask": "distributed", "horovod": "horovod", "ray": "ray"}
 
 def main() -> int:
     """Run the node's part, and return the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    environment = EngineEnvironment.read()
+    write_log_lines(environment.log_level)
     parser = argparse.ArgumentParser(prog="python -m azureml_elastic.engines")
     parser.add_argument("framework", choices=sorted(_PACKAGES))
     parser.add_argument("--workers", default="auto", help='worker processes of this node, or "auto"')
@@ -35,7 +36,6 @@ def main() -> int:
     if find_spec(package := _PACKAGES[arguments.framework]) is None:
         print(f"error: {MissingExtra(package, arguments.framework)}", file=sys.stderr)
         return USAGE
-    environment = EngineEnvironment.read()
     agent = ChannelAgent(environment.channel, WorkerIdentity(0, 0, 0, 0), stays=True)
     workers = None if arguments.workers == "auto" else int(arguments.workers)
     try:

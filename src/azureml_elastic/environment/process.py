@@ -34,6 +34,11 @@ class Environment:
         return self.variables.get(name)
 
     @property
+    def log_level(self) -> str | None:
+        """Level of what is logged, by the variable that torchrun reads; ``None`` where it is not set."""
+        return self.get("LOGLEVEL")
+
+    @property
     def has_storage_credential(self) -> bool:
         """Whether there is a credential of a storage account, which adlfs reads by itself: no identity is needed."""
         return any(map(self.get, _STORAGE_CREDENTIALS))

@@ -65,6 +65,8 @@ def find_earlier_run(folder: Path) -> EarlierRun:
         UsageError: the folder is not a run folder, or has no committed checkpoint.
     """
     report, path = load_report(folder.absolute()), Paths.of(folder.absolute()).checkpoints
+    if report.run_id and (path / report.run_id).is_dir():  # as the nodes of a job have made it
+        path /= report.run_id
     try:
         storage = open_storage(path)
         reference = furthest(storage, _pointer(folder / SQLITE_TABLE, report.run_id) or newest_committed(storage))

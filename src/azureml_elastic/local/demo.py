@@ -14,9 +14,9 @@ from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.model import Add, AtStep, Kill, Schedule
 from azureml_elastic.local.view import View
 
-__all__ = ["DemoResult", "judge", "run_demo"]
+__all__ = ["PROGRAM", "DemoResult", "judge", "run_demo"]
 
-_PROGRAM = ("python", "-m", "azureml_elastic.local.demo_train")
+PROGRAM = ("python", "-m", "azureml_elastic.local.demo_train")
 _NODES = 3
 _EPOCHS = 6
 _STEP_DELAY_S = 0.1
@@ -62,7 +62,7 @@ def run_demo(run_dir: Path | None, view: View) -> DemoResult:
         timeout=_TIMEOUT,
         view=view,
     )
-    report = cluster.run([*_PROGRAM, "--epochs", str(_EPOCHS), "--step-delay", str(_STEP_DELAY_S), "--regain"])
+    report = cluster.run([*PROGRAM, "--epochs", str(_EPOCHS), "--step-delay", str(_STEP_DELAY_S), "--regain"])
     return judge(report, _accuracy(report.paths.run_dir / "result.json"))
 
 

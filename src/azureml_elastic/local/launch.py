@@ -160,6 +160,9 @@ class Launch:
         def is_late() -> bool:
             return timeout is not None and time.monotonic() - started > timeout
 
+        for index in range(count):
+            self._board.expect(f"node-{index}")
+        self.view.events(self._board, ())
         # The imports of the fork server take seconds. They count to the time limit, and a signal ends the wait for
         # them.
         self.processes.starting.prepare(lambda: is_late() or self.signals.first is not None)
@@ -286,7 +289,7 @@ class Launch:
                 variables = node_environment(name, self.plan, self.table, self.paths)
                 process = self.processes.start(name, self.command, variables)
                 self._nodes[name] = LaunchedNode(process, LineReader(process.log))
-                self._board.add(name)
+                self._board.expect(name)
         if starting.refusal is not None and not self._refusal_shown:
             self._refusal_shown = True
             self.view.note(f"nodes are not forked, their command is started: {starting.refusal}")

@@ -21,6 +21,7 @@ from azureml_elastic.ledger.events import (
     HostQuarantined,
     HostStruck,
     NodeLeft,
+    NodeReady,
     NodeStarted,
     Progress,
     Restored,
@@ -33,6 +34,7 @@ from azureml_elastic.ledger.events import (
     WorkersStarted,
 )
 from azureml_elastic.ledger.timeline import headline, reason_and_losses
+from azureml_elastic.log_lines import message_of_line
 from azureml_elastic.plurals import counted
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "choose_view",
     "describe",
     "sparkline",
+    "state_of_job",
 ]
 
 
@@ -57,6 +60,7 @@ class NodePicture:
         rank: rank in the newest round.
         round: number of the newest round, 0 before the first.
         alive: whether the agent runs.
+        expected: whether it has recorded nothing yet.
     """
 
     name: str
@@ -65,6 +69,7 @@ class NodePicture:
     round: int = 0
     step: int = 0
     alive: bool = True
+    expected: bool = True
 
 
 @dataclass
@@ -92,9 +97,10 @@ class Board:
         """Node that hosts rank 0 in the newest round."""
         return self.members[0] if self.members else None
 
-    def add(self, name: str) -> None:
-        """Add a started node."""
-        self.nodes[name] = NodePicture(name)
+    def expect(self, name: str, state: str = "starting") -> None:
+        """Set the state of a node that has yet to record its first event."""
+        if self.nodes.get(name, NodePicture(name)).expected:
+            self.nodes[name] = NodePicture(name, state)
 
     def set_state(self, name: str, state: str, *, alive: bool = True) -> None:
         """Set the state of a node after an injected fault or its exit."""
@@ -131,6 +137,7 @@ class Board:
 
 def _picture(node: NodePicture, event: Event) -> NodePicture:
     """Return the node after the event; an ended node keeps its state."""
+    node = replace(node, expected=False)
     if isinstance(event, RoundEntered):
         node = replace(node, round=event.round, rank=event.rank)
     elif isinstance(event, Progress):
@@ -141,8 +148,9 @@ def _picture(node: NodePicture, event: Event) -> NodePicture:
 
 
 _STATES: dict[type[Event], str] = {
-    NodeStarted: "waiting",
-    HealthChecked: "waiting",
+    NodeStarted: "starting",
+    HealthChecked: "preparing",
+    NodeReady: "joining",
     HostQuarantined: "quarantined",
     RoundEntered: "joined",
     WorkersStarted: "workers started",
@@ -294,7 +302,7 @@ class LiveView(View):
         """Show the node's last line; its log has all of them."""
         for line in lines:
             if line.strip():
-                self._last_output[node] = line
+                self._last_output[node] = message_of_line(line)
 
     def _render(self) -> RenderableType:
         board = self._board
@@ -322,8 +330,15 @@ def choose_view(console: Console, *, live: bool | None = None) -> View:
     return LiveView(console) if (console.is_terminal if live is None else live) else PlainView(console)
 
 
+def state_of_job(status: str) -> str:
+    """Return the state of a node that has recorded nothing yet by the status of its job."""
+    return "starting" if status == "Running" else status.lower()
+
+
 def describe(event: Event) -> str | None:
     """Return a one-line description of an event, ``None`` for events that are not shown."""
+    if isinstance(event, NodeStarted):
+        return f"{event.node} has started"
     if isinstance(event, RoundEntered):
         return f"round {event.round}: {counted(event.world_size, 'worker')} on {', '.join(event.members)}"
     if isinstance(event, Restored):

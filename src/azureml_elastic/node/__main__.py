@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from azureml_elastic.config.command.program import parse_program
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import ElasticError, UsageError
+from azureml_elastic.log_lines import write_log_lines
 from azureml_elastic.node.preload.client import PreloadServer, start_early
 from azureml_elastic.node.startup.shared_outputs import SharedOutputs
 from azureml_elastic.output_encoding import accept_all_characters
@@ -38,7 +39,8 @@ def main(
         early: whether it is started before the agent's own imports.
     """
     accept_all_characters()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    environment = NodeEnvironment.read()
+    write_log_lines(environment.log_level)
     logging.getLogger("azure").setLevel(logging.WARNING)
     logging.getLogger("torch").setLevel(logging.WARNING)
     parser = argparse.ArgumentParser(
@@ -60,7 +62,6 @@ def main(
             return examine(program.arguments)  # in the node's place: it finds out why nodes fail
         outputs = SharedOutputs(arguments.output) if arguments.output and arguments.checkpoint_dir else None
         program = outputs.redirected(program) if outputs else program
-        environment = NodeEnvironment.read()
         preload = start_early(program, environment, start_preload) if early else None
         try:
             # These imports take as long as a third of torch's, which the preload server makes meanwhile.

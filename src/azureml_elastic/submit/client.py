@@ -36,7 +36,7 @@ def connect(subscription: str, group: str, workspace: str) -> MLClient:
 
 
 def silence_sdk_logs() -> None:
-    """Suppress log messages of Azure's packages about failed logins, and about classes and fields of their own."""
+    """Suppress what Azure's packages log about failed logins, and about their own classes and fields."""
     # Loggers of modules: the import of azure-ai-ml sets the level of its package's.
     for name in ("azure.identity", *(f"azure.ai.ml.{each}" for each in _ABOUT_ITSELF), "msrest.serialization"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import sys
 import tempfile
 import time
 import warnings
@@ -366,4 +367,5 @@ def _client() -> MLClient:
     with needs_extra("azure-ai-ml", "submit"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # importing azure-ai-ml uses deprecated parts of marshmallow
         from azure.ai.ml import MLClient
-    return MLClient(StaticCredential(), _SUBSCRIPTION, _GROUP, _NAME, enable_telemetry=False)
+    progress = sys.stderr.isatty()  # the bars of uploads have the escape codes of a terminal
+    return MLClient(StaticCredential(), _SUBSCRIPTION, _GROUP, _NAME, enable_telemetry=False, show_progress=progress)

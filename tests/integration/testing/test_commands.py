@@ -20,7 +20,7 @@ from azureml_elastic.ledger.summary import load_report
 from azureml_elastic.testing import Eviction, LocalWorkspace, Pool
 from tests.support.command_imports import completions, imported_packages
 from tests.support.node_server import FORKED
-from tests.support.paths import SAMPLES
+from tests.support.paths import PROGRAMS, SAMPLES
 from tests.support.waiting import until
 
 SAMPLE = SAMPLES / "digits.py"
@@ -233,6 +233,24 @@ def test_a_run_on_this_machine_that_fails_says_why(run):
     assert shown.exit_code == 1, shown.output
     assert "the run failed" in shown.output
     assert "--no-such-option" in load_report(Path("out")).message
+
+
+def test_a_failed_run_on_this_machine_says_how_to_go_on_and_goes_on_so(run):
+    shutil.copy(PROGRAMS / "failing.py", "src")
+    elastic = "elastic: {max_instance_count: 1, checkpoint: {every_steps: 3}, distribution: {max_restarts: 0}}"
+    job = JOB.replace("digits.py --epochs ${{inputs.epochs}}", "failing.py all notes 8").partition("inputs:")[0]
+    Path("job.yml").write_text(job + elastic)
+    shown = run("submit", "job.yml", "--local", "--run-dir", "out", "--plain", *PLAIN)
+    assert shown.exit_code == 1, shown.output
+    assert "to continue from its last checkpoint: azureml-elastic local --resume-from out PROGRAM" in shown.stderr
+    assert "\x1b" not in shown.output
+    assert "Uploading" not in shown.output
+    assert shown.stdout.startswith("files: out\n")
+    assert load_report(Path("out")).name == "out"
+    options = ["--nodes", "1", "--run-dir", "more", "--resume-from", "out", "--plain"]
+    continued = run("local", *options, "src/failing.py", "never", "notes")
+    assert continued.exit_code == 0, continued.output
+    assert "training goes on after step 6" in continued.stdout
 
 
 def test_a_run_on_this_machine_ends_as_its_command(run):

@@ -1,5 +1,6 @@
 """The command line as a user meets it: messages on stderr, exit codes, no traceback."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -116,14 +117,22 @@ def test_what_a_newcomer_types_is_answered(words, code, said):
 
 
 def test_the_folder_of_a_run_is_named_at_its_start_and_when_a_signal_ends_it(tmp_path, capsys):
-    @named_folder(Console(), tmp_path / "a run", goes_on=True)
+    @named_folder(Console(), tmp_path / "a run")
     def interrupted():
         assert capsys.readouterr().out == f"files: {tmp_path / 'a run'}\n"
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert capsys.readouterr().err == f"azureml-elastic: files: {tmp_path / 'a run'}\n"
+    assert capsys.readouterr().err == f"azureml-elastic: files: {tmp_path / 'a run'}\n", "it has no checkpoint"
+
+
+def test_no_command_shows_what_the_sdk_logs_about_its_own_classes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    logger = logging.getLogger("azure.ai.ml._utils._experimental")
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    RUN.invoke(app, ["cancel", "run"])
+    assert logger.level > logging.WARNING
 
 
 def test_the_version():

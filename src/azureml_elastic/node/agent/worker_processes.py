@@ -386,7 +386,7 @@ class WorkerSet:
         milliseconds = (time.monotonic() - start) * 1e3
         if self.forked:
             workers = counted(len(self._processes), "worker")
-            _LOG.info("Forked %s in %.0f ms from the preload server.", workers, milliseconds)
+            _LOG.debug("Forked %s in %.0f ms from the preload server.", workers, milliseconds)
         self._copier = OutputCopier(
             [
                 (self._path(local_rank, name), prefix, console)

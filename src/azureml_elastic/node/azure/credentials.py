@@ -177,9 +177,9 @@ def choose_credential(rendezvous: TableRendezvous, environment: NodeEnvironment)
                 credential.token.get_token(STORAGE_SCOPE)
         except (TableForbidden, TableUnavailable, AzureError) as error:
             refusals.append(f"{credential.name}: {str(error).strip().splitlines()[0]}")
-            _LOG.info("Credential for the table skipped: %s", refusals[-1])
+            _LOG.debug("Credential for the table skipped: %s", refusals[-1])
         else:
-            _LOG.info("Credential for the table: %s", credential.name)
+            _LOG.debug("Credential for the table: %s", credential.name)
             return credential
     raise TableForbidden(
         "No identity can open the table. Tried in order: " + " | ".join(refusals) + " | Give the compute "

@@ -300,7 +300,7 @@ class ScheduledEvents(PolledSource):
         if not self._answered:
             # A restart stays listed for minutes after the machine is up again, with this node on it.
             self._past = {event.id for event in events if event.started and event.type in _RESTARTS}
-            _LOG.info("Watching the scheduled events of %s.", self._address)
+            _LOG.debug("Watching the scheduled events of %s.", self._address)
         elif self._failures:
             _LOG.info("The metadata service %s answers again.", self._address)
         self._answered, self._failures, self._unreached = True, 0, 0

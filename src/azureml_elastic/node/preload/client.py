@@ -316,7 +316,7 @@ class PreloadServer:
         with self._changes:
             if operation == "ready":
                 self._ready = True
-                _LOG.info(
+                _LOG.debug(
                     "The preload server is ready after %s s (%s imports).", message["seconds"], message["imports"]
                 )
                 self.excluded = message["excluded"]

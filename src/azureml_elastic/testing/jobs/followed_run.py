@@ -10,7 +10,7 @@ from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.events import Event
 from azureml_elastic.ledger.reading import EventReader, LineReader, NodeNames
 from azureml_elastic.ledger.summary import FaultRecord, Paths, Report, report_of_events
-from azureml_elastic.local.view import Board, View
+from azureml_elastic.local.view import Board, View, state_of_job
 from azureml_elastic.testing.jobs.machines import Evicted
 from azureml_elastic.testing.jobs.nodes import LEDGER, Setting
 from azureml_elastic.testing.jobs.runs import Run, Runs, unlike_the_run
@@ -59,6 +59,7 @@ class FollowedRun:
         self._events += fresh
         self._board.apply(fresh)
         for run in self._commands():
+            self._board.expect(self._label_of(run.name), state_of_job(run.status))
             over = run.over.is_set()  # before the read: all is written by then
             # Copies, as the job's thread adds logs meanwhile.
             for name, files in list(run.logs.items()):

@@ -765,7 +765,7 @@ def test_the_ledger_and_its_readers_know_the_events():
     for event in events:
         board.apply([event])
         states.append(board.nodes["n"].state)
-    assert states == ["unhealthy", "waiting", "waiting", "quarantined"]
+    assert states == ["unhealthy", "preparing", "preparing", "quarantined"]
     texts = [describe(event) for event in events]
     assert texts[0] == "n is unhealthy: disk: run: full"
     assert texts[1] is None
