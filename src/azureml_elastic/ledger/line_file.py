@@ -7,6 +7,8 @@ import logging
 import os
 from pathlib import Path
 
+from azureml_elastic.private_folder import make_private
+
 __all__ = ["DROPPED", "LineFile"]
 
 _LOG = logging.getLogger(__name__)
@@ -61,9 +63,9 @@ class LineFile:
         data = f"\n{text}".encode() if self._torn else text.encode()
         try:
             if self._descriptor < 0:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
+                make_private(self._path.parent)
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-                self._descriptor = os.open(self._path, flags, 0o644)
+                self._descriptor = os.open(self._path, flags, 0o600)
             written = os.write(self._descriptor, data)
         except OSError as error:  # a full disk, a stale mount
             return error

@@ -228,6 +228,7 @@ class Report(_Record):
     def write(self) -> Path:
         """Replace the file atomically and return its path."""
         part = self.paths.report_part
+        part.touch(0o600)
         part.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
         part.replace(self.paths.report)
         return self.paths.report

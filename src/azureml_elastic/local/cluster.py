@@ -46,6 +46,7 @@ from azureml_elastic.local.run_end import StopSignals
 from azureml_elastic.local.view import UntilBroken, View
 from azureml_elastic.node.table.checkpoint_pointer import CHECKPOINT_KEY
 from azureml_elastic.node.table.sqlite import SqliteTable
+from azureml_elastic.private_folder import make_private
 
 __all__ = [
     "NODE_COMMAND",
@@ -125,7 +126,8 @@ def prepare_run_dir(run_dir: Path) -> Paths:
         )
     try:
         for folder in (paths.events, paths.logs, paths.samples, paths.checkpoints):
-            folder.mkdir(parents=True, exist_ok=True)
+            make_private(folder)
+        paths.report_part.touch(0o600)
         paths.report_part.write_bytes(bytes(_REPORT_BYTES))
     except OSError as error:
         raise UsageError(

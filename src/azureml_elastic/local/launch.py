@@ -32,6 +32,7 @@ from azureml_elastic.local.processes import NodeProcess, NodeProcesses
 from azureml_elastic.local.run_end import TIMED_OUT, NodeStatus, RunEnd, StopSignals, outcome_of, phase
 from azureml_elastic.local.view import Board, View
 from azureml_elastic.node.hangs.stack_dump import collect, render, stack_folders, waiting_lines
+from azureml_elastic.private_folder import make_private
 
 __all__ = ["Launch", "LaunchedNode", "node_environment"]
 
@@ -226,7 +227,7 @@ class Launch:
             folder = self.paths.run_dir / "stacks"
             text = render(f"{node.process.name}: the run is stopped at its time limit", found, {})
             with contextlib.suppress(OSError):  # a full disk: the lines below say where the workers are
-                folder.mkdir(exist_ok=True)
+                make_private(folder)
                 (folder / f"timeout.{node.process.name}.txt").write_text(text, encoding="utf-8")
         return waiting_lines(found)
 

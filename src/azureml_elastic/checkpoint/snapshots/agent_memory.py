@@ -47,6 +47,7 @@ from azureml_elastic.ipc.worker_messages import (
     RetainSnapshot,
     ShardsReply,
 )
+from azureml_elastic.private_folder import make_private
 
 __all__ = ["AgentMemory", "LocalSnapshots"]
 
@@ -77,7 +78,7 @@ class LocalSnapshots:
     def __init__(self, folder: Path, node: str, *, lock_seconds: float = _LOCK_SECONDS) -> None:
         self._run = folder
         self._own = folder / node
-        self._own.mkdir(parents=True, exist_ok=True)
+        make_private(self._own)
         try:
             self._lock = lock(self._own / _OWNER, lock_seconds)
         except BlockingIOError as error:

@@ -34,6 +34,7 @@ from azureml_elastic.node.failures.classification import FailedWorker
 from azureml_elastic.node.preload.client import ForkedWorker, ForkRefused, PreloadServer
 from azureml_elastic.node.preload.stack_imports import for_plain_start
 from azureml_elastic.plurals import counted
+from azureml_elastic.private_folder import make_private
 
 __all__ = ["OutputCopier", "WorkerSet", "Workers", "remove_stale_locks"]
 
@@ -315,7 +316,7 @@ class Workers:
     def _round_folder(self, environ: Mapping[str, str]) -> Path:
         """Return the folder for the output of a round: named as under torchrun, and a new one for each agent."""
         if self._folder is None:
-            self._output.mkdir(parents=True, exist_ok=True)
+            make_private(self._output)
             run_id = quote(environ.get("TORCHELASTIC_RUN_ID", "run"), safe="")
             self._folder = Path(tempfile.mkdtemp(prefix=f"{run_id}_", dir=self._output))
         return self._folder / f"attempt_{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

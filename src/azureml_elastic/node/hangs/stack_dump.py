@@ -29,6 +29,7 @@ import psutil
 
 from azureml_elastic.ipc.stack_file import SUFFIX, StackFile, stack_files
 from azureml_elastic.node.hangs.waiting import whereabouts
+from azureml_elastic.private_folder import make_private
 
 __all__ = [
     "ProcessStacks",
@@ -421,7 +422,7 @@ class StackReporter:
 
     def _write(self, path: Path, text: str) -> bool:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_private(path.parent)
             with path.open("a", encoding="utf-8") as file:
                 file.write(text)
         except OSError as error:

@@ -8,6 +8,7 @@ local disk, not on a network mount.
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import sqlite3
 import threading
@@ -20,6 +21,7 @@ from typing import Any
 from azureml_elastic.errors import RowChanged, RowExists, TableError, TableForbidden, TableNotFound, TableUnavailable
 from azureml_elastic.node.table.encoding import key_range, read_key, read_value, write_key, write_value
 from azureml_elastic.node.table.protocol import Row
+from azureml_elastic.private_folder import make_private
 
 __all__ = ["SqliteTable"]
 
@@ -162,7 +164,11 @@ class SqliteTable:
 
     def _open(self) -> sqlite3.Connection:
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            make_private(self._path.parent)
+            # The log and its shared memory get the mode of the file. One that is there must not be opened: to close it
+            # would drop the locks that SQLite has on it for other connections of this process.
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             connection = sqlite3.connect(
                 self._path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
