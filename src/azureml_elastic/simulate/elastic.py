@@ -368,7 +368,8 @@ class ElasticRun:
         if self._survivors:
             seconds = SilenceLimit(timings).shortest if silent else 0.0
         elif self._spares:
-            seconds = 2 * timings.table_heartbeat_interval.total_seconds()
+            is_refused = not silent and len(self._members) == 1
+            seconds = 0.0 if is_refused else 2 * timings.table_heartbeat_interval.total_seconds()
         else:
             seconds = math.inf
         time = self.now + exact(seconds)

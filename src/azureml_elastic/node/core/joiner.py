@@ -16,7 +16,8 @@
 - **Choosing** it acts on a version of the round's row, after a pause where it has acted on that one before.
 - A **candidate** sends its row to a hub where the candidates meet, or writes it into the table; one of them seals.
 - A **spare** is connected to rank 0's hub, which makes room for it. Where that hub sends nothing and the heartbeat's
-  row does not change either, the spare reopens the round without its members.
+  row does not change either, or where it was the only member's and refuses connections now, the spare reopens the round
+  without its members.
 - A node that enters connects to rank 0's hub. If its machine does not answer, either that node is gone or this one is
   cut off; the majority of members decides. In the second case this node stays **outside** and keeps trying.
 - The row may have gone back in time, which the heartbeat of a later round shows: then it is **restored**.
@@ -95,6 +96,8 @@ class _Waiting:
         dial_at: when to connect to rank 0's hub.
         read_at: when to read the round's row.
         unreachable_from: members that cannot reach this node.
+        reached: whether rank 0's hub has answered before.
+        has_ended: whether the process of the only member has ended.
         tries: attempts with another key of the run.
         reason: why rank 0's hub cannot be reached.
         entered: whether it was reached in the end.
@@ -107,6 +110,8 @@ class _Waiting:
     read_at: float = 0.0
     unreachable_from: tuple[str, ...] = ()
     rank: int = 0
+    reached: bool = False
+    has_ended: bool = False
     tries: int = 0
     reason: str = ""
     entered: bool = False
@@ -422,19 +427,25 @@ class Joiner:
             case on.ConnectFailed():
                 self.me, self._dialled = event.me, None
                 waiting.dial_at, waiting.read_at = now + waiting.pause, now
+                # A hub listens for as long as its node lives. One that was never reached may be behind a firewall that
+                # refuses: nodes that took each other for dead would end each other's rounds for ever.
+                waiting.has_ended = event.refused and waiting.reached and len(self.round.members) == 1
             case on.LinkEnded():
+                waiting.reached |= self._ended is not None and self._ended.answered
                 waiting.dial_at, waiting.read_at = now + waiting.pause, now
                 if event.refused:
                     return [on.ReadKey()]
             case on.RoundRead():
                 if event.round.is_newer_than(self.round):
                     return self._moved(event.round, now)
+                if waiting.has_ended:  # and it has not written why
+                    return self._give_round_up("has lost its only member")
                 if not self._is_answered:
                     return [on.ReadHeartbeat()]
                 waiting.read_at = now + _CHECK_SECONDS
             case on.HeartbeatRead():
                 if waiting.heartbeat.see(event.version, now):
-                    return self._give_round_up()
+                    return self._give_round_up("has stopped writing its heartbeat")
                 waiting.pause = min(_ALONE_SECONDS[1], waiting.pause * 1.5)
                 waiting.read_at = now + waiting.pause
             case on.RoundWritten(written=True):
@@ -461,9 +472,8 @@ class Joiner:
         self.deadline = waiting.read_at if self._link is not None else min(waiting.read_at, waiting.dial_at)
         return actions
 
-    def _give_round_up(self) -> list[on.Action]:
-        number = self.round.number
-        warning = f"Round {number} has stopped writing its heartbeat; it is reopened without its members."
+    def _give_round_up(self, why: str) -> list[on.Action]:
+        warning = f"Round {self.round.number} {why}; it is reopened without its members."
         return [on.Warn(warning), on.EndRound(self.round, self._without_members())]
 
     def _without_members(self) -> Round:

@@ -294,6 +294,33 @@ def test_a_spare_beside_a_frozen_round_gives_it_up_although_connections_are_acce
     assert node.actions[0] == on.Forward(action.to, to_hub=True)
 
 
+@pytest.mark.parametrize(
+    ("members", "answered", "refused", "gives_up"),
+    [
+        (("a",), True, True, True),
+        (("a",), True, False, False),  # its machine does not answer: this node may be cut off
+        (("a",), False, True, False),  # as a firewall does
+        (("a", "b"), True, True, False),  # b ends the round
+    ],
+)
+def test_a_spare_beside_an_only_member_that_was_killed_does_not_wait_for_its_heartbeat(
+    members, answered, refused, gives_up
+):
+    node, round_ = Node(), sealed(*members)
+    node.spare(round_)
+    node.feed(on.Connected())
+    if answered:
+        node.feed(on.HubSent(SealPosition()))
+    began = node.now
+    assert node.feed(on.LinkEnded()) == on.ReadRound()
+    node.feed(on.RoundRead(round_), on.HeartbeatRead("v", 1))
+    assert isinstance(node.until_deadline(), on.Connect)
+    assert node.feed(on.ConnectFailed(refused, node.row)) == on.ReadRound()
+    action = node.feed(on.RoundRead(round_))
+    assert isinstance(action, on.EndRound if gives_up else on.ReadHeartbeat)
+    assert node.now - began < 1
+
+
 def test_a_spare_whose_hub_has_sent_something_reads_once_in_a_while():
     node = Node()
     node.spare(sealed("a"))
