@@ -25,8 +25,6 @@ from azureml_elastic.cli.workspaces import WORKSPACE_OPTIONS, WorkspaceOptions, 
 from azureml_elastic.output_encoding import accept_all_characters
 from azureml_elastic.submit.client import silence_sdk_logs
 
-__all__ = ["app", "main"]
-
 
 class _Root(TyperGroup):
     """The root command, which says where its own options belong."""

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from azureml_elastic.cli.workspace_jobs import Jobs
     from azureml_elastic.submit.run import ElasticRun
 
-__all__ = ["checkpoints", "folder_of_submitted"]
-
 _IN_DATASTORE = re.compile(r"azureml:/+(?:.*/)?datastores/([^/]+)/paths/(.*)")
 
 CheckpointsArgument = Annotated[

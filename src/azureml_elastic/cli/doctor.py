@@ -12,8 +12,6 @@ from azureml_elastic.cli.output import JsonOption, console_beside, write_json
 from azureml_elastic.cli.workspaces import current_workspace
 from azureml_elastic.errors import UsageError
 
-__all__ = ["doctor"]
-
 
 @explained()
 def doctor(

@@ -12,8 +12,6 @@ from pydantic import ValidationError
 from azureml_elastic.config.exit_codes import FAILED, USAGE
 from azureml_elastic.errors import ElasticError, MissingExtra, UsageError
 
-__all__ = ["CONTINUES", "explained", "message_of", "require"]
-
 CONTINUES = "Interrupted; a run that was submitted continues. 'azureml-elastic cancel RUN' ends it."
 """Message after Ctrl-C for commands about a run in Azure ML."""
 

@@ -11,8 +11,6 @@ import typer
 from azureml_elastic.cli.failures import explained
 from azureml_elastic.errors import UsageError
 
-__all__ = ["init", "starter_files"]
-
 _FILES = {
     "job.yml": "job.yml",
     "src/train.py": "src/train.py",

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from azureml_elastic.submit import ElasticCommandJob
     from azureml_elastic.testing import Pool
 
-__all__ = ["compile_", "schema", "submit", "validate"]
-
 _FEWEST_MACHINES = 8
 
 JobFile = Annotated[Path, typer.Argument(help="The YAML file of the job, with its elastic: block.", metavar="JOB.YML")]

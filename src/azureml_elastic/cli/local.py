@@ -29,8 +29,6 @@ from azureml_elastic.local.node_start import StartMethod
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["LiveOption", "RunFolder", "demo", "local", "named_folder", "parse_nodes", "say_how_to_go_on"]
-
 RunFolder = Annotated[Path | None, typer.Option(help="A new folder for the run's files; by default one below ./runs.")]
 LiveOption = Annotated[
     bool | None,

@@ -18,8 +18,6 @@ from azureml_elastic.errors import ElasticError, UsageError
 if TYPE_CHECKING:
     from azureml_elastic.submit.run import NodeOfRun
 
-__all__ = ["logs"]
-
 _FOLDER_SECONDS = 0.2
 _SERVICE_SECONDS = 3.0
 

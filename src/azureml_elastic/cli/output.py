@@ -16,8 +16,6 @@ from azureml_elastic.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["CommandWithJson", "JsonOption", "console_beside", "write_file", "write_json"]
-
 _STDOUT = "-"
 
 JsonOption = Annotated[

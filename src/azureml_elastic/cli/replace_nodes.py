@@ -17,8 +17,6 @@ from azureml_elastic.errors import ElasticError, RunFailed, UsageError
 if TYPE_CHECKING:
     from azureml_elastic.node.replacement.replacer import NodeReplacer, ReplacementStatus
 
-__all__ = ["replace_nodes"]
-
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.5, 86400.0
 
 

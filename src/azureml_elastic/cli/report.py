@@ -22,8 +22,6 @@ from azureml_elastic.errors import ElasticError, UsageError
 if TYPE_CHECKING:
     from azureml_elastic.report.page_content import PageContent
 
-__all__ = ["LivePage", "report"]
-
 _POLL_SECONDS = 2.0
 _LOCAL_SECONDS = 1.0
 _SERVICE_SECONDS = 5.0

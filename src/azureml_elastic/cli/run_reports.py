@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from azureml_elastic.ledger.summary import NodeSummary, Report
     from azureml_elastic.submit.run import ElasticRun, NodeOfRun
 
-__all__ = ["LocalRunReports", "RunReport", "SubmittedRunReports", "open_reports"]
-
 _QUIET_SECONDS = 30.0
 """Time without an event after which a run that has ended without a report gets none."""
 

@@ -10,8 +10,6 @@ import typer
 from azureml_elastic.cli.failures import CONTINUES, explained
 from azureml_elastic.cli.submitted_run import RunName, open_client_run
 
-__all__ = ["cancel", "download"]
-
 NodeOption = Annotated[
     str | None,
     typer.Option("--node", help="Node such as node_0 or spot_1, see 'status'; by default one that runs or has run."),

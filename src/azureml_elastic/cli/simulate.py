@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from azureml_elastic.simulate.scenario import Outcome, Parameters, Scenario, SimulatedPool
     from azureml_elastic.simulate.traces import Trace
 
-__all__ = ["simulate"]
-
 _INTERRUPTED = "Interrupted; nothing was simulated to the end."
 
 

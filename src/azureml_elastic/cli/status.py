@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from azureml_elastic.node.records.observation import RunState
     from azureml_elastic.submit.run import ElasticRun, NodeOfRun
 
-__all__ = ["status"]
-
 _FOLDER_SECONDS = 0.2
 _TABLE_SECONDS = 2.0
 _JOBS_SECONDS = 10.0

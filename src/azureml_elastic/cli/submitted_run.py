@@ -29,17 +29,6 @@ if TYPE_CHECKING:
     from azureml_elastic.submit.run import ElasticRun
     from azureml_elastic.submit.submitted import SubmittedRun
 
-__all__ = [
-    "RunArgument",
-    "RunName",
-    "complete_run",
-    "open_client_run",
-    "open_run",
-    "open_run_table",
-    "read_state",
-    "run_folder",
-]
-
 _LONGEST_WAIT_SECONDS = 4.0
 """Time for the workspace to answer: who presses the key waits for it."""
 

@@ -24,8 +24,6 @@ from azureml_elastic.errors import UsageError
 if TYPE_CHECKING:
     from azureml_elastic.testing import LocalWorkspace
 
-__all__ = ["EvictOption", "PoolOption", "finish", "workspace"]
-
 workspace = typer.Typer(help="An Azure ML workspace on this machine that runs what is submitted.", no_args_is_help=True)
 
 PoolOption = Annotated[

@@ -14,8 +14,6 @@ from azureml_elastic.ledger.bill import Tier
 from azureml_elastic.node.replacement.jobs import WorkspaceJobs, developer_jobs
 from azureml_elastic.submit.run import ElasticRun, JobRecord, NodeOfRun
 
-__all__ = ["Jobs", "Machine", "open_jobs"]
-
 
 @dataclass(frozen=True)
 class Machine:

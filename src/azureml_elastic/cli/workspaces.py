@@ -14,15 +14,6 @@ from azureml_elastic.environment.node import WORKSPACE
 from azureml_elastic.environment.user import UserEnvironment
 from azureml_elastic.errors import UsageError
 
-__all__ = [
-    "WORKSPACE_OPTIONS",
-    "WorkspaceName",
-    "WorkspaceOptions",
-    "current_workspace",
-    "find_workspace",
-    "set_options",
-]
-
 _FOLDERS = (".azureml", "aml_config", "")
 _FILE = "config.json"
 _OPTIONS = {

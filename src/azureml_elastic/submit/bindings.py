@@ -9,8 +9,6 @@ from typing import Any
 
 from azureml_elastic.submit.sdk_hooks import binding_type, is_binding
 
-__all__ = ["LITERALS", "Bound", "bindings_of", "bound", "has_search"]
-
 LITERALS = {bool: "boolean", int: "integer", float: "number", str: "string"}
 """Azure ML's names of the types of literals."""
 

@@ -20,8 +20,6 @@ _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _DETAIL = re.compile(r"^Details:\s*^\(x\) (.*)$", re.MULTILINE)
 _ABOUT_ITSELF = ("_utils._experimental", "_schema.core.fields")
 
-__all__ = ["connect", "first_line", "readable_errors", "silence_sdk_logs"]
-
 
 def connect(subscription: str, group: str, workspace: str) -> MLClient:
     """Return a client of a workspace, without sending a request."""

@@ -35,19 +35,6 @@ with needs_extra("azure-ai-ml", "submit"):
         QueueSettings,
     )
 
-__all__ = [
-    "compile_job",
-    "declaration",
-    "fan_out_nodes",
-    "has_no_value",
-    "identification",
-    "inputs_of",
-    "outputs_of",
-    "resolved",
-    "shared_outputs",
-    "single",
-]
-
 
 def compile_job(job: JobFields) -> Command | PipelineJob:
     """Return the job as a new entity of azure-ai-ml, which is in no pipeline of the user's."""

@@ -29,17 +29,6 @@ from azureml_elastic.submit.sdk_hooks import component_of, fields_of_command, pl
 if TYPE_CHECKING:
     from azure.ai.ml.entities import CommandJob
 
-__all__ = [
-    "FIELDS_OF_COMMAND",
-    "FIELDS_OF_RESOURCES",
-    "fields_of",
-    "is_sweep",
-    "located",
-    "queue_fields",
-    "refuse_unknown",
-    "trial_of",
-]
-
 _SAME = ("name", "description", "display_name", "experiment_name", "compute", "parent_job_name")
 FIELDS_OF_COMMAND = frozenset(
     {

@@ -14,8 +14,6 @@ from azureml_elastic.config.resources import SERVERLESS, NodePool
 from azureml_elastic.errors import CommandError
 from azureml_elastic.submit.fields import JobFields
 
-__all__ = ["as_html", "as_line", "as_text"]
-
 
 def _rows(job: JobFields) -> list[tuple[str, str]]:
     """Return the labels and values that describe a job, which may fail to compile; unset fields are omitted."""

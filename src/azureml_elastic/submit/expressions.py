@@ -15,8 +15,6 @@ from azureml_elastic.config.command.worker_variables import Translated, refuse_c
 from azureml_elastic.errors import CommandError
 from azureml_elastic.submit.fields import JobFields, field_of
 
-__all__ = ["check_expressions", "translated_command", "with_literals", "without_options"]
-
 _OTHER_EXPRESSION = re.compile(r"\$\{\{(?!\s*(?:inputs|outputs)\.)\s*([\w.]*).*?\}\}", re.ASCII)
 _OPTION = re.compile(r"\$\[\[(.*?)\]\]", re.DOTALL)
 _EXPRESSION = re.compile(r"\$\{\{\s*(inputs|outputs)\.(\w+)[\w.]*\s*\}\}", re.ASCII)

@@ -59,8 +59,6 @@ if TYPE_CHECKING:  # what a job takes of azure-ai-ml, whose import takes seconds
 else:
     _Environment = _Distribution = _Identity = Any
 
-__all__ = ["JobFields", "field_of", "given_fields", "merged_fields", "resources_of_pools", "translated"]
-
 _OF_RAY = (
     "address",
     "include_dashboard",

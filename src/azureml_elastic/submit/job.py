@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from azure.ai.ml.entities import Command, CommandJob, Pipeline, PipelineJob, Sweep
     from azure.ai.ml.sweep import SweepJob
 
-__all__ = ["ElasticCommandJob"]
-
 
 class ElasticCommandJob(JobFields, Submittable):  # type: ignore[misc]  # its mappings are read only
     """An Azure ML command job that starts with few nodes, grows, and survives the loss of any node.

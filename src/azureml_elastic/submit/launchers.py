@@ -23,8 +23,6 @@ from azureml_elastic.config.distribution import ElasticDistribution
 from azureml_elastic.errors import CommandError
 from azureml_elastic.submit.expressions import with_literals
 
-__all__ = ["LAUNCHERS", "Launched", "read_launcher", "refuse_launcher", "without_launcher"]
-
 _COUNT = "process_count_per_instance"
 _ALL_GPUS = {"gpu", "auto", "-1"}
 _SCRIPT_OPTIONS = frozenset({"nproc-per-node", "nnodes"})

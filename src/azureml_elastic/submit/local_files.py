@@ -16,8 +16,6 @@ from azureml_elastic.errors import SubmitError
 from azureml_elastic.plurals import counted
 from azureml_elastic.submit.sdk_hooks import Ignored
 
-__all__ = ["SCHEME", "checked_code", "checked_data", "describe_upload", "without_scheme"]
-
 SCHEME = re.compile(r"[A-Za-z][\w+.-]+:|/subscriptions/", re.ASCII | re.IGNORECASE)
 """The beginning of what is no local path, an id in the workspace among it; a single letter is a drive of Windows."""
 

@@ -19,8 +19,6 @@ from azureml_elastic.errors import SubmitError, needs_extra
 from azureml_elastic.submit.expressions import translated_command
 from azureml_elastic.submit.fields import JobFields, field_of
 
-__all__ = ["CHECKPOINTS", "RUNTIME", "command_text", "compile_services", "environment_variables"]
-
 RUNTIME = "azureml_elastic_runtime"
 """Name of the input that holds this library."""
 

@@ -17,8 +17,6 @@ from azureml_elastic.environment import names as variables
 from azureml_elastic.errors import SubmitError
 from azureml_elastic.submit.client import first_line
 
-__all__ = ["TERMINAL", "ElasticRun", "GrowingLog", "JobRecord", "NodeOfRun", "joined", "leading_node", "read_logs"]
-
 _FOLDER = "user_logs/"
 """Folder of what the command prints; the other files are those of the service."""
 

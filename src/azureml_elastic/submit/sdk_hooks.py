@@ -54,24 +54,6 @@ _STEP = "elastic"
 
 _BLANK = re.compile(r"(?:\x1b\[\d*m)?\n")
 
-__all__ = [
-    "Ignored",
-    "Submittable",
-    "binding_type",
-    "component_of",
-    "dumped",
-    "fields_of_command",
-    "is_binding",
-    "outside_pipelines",
-    "plain_command_job",
-    "plain_sweep_job",
-    "position_in_pipelines",
-    "quiet_uploads",
-    "register",
-    "value_of",
-]
-
-
 if TYPE_CHECKING:
     from azure.ai.ml.entities import Job
 

@@ -32,8 +32,6 @@ with needs_extra("azure-ai-ml", "submit"):
     from azure.ai.ml.exceptions import MlException
     from marshmallow.exceptions import ValidationError as SchemaError
 
-__all__ = ["made_environment", "made_identity", "made_input", "made_output"]
-
 _TYPES_OF_LITERALS = frozenset(LITERALS.values())
 _AN_ENVIRONMENT = (
     "Give a name, as in 'azureml:my-environment@latest', or Environment(image=...) from azure.ai.ml.entities."

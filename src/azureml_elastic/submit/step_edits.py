@@ -19,8 +19,6 @@ from azureml_elastic.submit.sdk_hooks import is_binding
 with needs_extra("azure-ai-ml", "submit"):
     from azure.ai.ml.entities import Command, Pipeline
 
-__all__ = ["Compile", "as_step"]
-
 Compile = Callable[[JobFields], "tuple[Command | Pipeline, Command]"]
 """Function that returns the node of a job, and a command with the settings of all its nodes, possibly the node."""
 

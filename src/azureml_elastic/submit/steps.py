@@ -26,8 +26,6 @@ from azureml_elastic.submit.sdk_hooks import outside_pipelines, position_in_pipe
 from azureml_elastic.submit.step_edits import as_step
 from azureml_elastic.submit.validation import check
 
-__all__ = ["compile_step", "compile_sweep", "with_inputs"]
-
 with needs_extra("azure-ai-ml", "submit"):
     from azure.ai.ml import Output
     from azure.ai.ml.entities import Command, Pipeline, PipelineComponent, Sweep

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from azureml_elastic.submit.job import ElasticCommandJob
 
-__all__ = ["SubmittedRun", "check_earlier_run"]
-
 
 class SubmittedRun(ElasticRun):
     """A run that was submitted as an elastic job.

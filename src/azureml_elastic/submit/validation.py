@@ -20,8 +20,6 @@ from azureml_elastic.submit.launchers import refuse_launcher, without_launcher
 from azureml_elastic.submit.local_files import SCHEME, describe_upload
 from azureml_elastic.submit.sdk_hooks import Ignored
 
-__all__ = ["RESERVED_PREFIX", "check"]
-
 _LOG = logging.getLogger(__name__)
 
 RESERVED_PREFIX = "azureml_elastic_"

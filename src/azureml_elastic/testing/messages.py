@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
-__all__ = ["Answer", "MalformedRequest", "Request", "document", "properties_of", "refusal", "unsupported"]
-
 
 class MalformedRequest(ValueError):
     """A request that is not one of the service; the message says what is wrong."""

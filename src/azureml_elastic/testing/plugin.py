@@ -13,8 +13,6 @@ import pytest
 if TYPE_CHECKING:
     from azureml_elastic.testing.workspace import LocalWorkspace
 
-__all__ = ["local_workspace", "pytest_configure"]
-
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the mark."""

@@ -29,8 +29,6 @@ from azureml_elastic.local.azurite import Azurite
 from azureml_elastic.node.table.opening import EMULATOR_ACCOUNT, emulator_connection_string
 from azureml_elastic.testing.messages import Answer, MalformedRequest, Request, refusal
 
-__all__ = ["ARTIFACTS", "BLOBS", "DATASTORES", "Location", "Mirror", "StorageAccount", "locate"]
-
 with needs_extra("azure-data-tables", "node"):
     from azure.core.credentials import AzureNamedKeyCredential
     from azure.core.exceptions import ResourceNotFoundError

@@ -44,8 +44,6 @@ from azureml_elastic.testing.storage import Mirror, StorageAccount
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
 
-__all__ = ["LocalWorkspace"]
-
 _SUBSCRIPTION = "00000000-0000-0000-0000-0000000000aa"
 _GROUP = "local"
 _NAME = "local"

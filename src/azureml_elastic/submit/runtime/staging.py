@@ -20,8 +20,6 @@ import azureml_elastic
 from azureml_elastic.environment.user import UserEnvironment
 from azureml_elastic.errors import SubmitError
 
-__all__ = ["RUNTIME_FILE", "copy_runtime", "replace_file", "stage_runtime"]
-
 RUNTIME_FILE = "azureml_elastic_runtime.pyz"
 """Name of the archive."""
 

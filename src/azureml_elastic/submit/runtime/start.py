@@ -27,8 +27,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
 
-__all__ = ["is_satisfied", "main", "unmet", "unpack"]
-
 _NEXT_STEP = (
     "Use an environment that has it, as from pip install 'azureml-elastic[node]', in which case "
     "delivery='environment' may be set too."

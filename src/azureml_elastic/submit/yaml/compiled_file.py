@@ -20,8 +20,6 @@ from azureml_elastic.submit.yaml.yaml_terms import translated_errors
 if TYPE_CHECKING:
     from azureml_elastic.submit.job import ElasticCommandJob
 
-__all__ = ["Compiled", "compile_file"]
-
 _MARK = "# Compiled by azureml-elastic"
 _PATHS = frozenset({"path", "code", "component", "trial", "environment", "conda_file"})
 """Fields of a pipeline's steps that may have paths relative to its file."""

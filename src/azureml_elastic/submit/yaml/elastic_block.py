@@ -24,19 +24,6 @@ from azureml_elastic.errors import SubmitError
 from azureml_elastic.submit.conversion import FIELDS_OF_COMMAND, FIELDS_OF_RESOURCES
 from azureml_elastic.submit.job import ElasticCommandJob
 
-__all__ = [
-    "BLOCK",
-    "COUNTS",
-    "ELSEWHERE",
-    "block_model",
-    "described",
-    "job_schema",
-    "models_in",
-    "read_block",
-    "schema_text",
-    "wanted",
-]
-
 BLOCK = "elastic"
 """The key of the block in a job file."""
 

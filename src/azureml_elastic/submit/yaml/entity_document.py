@@ -17,8 +17,6 @@ from azureml_elastic.errors import SubmitError
 from azureml_elastic.submit.conversion import located
 from azureml_elastic.submit.sdk_hooks import dumped, plain_command_job, value_of
 
-__all__ = ["PathFormat", "document_of", "documents_of_nodes", "real_path"]
-
 _SCHEMA = "https://azuremlschemas.azureedge.net/latest/{}Job.schema.json"
 _ANONYMOUS = re.compile(r"CliV2AnonymousEnvironment|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _OF_OUTPUTS = frozenset({"mode", "name", "path", "type", "version"})

@@ -31,20 +31,6 @@ if TYPE_CHECKING:
 
     from azureml_elastic.submit.job import ElasticCommandJob
 
-__all__ = [
-    "PIPELINE",
-    "SWEEP",
-    "apply_overrides",
-    "converted",
-    "load_elastic_job",
-    "load_elastic_sweep",
-    "load_plain",
-    "loaded_file",
-    "parse_override",
-    "read_document",
-    "without_block",
-]
-
 with needs_extra("PyYAML", "submit"):
     import yaml
 

@@ -22,8 +22,6 @@ from azureml_elastic.submit.yaml.yaml_terms import translated_errors
 if TYPE_CHECKING:
     from azure.ai.ml.entities import Command, PipelineJob
 
-__all__ = ["ElasticPipeline", "load_elastic_pipeline", "read_pipeline"]
-
 
 @dataclass(frozen=True)
 class ElasticPipeline:

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from azureml_elastic.submit.job import ElasticCommandJob
     from azureml_elastic.submit.yaml.pipeline_file import ElasticPipeline
 
-__all__ = ["pipeline_yaml", "readable", "standard_yaml"]
-
 _BINDING = "not a data binding string"
 _NOT_IN = " passed is not in set"
 _CHOICE = re.compile(rf"Value (?P<value>.*){_NOT_IN} \[(?P<names>.*)\]", re.DOTALL)

@@ -18,8 +18,6 @@ from azureml_elastic.submit.yaml.elastic_block import BLOCK, COUNTS, ELSEWHERE, 
 with needs_extra("PyYAML", "submit"):
     import yaml
 
-__all__ = ["in_terms_of_yaml", "translated_errors"]
-
 _BEGIN = re.compile(r"(?<![\w.$'\"{\[(-])(?:(?P<name>[A-Za-z_][\w.]*)=(?=[\w'\"{\[(])|(?P<call>[A-Za-z_][\w.]*)\()")
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 _MODELS = {

@@ -11,8 +11,6 @@ from typing import Any
 from azureml_elastic.testing.messages import Answer, Request, document, properties_of, refusal, unsupported
 from azureml_elastic.testing.storage import StorageAccount
 
-__all__ = ["Assets", "is_listed"]
-
 _KINDS = ("codes", "components", "data", "environments", "models")
 _PATH = re.compile(r"/([^/]+)(?:/([^/]+)(?:/versions(?:/([^/]+))?)?)?", re.DOTALL)
 _PENDING_UPLOAD = re.compile(r"/[^/]+/([^/]+)/.*startPendingUpload")

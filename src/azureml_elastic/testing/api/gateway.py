@@ -24,8 +24,6 @@ from azureml_elastic.errors import needs_extra
 from azureml_elastic.local.http_server import Handler, Server
 from azureml_elastic.testing.messages import Answer, MalformedRequest, Request, document, refusal
 
-__all__ = ["Gateway", "StaticCredential", "answer_node", "signed_in"]
-
 with needs_extra("trustme", "testing"):
     import trustme
 

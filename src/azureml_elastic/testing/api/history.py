@@ -18,8 +18,6 @@ from azureml_elastic.testing.api.tracking import TRACKING_PATH, Tracking
 from azureml_elastic.testing.jobs.runs import TERMINAL, Run, Runs, Status
 from azureml_elastic.testing.messages import Answer, MalformedRequest, Request, document, refusal
 
-__all__ = ["API_HOST", "History", "job_properties"]
-
 API_HOST = "local.api.azureml.ms"
 
 _RUNS = r".*/workspaces/[^/]+(?:/experiment(?:id)?s/[^/]+)?/"

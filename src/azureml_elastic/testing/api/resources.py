@@ -30,8 +30,6 @@ from azureml_elastic.testing.messages import (
 )
 from azureml_elastic.testing.storage import DATASTORES, StorageAccount
 
-__all__ = ["ARM_HOST", "Resources", "Schedules", "check_limits"]
-
 _LONGEST_TEXTS = {"displayName": 256, "experimentName": 256, "description": 5000}
 _MOST_ENTRIES = 50
 _LONGEST_KEY = 100

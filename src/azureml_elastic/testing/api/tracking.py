@@ -15,8 +15,6 @@ from typing import Any
 from azureml_elastic.testing.jobs.runs import TERMINAL, Run, Runs
 from azureml_elastic.testing.messages import Answer, MalformedRequest, Request, document
 
-__all__ = ["TRACKING_PATH", "Logged", "Tracking"]
-
 TRACKING_PATH = "/mlflow/v1.0"
 """Path of the tracking API on the workspace's data plane, followed by the workspace id."""
 

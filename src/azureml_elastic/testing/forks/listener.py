@@ -40,8 +40,6 @@ from azureml_elastic.local.processes import MARKER
 from azureml_elastic.testing.forks import wrapper
 from azureml_elastic.testing.jobs.nodes import inherited_variables
 
-__all__ = ["NodeForks", "open_fork_start"]
-
 _DOCTOR = "azureml_elastic.node.diagnostics.doctor"
 _PACKAGE = Path(azureml_elastic.__file__).parent
 _IN_ARCHIVE = "site/azureml_elastic/"

@@ -19,8 +19,6 @@ import os
 import sys
 from collections.abc import MutableMapping
 
-__all__ = ["FORKED", "arguments_of_node", "main", "without_wrapper"]
-
 FORKED = "forked"
 """Answer to the wrapper of a node that was forked."""
 

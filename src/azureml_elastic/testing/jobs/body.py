@@ -16,17 +16,6 @@ from azureml_elastic.testing.jobs.search_space import (
     with_values,
 )
 
-__all__ = [
-    "CommandBody",
-    "InputBody",
-    "JobBody",
-    "OutputBody",
-    "PipelineBody",
-    "Reference",
-    "SweepBody",
-    "read_job",
-]
-
 Mode = Literal["download", "upload", "mount", "direct"]
 
 _MODES: dict[str, Mode] = {

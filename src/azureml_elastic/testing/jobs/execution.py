@@ -15,8 +15,6 @@ from azureml_elastic.testing.jobs.nodes import CommandJob, Node, Setting, start_
 from azureml_elastic.testing.jobs.runs import NodeState, Verdict, verdict
 from azureml_elastic.testing.storage import ARTIFACTS, Location
 
-__all__ = ["Execution"]
-
 _POLL_S = 0.03
 _TERMINATION_POLL_S = 0.2
 _TAIL = 20

@@ -16,8 +16,6 @@ from azureml_elastic.testing.jobs.nodes import LEDGER, Setting
 from azureml_elastic.testing.jobs.runs import Run, Runs, unlike_the_run
 from azureml_elastic.testing.storage import ARTIFACTS, Location, locate
 
-__all__ = ["FollowedRun"]
-
 
 class FollowedRun:
     """Reader of the events and logs of a run's nodes.

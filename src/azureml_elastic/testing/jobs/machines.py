@@ -19,19 +19,6 @@ from typing_extensions import Self
 from azureml_elastic.config.base import ConfigModel, Duration, Span, Takes, default
 from azureml_elastic.errors import UsageError
 
-__all__ = [
-    "Evicted",
-    "Eviction",
-    "Machine",
-    "Machines",
-    "Pool",
-    "Target",
-    "due",
-    "parse_eviction",
-    "parse_pool",
-    "read_trace",
-]
-
 # 127.0.0.1 is that of all servers of this machine.
 _FIRST_ADDRESS = 2
 _LAST_ADDRESS = 254

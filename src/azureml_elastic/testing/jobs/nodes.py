@@ -24,17 +24,6 @@ from azureml_elastic.testing.jobs.runs import Run
 from azureml_elastic.testing.jobs.search_space import expand
 from azureml_elastic.testing.storage import Location, Mirror
 
-__all__ = [
-    "LEDGER",
-    "CommandJob",
-    "Node",
-    "Setting",
-    "distribution_variables",
-    "inherited_variables",
-    "node_variables",
-    "start_node",
-]
-
 # What is of another job, cloud or test, as this process may run in one; and what would lead requests past the gateway.
 _FOREIGN = ("AZUREML_", "AZURE_ML_", "DATASET_MOUNT_", "IDENTITY_", "MLFLOW_", "MSI_", "OBO_", "PYTEST_")
 _FOREIGN_NAMES = frozenset(

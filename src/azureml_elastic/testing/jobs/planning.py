@@ -25,8 +25,6 @@ from azureml_elastic.testing.jobs.runs import TERMINAL, Run, Status
 from azureml_elastic.testing.jobs.search_space import with_values
 from azureml_elastic.testing.storage import locate
 
-__all__ = ["Due", "Plan", "Planner", "Step", "check_order", "due_steps"]
-
 
 @dataclass(frozen=True)
 class Step:

@@ -9,8 +9,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["TERMINAL", "NodeState", "Run", "Runs", "Status", "Verdict", "pipeline_status", "unlike_the_run", "verdict"]
-
 Status = Literal[
     "NotStarted", "Queued", "Preparing", "Running", "Finalizing", "CancelRequested", "Completed", "Failed", "Canceled"
 ]

@@ -12,18 +12,6 @@ from typing import Any, Literal
 
 from azureml_elastic.errors import UsageError
 
-__all__ = [
-    "Binding",
-    "Expression",
-    "SearchSpace",
-    "as_searched",
-    "best_trial",
-    "expand",
-    "read_binding",
-    "read_search_space",
-    "with_values",
-]
-
 _BOUNDS, _BELL = ("min_value", "max_value"), ("mu", "sigma")
 _ARGUMENTS = {
     "choice": ("values",),

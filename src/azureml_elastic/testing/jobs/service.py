@@ -20,8 +20,6 @@ from azureml_elastic.testing.jobs.runs import Run, Runs
 from azureml_elastic.testing.jobs.search_space import best_trial
 from azureml_elastic.testing.storage import locate
 
-__all__ = ["Service"]
-
 _ARTIFACTS = "azureml://datastores/workspaceartifactstore/paths/ExperimentRun/dcid."
 _POLL_S = 0.05
 _OUTPUT = re.compile(r"//jobs/([^/]+)/outputs/([^/]+)(?:/(?:paths/)?(.*))?")
