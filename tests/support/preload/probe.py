@@ -67,7 +67,8 @@ def look():
             stream.seekable(),
             stream.isatty(),
             stream.name,
-            type(stream.buffer).__name__,
+            # A forked worker's drops what a full disk does not take.
+            next(kind.__name__ for kind in type(stream.buffer).__mro__ if kind.__module__ == "_io"),
             stream.newlines,
         ]
     frames = inspect.stack()

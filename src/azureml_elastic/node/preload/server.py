@@ -130,8 +130,13 @@ class _Server:
         self._prctl = ctypes.CDLL(None).prctl
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
         self._usual = {number: signal.getsignal(number) for number in (*_IGNORED, signal.SIGCHLD, signal.SIGIO)}
+        # A signal that arrives just before poll() does not interrupt it, and its handler would run after the next
+        # request: the agent may wait for nothing but the end of a worker. Each signal also writes here.
+        self._woken, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._usual_wake = -1
         self._poll = select.poll()
         self._poll.register(link, select.POLLIN)
+        self._poll.register(self._woken, select.POLLIN)
         self._take_signals()
         fcntl.fcntl(link, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(link, fcntl.F_SETFL, fcntl.fcntl(link, fcntl.F_GETFL) | os.O_ASYNC)
@@ -252,11 +257,16 @@ class _Server:
         needs_store = self._serves_stores and self._spare_store is None and self._unsafe is None
         is_busy = bool(self._later or self._later_packages or needs_store)
         milliseconds = max(0.0, self._quiet_until - time.monotonic()) * 1000 if is_busy else None
-        if not self._poll.poll(milliseconds):
+        ready = {descriptor for descriptor, _ in self._poll.poll(milliseconds)}
+        if self._woken in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._woken, _MOST_BYTES)
+        if not ready:
             if self._later or self._later_packages:
                 self._import_next()
             else:
                 self._fork_spare_store()
+        if self._link.fileno() not in ready:
             return None
         data, descriptors, _, _ = socket.recv_fds(self._link, _MOST_BYTES, _DESCRIPTORS)
         if not data:
@@ -358,8 +368,8 @@ class _Server:
             try:
                 self._end_with(server)
                 ours.close()
-                self._link.close()
                 self._restore_signals()
+                self._close_descriptors()
                 for number in _IGNORED:
                     signal.signal(number, signal.SIG_IGN)  # for the agent to act on, which ends this process
                 from azureml_elastic.node.preload.store_server import serve_when_asked
@@ -388,10 +398,8 @@ class _Server:
         # The agent signals the whole group, so that it reaches what the worker has started; the error file is written
         # by leaders of sessions alone.
         os.setsid()
-        self._link.close()
-        if self._spare_store is not None:
-            self._spare_store[1].close()
         self._restore_signals()
+        self._close_descriptors()
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         document = script_runner.read_json(start)
         wanted, arguments = document["environment"], document["arguments"]
@@ -407,6 +415,14 @@ class _Server:
         state_lookups.record(os.environ)
         optimizer_steps.count_steps(os.environ)
         return run
+
+    def _close_descriptors(self) -> None:
+        """Close the server's own descriptors, in a fork."""
+        self._link.close()
+        if self._spare_store is not None:
+            self._spare_store[1].close()
+        for descriptor in (self._woken, self._wake):
+            os.close(descriptor)
 
     def _end_with(self, server: int) -> None:
         """Have the kernel end this fork when the server ends."""
@@ -428,11 +444,14 @@ class _Server:
             if current not in (handler, self._usual[signal.Signals(number)]):
                 self._usual[signal.Signals(number)] = current
             signal.signal(number, handler)
+        wake = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        self._usual_wake = self._usual_wake if wake == self._wake else wake
         for number in (signal.SIGCHLD, signal.SIGIO):
             # Calls of libraries that the handlers interrupt during an import go on: C code seldom expects EINTR.
             signal.siginterrupt(number, False)
 
     def _restore_signals(self) -> None:
+        signal.set_wakeup_fd(self._usual_wake)
         for number, handler in self._usual.items():
             signal.signal(number, handler)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -45,6 +46,35 @@ def waiting(process, folder, **more):
     worker = process.start(environment("wait", **more), folder / "out", folder / "err")
     wait_for_text(folder / "out", "waiting")
     return worker
+
+
+LATE_SIGNAL = """
+import os, signal, socket, sys, threading, time
+from azureml_elastic.node.preload.command import OUTERMOST
+from azureml_elastic.node.preload.server import EarlierImports, _Server
+
+sys.orig_argv = [sys.executable, "-c", OUTERMOST, "0", "{}", "script", "none.py"]
+agent, link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+server = _Server(link, {}, "script", "none.py", EarlierImports())
+server._later.clear()
+worker = os.fork()
+if worker == 0:
+    time.sleep(0.5)
+    os._exit(3)
+server._workers[worker] = False
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # the other thread gets it: this one's poll() goes on
+server.handle_one()
+print(agent.recv(1000).decode(), flush=True)
+os._exit(0)
+"""
+
+
+def test_the_end_of_a_worker_is_reported_where_its_signal_interrupts_nothing(tmp_path):
+    """As where it comes between the interpreter's look at its signals and the system call: seldom."""
+    path = script(tmp_path, LATE_SIGNAL)
+    found = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(found.stdout)["code"] == 3
 
 
 def script(folder, text):
