@@ -15,9 +15,8 @@ from azureml_elastic.cli.jobs import compile_, schema, submit, validate
 from azureml_elastic.cli.local import demo, local
 from azureml_elastic.cli.logs import logs
 from azureml_elastic.cli.output import CommandWithJson
-from azureml_elastic.cli.replace_nodes import replace_nodes
 from azureml_elastic.cli.report import report
-from azureml_elastic.cli.runs import cancel, download
+from azureml_elastic.cli.runs import cancel, download, replace_nodes
 from azureml_elastic.cli.simulate import simulate
 from azureml_elastic.cli.status import status
 from azureml_elastic.cli.workspace import workspace

@@ -191,7 +191,7 @@ def status(
 
 def _local(folder: Path) -> tuple[Iterable[str], dict[str, Any]]:
     """Return what describes a run on this machine by the files in its folder: lines, and a document."""
-    from azureml_elastic.cli.run_reports import LocalRunReports
+    from azureml_elastic.cli.report import LocalRunReports
     from azureml_elastic.ledger.events import CheckpointCommitted
     from azureml_elastic.local.view import Board
     from azureml_elastic.plurals import counted

@@ -5,7 +5,6 @@ The folder of a job's code may upload more than its author knows, which a warnin
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import stat
@@ -83,7 +82,17 @@ def checked_data(name: str, path: str | os.PathLike[str]) -> None:
 
 def _check_folder(folder: Path) -> None:
     """Check everything in a folder that is uploaded."""
-    ignored = Ignored(folder)
+    ignored = Ignored(folder).has
+    for entry, problem, _ in _walk(folder, ignored):
+        if problem and not ignored(str(entry.relative_to(folder))):
+            raise _refused(folder, _link_to(entry, folder) if problem == _LOOP else entry, problem)
+
+
+def _walk(folder: Path, ignored: Callable[[str], bool]) -> Iterator[tuple[Path, str, int]]:
+    """Yield what is no folder, with the reason why it cannot be uploaded, empty if it can, and its size.
+
+    Links are followed as by the upload, but those to folders that are ignored.
+    """
     # With each folder those that it is in, not all seen: two links to one folder are uploaded twice, which is no loop.
     pending = [(folder, {_identity(folder.stat())})]
     while pending:
@@ -91,33 +100,33 @@ def _check_folder(folder: Path) -> None:
         try:
             entries = sorted(current.iterdir())
         except OSError as error:
-            raise _refused(folder, current, f"cannot be read ({error.strerror})") from error
+            yield current, f"cannot be read ({error.strerror})", 0
+            continue
         for entry in entries:
-            relative = str(entry.relative_to(folder))
-            problem, below = _examine(entry, above)
-            if below is not None and not (entry.is_symlink() and ignored.has(relative)):
+            problem, below, nbytes = _examine(entry, above)
+            if below is None or (entry.is_symlink() and ignored(str(entry.relative_to(folder)))):
+                yield entry, problem, nbytes
+            else:
                 pending.append((entry, below))
-            elif problem and not ignored.has(relative):
-                raise _refused(folder, _link_to(entry, folder) if problem == _LOOP else entry, problem)
 
 
-def _examine(entry: Path, above: set[tuple[int, int]]) -> tuple[str, set[tuple[int, int]] | None]:
-    """Return why an entry of a folder cannot be uploaded, empty if it can, and the folders around its content."""
+def _examine(entry: Path, above: set[tuple[int, int]]) -> tuple[str, set[tuple[int, int]] | None, int]:
+    """Return why an entry of a folder cannot be uploaded, the folders around its content if it is one, and its size."""
     name = "has a name that is not UTF-8" if not _is_text(entry.name) else ""
     try:
         found = entry.stat()
     except FileNotFoundError:
-        return f"is a link to {_shown(entry.readlink())}, which does not exist", None
+        return f"is a link to {_shown(entry.readlink())}, which does not exist", None, 0
     except OSError as error:  # a link to itself, or a folder above that may not be searched
-        return f"cannot be followed ({error.strerror})", None
+        return f"cannot be followed ({error.strerror})", None, 0
     if stat.S_ISDIR(found.st_mode):
         if _identity(found) in above:
-            return _LOOP, None
+            return _LOOP, None, 0
         readable = os.access(entry, os.R_OK | os.X_OK)
-        return (name, {*above, _identity(found)}) if readable and not name else (name or "cannot be read", None)
+        return (name, {*above, _identity(found)}, 0) if readable and not name else (name or "cannot be read", None, 0)
     if not stat.S_ISREG(found.st_mode):
-        return "is no file, but a pipe, a socket or a device", None
-    return name or ("" if os.access(entry, os.R_OK) else "cannot be read (permission denied)"), None
+        return "is no file, but a pipe, a socket or a device", None, 0
+    return name or ("" if os.access(entry, os.R_OK) else "cannot be read (permission denied)"), None, found.st_size
 
 
 def _link_to(entry: Path, folder: Path) -> Path:
@@ -156,8 +165,9 @@ def describe_upload(folder: Path, ignored: Callable[[str], bool]) -> str | None:
     """
     sizes: dict[str, int] = {}
     counts: dict[str, int] = {}
-    for relative, nbytes in _files(folder):
-        if not ignored(relative):
+    for entry, problem, nbytes in _walk(folder, ignored):
+        relative = str(entry.relative_to(folder))
+        if not problem and not ignored(relative):
             part = relative.partition(os.sep)[0] + (os.sep if os.sep in relative else "")
             sizes[part] = sizes.get(part, 0) + nbytes
             counts[part] = counts.get(part, 0) + 1
@@ -176,21 +186,6 @@ def describe_upload(folder: Path, ignored: Callable[[str], bool]) -> str | None:
         f"them has changed. The largest parts are {parts}. Name what the job does not need in "
         f"{str(folder / '.amlignore')!r}, or give code= a folder that has the program alone."
     )
-
-
-def _files(folder: Path) -> Iterator[tuple[str, int]]:
-    """Yield the paths in the folder, and the sizes, of all files; links are followed as by the upload."""
-    seen: set[tuple[int, int]] = set()
-    for root, folders, files in os.walk(folder, followlinks=True):
-        found = Path(root).stat()
-        if (found.st_dev, found.st_ino) in seen:  # a link that leads back
-            folders.clear()
-            continue
-        seen.add((found.st_dev, found.st_ino))
-        for name in files:
-            path = Path(root, name)
-            with contextlib.suppress(OSError):  # a link that leads nowhere, or a file that has gone
-                yield str(path.relative_to(folder)), path.stat().st_size
 
 
 def _text(nbytes: float) -> str:

@@ -153,14 +153,7 @@ class NodeOfRun:
 
 
 class ElasticRun:
-    """A run that was submitted as an elastic job.
-
-    Args:
-        name: name of the submitted job, or of the job of a replacement node.
-
-    Raises:
-        SubmitError: there is no such job, or it is not an elastic job.
-    """
+    """A run that was submitted as an elastic job, by the name of its job or of that of a replacement node."""
 
     def __init__(self, jobs: JobReader, name: str) -> None:
         self._jobs = jobs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,6 +89,13 @@ def properties_of(body: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise MalformedRequest('The "properties" of the document are missing or not an object.')
     return found
+
+
+def either(value: Mapping[str, Any], name: str) -> Any:
+    """Return a field that is in camel case in jobs and in snake case in pipeline steps."""
+    snake = re.sub(r"[A-Z]", lambda match: f"_{match[0].lower()}", name)
+    found = value.get(name)
+    return value.get(snake) if found is None else found
 
 
 def unsupported(request: Request) -> Answer:

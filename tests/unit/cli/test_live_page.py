@@ -2,8 +2,7 @@
 
 import threading
 
-from azureml_elastic.cli.report import LivePage
-from azureml_elastic.cli.run_reports import LocalRunReports, RunReport
+from azureml_elastic.cli.report import LivePage, LocalRunReports, RunReport
 from azureml_elastic.errors import TableUnavailable
 from azureml_elastic.ledger.summary import Paths, Report
 from tests.support.histories import loss_and_newcomer

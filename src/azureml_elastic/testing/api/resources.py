@@ -24,6 +24,7 @@ from azureml_elastic.testing.messages import (
     MalformedRequest,
     Request,
     document,
+    either,
     properties_of,
     refusal,
     unsupported,
@@ -78,18 +79,17 @@ def _check_job(job: Mapping[str, Any]) -> None:
     compute = job.get("computeId")
     if compute and not _COMPUTE.fullmatch(str(compute)):
         raise UsageError(f"computeId={compute!r:.200} is not the id of a compute, /subscriptions/.../computes/<name>.")
-    size = _value(job.get("resources"), "shmSize", "shm_size")
+    size = _part(job, "resources", "shmSize")
     if size is not None and not _SHM_SIZE.fullmatch(str(size)):
         raise UsageError(f"shmSize={size!r:.100} is not a number above 0 and one of the units b, k, m and g.")
-    tier = _value(job.get("queueSettings") or job.get("queue_settings"), "jobTier", "job_tier")
+    tier = _part(job, "queueSettings", "jobTier")
     if tier is not None and tier not in _TIERS:
         raise UsageError(f"jobTier={tier!r:.100} is none of {', '.join(_TIERS)}.")
 
 
-def _value(held: object, *names: str) -> Any:
-    """Return a field that has one name in jobs and another in the steps of pipelines."""
-    found = held if isinstance(held, Mapping) else {}
-    return next((found[name] for name in names if found.get(name) is not None), None)
+def _part(job: Mapping[str, Any], name: str, field: str) -> Any:
+    held = either(job, name)
+    return either(held, field) if isinstance(held, Mapping) else None
 
 
 _VIEWS = {"EnabledOnly": (True,), "DisabledOnly": (False,), "All": (True, False)}

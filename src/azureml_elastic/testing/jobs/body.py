@@ -13,8 +13,10 @@ from azureml_elastic.testing.jobs.search_space import (
     as_searched,
     read_binding,
     read_search_space,
+    text_of,
     with_values,
 )
+from azureml_elastic.testing.messages import either
 
 Mode = Literal["download", "upload", "mount", "direct"]
 
@@ -253,7 +255,7 @@ def _bound_inputs(spec: Mapping[str, Any], node: Mapping[str, Any], pipeline: _P
         elif value is not None and binding is None:
             bound[name] = _input({**value, "mode": mode})
         elif declaration.get("default") is not None:
-            bound[name] = InputBody(literal=_text(declaration["default"]))
+            bound[name] = InputBody(literal=text_of(declaration["default"]))
     return bound
 
 
@@ -290,25 +292,25 @@ def _sweep(
 ) -> SweepBody:
     """Parse a sweep, given what is its own and what its trials are."""
     limits, objective = _mapping(properties, "limits"), _mapping(properties, "objective")
-    if _either(properties, "earlyTermination"):
-        kind = _either(_mapping(properties, "earlyTermination"), "policyType")
+    if either(properties, "earlyTermination"):
+        kind = either(_mapping(properties, "earlyTermination"), "policyType")
         raise UsageError(
             f"The local workspace ends no trial early, and this sweep has the policy {kind!r}. Submit it without "
             "early_termination."
         )
-    command = {**trial, "limits": {"timeout": _either(limits, "trialTimeout")}}
+    command = {**trial, "limits": {"timeout": either(limits, "trialTimeout")}}
     body = _command(command, inputs=inputs, outputs=outputs, default_compute=default_compute)
-    space = read_search_space(_mapping(properties, "searchSpace"), _either(properties, "samplingAlgorithm"))
+    space = read_search_space(_mapping(properties, "searchSpace"), either(properties, "samplingAlgorithm"))
     with_values(body.command, dict.fromkeys(space.expressions, ""))  # refuses a name that the search space lacks
-    most = int(_either(limits, "maxTotalTrials") or _MOST_TRIALS)
+    most = int(either(limits, "maxTotalTrials") or _MOST_TRIALS)
     return SweepBody(
         trial=body,
         space=space,
         most_trials=most,
-        most_at_once=min(most, int(_either(limits, "maxConcurrentTrials") or most)),
-        metric=str(_either(objective, "primaryMetric")),
+        most_at_once=min(most, int(either(limits, "maxConcurrentTrials") or most)),
+        metric=str(either(objective, "primaryMetric")),
         maximize=str(objective["goal"]).lower() == "maximize",
-        timeout_s=_seconds(_either(limits, "timeout")),
+        timeout_s=_seconds(either(limits, "timeout")),
     )
 
 
@@ -321,18 +323,18 @@ def _command(
 ) -> CommandBody:
     resources = _mapping(properties, "resources")
     distribution = _mapping(properties, "distribution")
-    nodes = int(_either(resources, "instanceCount") or 1)
-    processes = int(_either(distribution, "processCountPerInstance") or 1)
+    nodes = int(either(resources, "instanceCount") or 1)
+    processes = int(either(distribution, "processCountPerInstance") or 1)
     if nodes < 1 or not 1 <= processes <= _MOST_PROCESSES:
         raise UsageError(
             f"The job has {nodes} nodes of {processes} processes. Give at least one node, and 1 to {_MOST_PROCESSES} "
             "processes per node."
         )
-    kind = _either(distribution, "distributionType")
+    kind = either(distribution, "distributionType")
     if kind not in (None, "PyTorch"):
         raise UsageError(f"The local workspace starts PyTorch jobs, and this job's distribution is {kind!r}.")
-    compute = str(_either(properties, "computeId") or default_compute or "serverless")
-    code = _either(properties, "codeId") or properties.get("code")
+    compute = str(either(properties, "computeId") or default_compute or "serverless")
+    code = either(properties, "codeId") or properties.get("code")
     return CommandBody(
         command=str(properties["command"]),
         code=None if code is None else str(code),
@@ -341,10 +343,10 @@ def _command(
         environment_variables=_variables(properties),
         compute=compute.rpartition("/")[2],
         nodes=nodes,
-        most_nodes=max(nodes, int(_either(resources, "maxInstanceCount") or nodes)),
+        most_nodes=max(nodes, int(either(resources, "maxInstanceCount") or nodes)),
         processes=processes,
         distributed=kind is not None,
-        timeout_s=_seconds(_either(_mapping(properties, "limits"), "timeout")),
+        timeout_s=_seconds(either(_mapping(properties, "limits"), "timeout")),
     )
 
 
@@ -357,7 +359,7 @@ def _outputs(properties: Mapping[str, Any]) -> dict[str, OutputBody]:
         name: OutputBody(
             value.get("uri") or None,
             _mode(value.get("mode"), "mount"),
-            str(_either(value, "jobOutputType") or "uri_folder"),
+            str(either(value, "jobOutputType") or "uri_folder"),
         )
         for name, value in _named(properties, "outputs").items()
         if value is not None
@@ -365,8 +367,8 @@ def _outputs(properties: Mapping[str, Any]) -> dict[str, OutputBody]:
 
 
 def _input(value: Mapping[str, Any]) -> InputBody:
-    if _either(value, "jobInputType") == "literal":
-        return InputBody(literal=_text(value.get("value")))
+    if either(value, "jobInputType") == "literal":
+        return InputBody(literal=text_of(value.get("value")))
     return InputBody(uri=str(value["uri"]), mode=_mode(value.get("mode"), "mount"))
 
 
@@ -374,12 +376,8 @@ def _mode(value: object, default: Mode) -> Mode:
     return default if value is None else _MODES[str(value).replace("_", "").lower()]
 
 
-def _text(value: object) -> str:
-    return str(value) if not isinstance(value, bool) else str(value).lower()
-
-
 def _mapping(value: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = _either(value, name) or {}
+    found = either(value, name) or {}
     if not isinstance(found, Mapping):
         raise UsageError(f"{name!r} of the job is {found!r:.100}. Give an object.")
     return dict(found)
@@ -405,13 +403,6 @@ def _variables(properties: Mapping[str, Any]) -> dict[str, str]:
                 f"The environment variable {name!r:.100} cannot have the value {value!r:.100}. Give a string."
             )
     return found
-
-
-def _either(value: Mapping[str, Any], name: str) -> Any:
-    """Return a field that is in camel case in jobs and in snake case in pipeline steps."""
-    snake = re.sub(r"[A-Z]", lambda match: f"_{match[0].lower()}", name)
-    found = value.get(name)
-    return value.get(snake) if found is None else found
 
 
 def _seconds(text: object) -> float | None:

@@ -275,16 +275,8 @@ def _run_of_step(pipeline: Run, number: int, name: str, body: JobBody) -> Run:
     elif isinstance(body, SweepBody):
         document = _document_of_sweep(body, name, pipeline.experiment)
     else:
-        document = {
-            "jobType": "Pipeline",
-            "displayName": name,
-            "experimentName": pipeline.experiment,
-            "settings": pipeline.body.get("settings"),  # those of the submitted pipeline hold for all in it
-            "inputs": {},
-            "outputs": {},
-            "properties": {},
-            "tags": {},
-        }
+        # The settings of the submitted pipeline hold for all in it.
+        document = _properties("Pipeline", name, pipeline.experiment, settings=pipeline.body.get("settings"))
     return Run(
         f"{pipeline.root}-{name}-{secrets.token_hex(4)}",
         _KINDS[type(body)],
@@ -300,20 +292,17 @@ def _run_of_step(pipeline: Run, number: int, name: str, body: JobBody) -> Run:
 
 def _document_of_sweep(body: SweepBody, name: str, experiment: str) -> dict[str, Any]:
     """Return the properties of a sweep's document."""
-    trial = _document(body.trial, name, experiment)
-    return {
-        **{
-            field: value
-            for field, value in trial.items()
-            if field not in ("command", "environmentVariables", "resources")
-        },
-        "jobType": "Sweep",
-        "trial": {"command": body.trial.command, "codeId": _id(body.trial.code)},
-        "searchSpace": {name: [each.type, list(each.arguments)] for name, each in body.space.expressions.items()},
-        "samplingAlgorithm": {"samplingAlgorithmType": body.space.sampling.capitalize()},
-        "objective": {"goal": "maximize" if body.maximize else "minimize", "primaryMetric": body.metric},
-        "limits": {"maxTotalTrials": body.most_trials, "maxConcurrentTrials": body.most_at_once},
-    }
+    return _properties(
+        "Sweep",
+        name,
+        experiment,
+        computeId=f"azureml:{body.trial.compute}",
+        trial={"command": body.trial.command, "codeId": _id(body.trial.code)},
+        searchSpace={name: [each.type, list(each.arguments)] for name, each in body.space.expressions.items()},
+        samplingAlgorithm={"samplingAlgorithmType": body.space.sampling.capitalize()},
+        objective={"goal": "maximize" if body.maximize else "minimize", "primaryMetric": body.metric},
+        limits={"maxTotalTrials": body.most_trials, "maxConcurrentTrials": body.most_at_once},
+    )
 
 
 def _id(resource: str | None) -> str | None:
@@ -323,16 +312,17 @@ def _id(resource: str | None) -> str | None:
 
 def _document(body: CommandBody, name: str, experiment: str) -> dict[str, Any]:
     """Return the properties of a command job's document."""
-    return {
-        "jobType": "Command",
-        "command": body.command,
-        "computeId": f"azureml:{body.compute}",
-        "displayName": name,
-        "experimentName": experiment,
-        "environmentVariables": dict(body.environment_variables),
-        "resources": {"instanceCount": body.nodes},
-        "inputs": {},
-        "outputs": {},
-        "properties": {},
-        "tags": {},
-    }
+    return _properties(
+        "Command",
+        name,
+        experiment,
+        command=body.command,
+        computeId=f"azureml:{body.compute}",
+        environmentVariables=dict(body.environment_variables),
+        resources={"instanceCount": body.nodes},
+    )
+
+
+def _properties(kind: str, name: str, experiment: str, **own: Any) -> dict[str, Any]:
+    empty: dict[str, Any] = {field: {} for field in ("inputs", "outputs", "properties", "tags")}
+    return {"jobType": kind, "displayName": name, "experimentName": experiment, **own, **empty}

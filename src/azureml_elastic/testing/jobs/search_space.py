@@ -41,7 +41,7 @@ class Expression:
     def draw(self, source: random.Random) -> str:
         """Draw a value, as it is written in a command."""
         if self.type == "choice":
-            return _text(source.choice(self.arguments[0]))
+            return text_of(source.choice(self.arguments[0]))
         if self.type == "randint":
             return str(source.randrange(int(self.arguments[0])))
         first, second = map(float, self.arguments[:2])
@@ -52,7 +52,7 @@ class Expression:
         if self.type.startswith("q"):
             step = float(self.arguments[2])
             value = round(value / step) * step
-        return _text(value)
+        return text_of(value)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class SearchSpace:
         """Yield the points, each with a value for every parameter and none twice."""
         names = list(self.expressions)
         if self.sampling == "grid":
-            choices = [[_text(value) for value in each.arguments[0]] for each in self.expressions.values()]
+            choices = [[text_of(value) for value in each.arguments[0]] for each in self.expressions.values()]
             yield from (dict(zip(names, values, strict=True)) for values in itertools.product(*choices))
             return
         source = random.Random(self.seed)
@@ -150,7 +150,8 @@ def best_trial(values: Mapping[str, Sequence[float]], *, maximize: bool) -> tupl
     return name, reached[name]
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """Return a literal as it is written in a command."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
