@@ -201,11 +201,10 @@ class ElasticCommandJob(JobFields, Submittable):  # type: ignore[misc]  # its ma
             CommandError: the command starts no Python program, or one that is not in ``code``.
             MissingExtra: azure-ai-ml is not installed.
         """
-        from azureml_elastic.submit.compilation import compile_job
-        from azureml_elastic.submit.steps import compile_step
+        from azureml_elastic.submit.steps import compile_node, compile_step
 
         if not bindings_of(self.inputs) or has_search(self.inputs):
-            return compile_job(self)
+            return compile_node(self)
         with outside_pipelines():  # of the pipeline that it will be in, the other steps are not known yet
             return compile_step(self, uuid.uuid4().hex)
 

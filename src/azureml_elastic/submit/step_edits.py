@@ -1,4 +1,4 @@
-"""Steps of ``@dsl.pipeline`` functions, and what their authors set on them once the job has been called.
+"""Nodes that jobs and sweeps have been compiled to, and what their authors set on them.
 
 A node of azure-ai-ml takes every attribute; what it does not send is lost without a word, and what it does send may
 contradict the plan of the job. Here a step is compared, when its pipeline is built and again when it is validated, with
@@ -8,8 +8,10 @@ checked as any other; what cannot be changed is refused.
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from azureml_elastic.errors import SubmitError, needs_extra
 from azureml_elastic.submit.conversion import FIELDS_OF_RESOURCES, queue_fields
@@ -17,10 +19,12 @@ from azureml_elastic.submit.fields import JobFields, merged_fields
 from azureml_elastic.submit.sdk_hooks import is_binding
 
 with needs_extra("azure-ai-ml", "submit"):
-    from azure.ai.ml.entities import Command, Pipeline
+    from azure.ai.ml.entities import Command, CommandComponent, Pipeline, Sweep
 
-Compile = Callable[[JobFields], "tuple[Command | Pipeline, Command]"]
-"""Function that returns the node of a job, and a command with the settings of all its nodes, possibly the node."""
+Compile = Callable[[JobFields], "tuple[Command | Pipeline | Sweep, Command | Sweep]"]
+"""Function that returns the node of a job, and what has the settings of all its nodes: a command, or the node."""
+
+_Node = TypeVar("_Node", bound="Command | Pipeline | Sweep")
 
 _CARRIED = frozenset(
     {"comment", "description", "display_name", "experiment_name", "kwargs", "name", "properties", "tags"}
@@ -33,6 +37,21 @@ _COMPILED = (
 )
 """What the nodes have from the fields of a job, beside their component."""
 
+_COMPILED_OF_SWEEPS = (
+    "compute",
+    "identity",
+    "queue_settings",
+    "resources",
+    "trial.environment_variables",
+    "trial.resources",
+)
+
+_OF_SWEEPS = frozenset({"early_termination", "limits", "objective", "sampling_algorithm", "search_space"})
+"""How a sweep searches, which is no setting of its job."""
+
+_OF_TRIALS = ("code", "command", "distribution", "environment", "environment_variables", "resources")
+_SEARCHED = re.compile(r"\$\{\{\s*search_space\.")
+
 _OF_PIPELINES = frozenset({"compute", "services"})
 """Settings that each pipeline has, too, and that mean nothing there."""
 
@@ -42,7 +61,7 @@ class _Step:
 
     _job: JobFields
     _again: Compile
-    _template: Command
+    _template: Command | Sweep
     _before: Mapping[str, Any]
 
     def _set_base_path(self, base_path: Any) -> None:
@@ -62,33 +81,31 @@ class _Step:
             "job(lr=Uniform(0.01, 0.1), ...).sweep(...) is a step, too."
         )
 
-    def __call__(self, **_: Any) -> Any:
-        """Refuse to make another step, which would be of the same run."""
-        raise SubmitError("A step cannot be called. For another step, call the job once more.")
-
     def _apply(self) -> None:
         """Give the nodes what was set."""
         node: Any = self
-        if isinstance(node.component, str):  # it has been submitted, and azure-ai-ml has put ids in its place
+        if isinstance(_component(node), str):  # it has been submitted, and azure-ai-ml has put ids in its place
             return
         self._collect(node)
         now = _settings(self._template)
-        changed = [name for name in now if now[name] != self._before.get(name)]
+        changed = [name for name in now if now[name] != self._before.get(name) and not _is_resolved(name, now[name])]
+        if {"resources", "trial.resources"} <= {*changed} and now["resources"] == now["trial.resources"]:
+            changed.remove("trial.resources")  # a sweep and its trial have one object
         if not changed:
             return
         fields: dict[str, Any] = {}
         for name in changed:
             if "${{" in str(now[name]):  # what the job is checked with must be known, and the nodes see other inputs
                 raise _refused(name, now[name])
-            fields |= self._field(name, getattr(self._template, name), self._before.get(name) or {})
+            fields |= self._field(name, _setting(self._template, name), self._before.get(name) or {})
         own = fields.pop("environment_variables", self._job.environment_variables)
         job = type(self._job)(**{**merged_fields(self._job, fields), "environment_variables": own})
         made, template = self._again(job)
-        for old, new in zip(_commands(node), _commands(made), strict=True):
-            if old.component.command != new.component.command:
+        for old, new in zip(_nodes(node), _nodes(made), strict=True):
+            if _component(old).command != _component(new).command:
                 raise _refused(changed[0], now[changed[0]])
-            for name in _COMPILED:
-                setattr(old, name, getattr(new, name))
+            for name in _COMPILED_OF_SWEEPS if isinstance(new, Sweep) else _COMPILED:
+                _set(old, name, _setting(new, name))
         self._template = template if isinstance(node, Pipeline) else node
         self._job, self._before = job, _settings(self._template)
 
@@ -100,28 +117,86 @@ class _Step:
 
     def _field(self, name: str, value: Any, before: Any) -> dict[str, Any]:
         """Return the field of a job that a changed setting is."""
-        if name == "environment_variables":
+        if name in {"environment_variables", "trial.environment_variables"}:
             # Those of the presets and the plan stay, also where all are replaced.
             own = self._job.environment_variables
-            return {name: {key: each for key, each in (value or {}).items() if key in own or before.get(key) != each}}
+            kept = {key: each for key, each in (value or {}).items() if key in own or before.get(key) != each}
+            return {"environment_variables": kept}
         limits = _plain(value) or {}
         if name == "limits" and isinstance(limits, dict) and limits.keys() <= {"timeout", "type"}:
             return {"timeout": limits.get("timeout")}
         if name == "queue_settings":
             return queue_fields(value)
         if name == "resources":
-            return {name: dict(_resources(_plain(value) or {}, before))}
+            return {"resources": dict(self._of_resources(_plain(value) or {}, before))}
         if name in ("identity", "services") or (name == "compute" and not self._job.pools):
             return {name: value}
         raise _refused(name, value)
+
+    def _of_resources(self, now: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield the fields of the resources that are other ones; those that are left out stay."""
+        planned = self._job.resources
+        for name, value in now.items():
+            if value == before.get(name):
+                continue
+            if name in FIELDS_OF_RESOURCES:
+                yield name, value
+            elif (
+                (name, planned.effective_placement) == ("instance_count", "gang")
+                and isinstance(value, int)
+                and planned.min_instance_count <= value <= planned.max_instance_count
+            ):
+                yield "max_instance_count", value
+            else:
+                raise _refused(f"resources.{name}", value)
 
 
 class _CommandStep(_Step, Command):
     """A step whose nodes the service starts; it is its own template."""
 
+    def __call__(self, *arguments: Any, **inputs: Any) -> Any:
+        """Return another step, which is a run of its own."""
+        self._apply()
+        return as_step(super().__call__(*arguments, **inputs), None, self._job, self._again)
+
+
+class _SweepStep(_Step, Sweep):
+    """A sweep, whose trials have the settings of the job."""
+
+    def _set_base_path(self, base_path: Any) -> None:
+        super()._set_base_path(base_path)
+        if self.identity is not None:
+            raise SubmitError(
+                "azure-ai-ml sends no identity of a sweep that is a step of a pipeline. Submit the sweep by itself, or "
+                "leave the identity out, as in job.model_copy(update={'identity': None}).sweep(...)."
+            )
+
+    def _to_job(self) -> Any:
+        """Apply what was set; azure-ai-ml submits the result of this where the sweep is no step."""
+        self._apply()
+        return super()._to_job()
+
+
+class _Trial(CommandComponent):
+    """The component of a sweep's trials, whose command sets their environment variables.
+
+    A component has none in Azure ML, and the trials of a sweep that is a step have what its component has. A sweep by
+    itself has the variables beside its command, both as they are here.
+    """
+
+    def _to_dict(self) -> dict[str, Any]:
+        """Return what is registered."""
+        fields = super()._to_dict()
+        variables = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in self.environment_variables.items())
+        return {**fields, "command": f"export {variables} && {fields['command']}"}
+
 
 class _NodesStep(_Step, Pipeline):
     """A step whose nodes are a pipeline, with the settings of a command, which are those of all nodes."""
+
+    def __call__(self, **_: Any) -> Any:
+        """Refuse to make another step, which would be of the same run."""
+        raise SubmitError("A step cannot be called. For another step, call the job once more.")
 
     def set_limits(self, **limits: Any) -> None:
         """Set the limits of each node, as of a command."""
@@ -146,22 +221,26 @@ class _NodesStep(_Step, Pipeline):
                 setattr(node, name, None)
 
 
-def as_step(node: Command | Pipeline, template: Command, job: JobFields, again: Compile) -> None:
-    """Make a node one whose settings are applied.
+def as_step(node: _Node, template: Command | None, job: JobFields, again: Compile) -> _Node:
+    """Make a node one whose settings are applied, and return it.
 
     Args:
-        template: command with the settings of all nodes; the node itself, if it is one.
+        template: command with the settings of all nodes of a pipeline; other nodes have their own.
         job: job that it was compiled from.
         again: compiles a changed job to such a node.
     """
     step: Any = node
+    held = template or step
     if isinstance(node, Command):
         step.__class__ = _CommandStep
+    elif isinstance(node, Sweep):
+        step.__class__, step.trial.__class__ = _SweepStep, _Trial
     else:
-        for name in set(_settable(template)) - _CARRIED - _OF_PIPELINES - vars(_NodesStep).keys():
+        for name in set(_settable(held)) - _CARRIED - _OF_PIPELINES - vars(_NodesStep).keys():
             setattr(_NodesStep, name, _of_template(name))
         step.__class__ = _NodesStep
-    vars(step).update(_job=job, _again=again, _template=template, _before=_settings(template))
+    vars(step).update(_job=job, _again=again, _template=held, _before=_settings(held))
+    return node
 
 
 def _of_template(name: str) -> property:
@@ -174,13 +253,37 @@ def _of_template(name: str) -> property:
     return property(read, write)
 
 
-def _commands(node: Any) -> list[Any]:
-    return [node] if isinstance(node, Command) else list(node.component.jobs.values())
+def _nodes(node: Any) -> list[Any]:
+    return [node] if isinstance(node, Command | Sweep) else list(node.component.jobs.values())
 
 
-def _settings(command: Command) -> dict[str, Any]:
-    names = set(_settable(command)) - _CARRIED
-    return {name: _plain(getattr(command, name)) for name in sorted(names)}
+def _component(node: Any) -> Any:
+    return node.trial if isinstance(node, Sweep) else node.component
+
+
+def _settings(node: Any) -> dict[str, Any]:
+    names = sorted(set(_settable(node)) - _CARRIED)
+    if isinstance(node, Sweep):
+        names = [*sorted(set(names) - _OF_SWEEPS), *(f"trial.{name}" for name in _OF_TRIALS)]
+    found = {name: _plain(_setting(node, name)) for name in names}
+    if "trial.command" in found:  # azure-ai-ml writes the search space into it when it converts a sweep
+        found["trial.command"] = _SEARCHED.sub("${{inputs.", found["trial.command"])
+    return found
+
+
+def _setting(node: Any, name: str) -> Any:
+    """Return a setting of a node, or of a sweep's trial."""
+    holder = node.trial if name.startswith("trial.") else node
+    return getattr(holder, name.removeprefix("trial."))
+
+
+def _set(node: Any, name: str, value: Any) -> None:
+    setattr(node.trial if name.startswith("trial.") else node, name.removeprefix("trial."), value)
+
+
+def _is_resolved(name: str, value: Any) -> bool:
+    """Return whether azure-ai-ml has put an id in the place of what a node was given, as it does at submission."""
+    return name.removeprefix("trial.") in {"code", "environment"} and "/subscriptions/" in str(value)
 
 
 def _settable(node: Any) -> Iterator[str]:
@@ -202,17 +305,8 @@ def _plain(value: Any) -> Any:
     return _plain(vars(value)) if hasattr(value, "__dict__") else value
 
 
-def _resources(now: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the fields of the resources that are other ones; those that are left out stay."""
-    for name, value in now.items():
-        if value != before.get(name):
-            if name not in FIELDS_OF_RESOURCES:
-                raise _refused(f"resources.{name}", value)
-            yield name, value
-
-
 def _refused(name: str, value: Any) -> SubmitError:
-    field, _, count = name.partition(".")
+    field, _, count = name.removeprefix("trial.").partition(".")
     if count:
         change = f"job.with_options(resources={{'max_instance_count': {value!r}}})"
     else:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from azureml_elastic.environment import names as variables
@@ -11,6 +12,7 @@ from azureml_elastic.errors import SubmitError, needs_extra
 from azureml_elastic.submit import node_launch
 from azureml_elastic.submit.bindings import LITERALS, Bound, bindings_of, bound
 from azureml_elastic.submit.compilation import (
+    compile_job,
     declaration,
     fan_out_nodes,
     has_no_value,
@@ -28,7 +30,7 @@ from azureml_elastic.submit.validation import check
 
 with needs_extra("azure-ai-ml", "submit"):
     from azure.ai.ml import Output
-    from azure.ai.ml.entities import Command, Pipeline, PipelineComponent, Sweep
+    from azure.ai.ml.entities import Command, Pipeline, PipelineComponent, PipelineJob, Sweep
 
 _COMPONENT = "elastic_nodes"
 _Job = TypeVar("_Job", bound=JobFields)
@@ -63,6 +65,17 @@ def _as_declared(held: Any, value: Any) -> Any:
     return dataclasses.replace(value, type=kind, mode=field_of(held, "mode"))
 
 
+def compile_node(job: JobFields) -> Command | PipelineJob:
+    """Return the job as a new entity, which may become a step of a pipeline: that of one node is one."""
+    made = compile_job(job)
+    return as_step(made, None, job, _compile_again) if isinstance(made, Command) else made
+
+
+def _compile_again(job: JobFields) -> tuple[Any, Any]:
+    made = compile_job(job)
+    return made, made
+
+
 def compile_step(job: JobFields, position: str) -> Command | Pipeline:
     """Return the job as a new node of azure-ai-ml, which is added to the pipeline whose function is running.
 
@@ -73,18 +86,18 @@ def compile_step(job: JobFields, position: str) -> Command | Pipeline:
     Args:
         position: text that no other step of the pipeline has.
     """
-
-    def again(changed: JobFields) -> tuple[Command | Pipeline, Command]:
-        with outside_pipelines():
-            return _node(changed, position)
-
     node, template = _node(job, position)
-    as_step(node, template, job, again)
-    return node
+    return as_step(node, template, job, functools.partial(_node_again, position=position))
 
 
-def _node(job: JobFields, position: str) -> tuple[Command | Pipeline, Command]:
-    """Return a step's node, and a command with the settings of its nodes, which may be the same."""
+def _node_again(job: JobFields, position: str) -> tuple[Any, Any]:
+    with outside_pipelines():
+        node, template = _node(job, position)
+    return node, template or node
+
+
+def _node(job: JobFields, position: str) -> tuple[Command | Pipeline, Command | None]:
+    """Return a step's node, and where that is a pipeline a command with the settings of its nodes."""
     job = resolved(job)
     fan_out = job.resources.effective_placement == "fan_out"
     if fan_out:
@@ -103,7 +116,7 @@ def _node(job: JobFields, position: str) -> tuple[Command | Pipeline, Command]:
         for name, output in outputs_of(job).items():
             if name in job.outputs and output is not None:
                 setattr(node.outputs, name, output)
-    return node, template or node
+    return node, template
 
 
 def _given(job: JobFields) -> dict[str, Any]:
@@ -155,10 +168,26 @@ def compile_sweep(job: JobFields, search_space: Mapping[str, Any], options: Mapp
             "azure-ai-ml carries no interactive services to the trials of a sweep. Leave services out, as in "
             "job.model_copy(update={'services': None}).sweep(...)."
         )
+    unset = search if position_in_pipelines() is None else job.inputs
+    again = functools.partial(_sweep_again, search=search, options=options, unset=unset)
+    return as_step(_sweep(job, search, options, unset), None, job, again)
+
+
+def _sweep_again(job: JobFields, **search: Any) -> tuple[Sweep, Sweep]:
+    with outside_pipelines():
+        made = _sweep(job, **search)
+    return made, made
+
+
+def _sweep(job: JobFields, search: Mapping[str, Any], options: Mapping[str, Any], unset: Collection[str]) -> Sweep:
+    """Return a sweep.
+
+    Args:
+        unset: see :func:`single`. In a pipeline any input may come from another step; by itself, a sweep gives values
+            to what it searches alone.
+    """
     job = resolved(job)
     text = node_launch.command_text(job, check(job))
-    # In a pipeline any input may come from another step; by itself, a sweep gives values to what it searches alone.
-    unset = search if position_in_pipelines() is None else job.inputs
     with outside_pipelines():
         trial: Any = single(job, text, unset=unset)(**{**bindings_of(job.inputs), **search})
     for name, value in identification(job).items():

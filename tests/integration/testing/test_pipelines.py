@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from azure.ai.ml import Input, Output, dsl
 from azure.ai.ml.entities import CronTrigger, JobSchedule, PipelineJob
+from azure.ai.ml.sweep import Choice
 from typer.testing import CliRunner
 
 from azureml_elastic import ElasticCommandJob, ElasticResources
@@ -144,6 +145,41 @@ def test_what_any_node_has_written_is_the_output_of_its_step_or_job_each_a_run_o
     assert (own / "model").read_text().split() == [alone.name]
 
 
+SHOW = """
+import os, sys
+from azureml_elastic import train
+run = train.start()
+if run.rank == 0:
+    print("this is", *sys.argv[1:], os.environ["OWN"], os.environ.get("SET"), "on", run.world_size)
+"""
+
+
+def test_a_pipeline_whose_steps_and_sweep_have_been_edited_runs_as_it_was_edited(workspace, script):
+    script(SHOW)
+    job = ElasticCommandJob(
+        code="src",
+        command="python train.py ${{inputs.lr}}",
+        environment="anything@latest",
+        inputs={"lr": 0.1},
+        environment_variables={"OWN": "own"},
+        distribution={"process_count_per_instance": 1},
+        resources=ElasticResources(max_instance_count=2, placement="gang"),
+    )
+
+    @dsl.pipeline(compute="cluster")
+    def mine():
+        one = job()
+        one.resources.instance_count = 1
+        one.environment_variables = {"OWN": "other", "SET": "set"}
+        many = job(lr=Choice([0.2])).sweep(primary_metric="loss", goal="minimize", sampling_algorithm="grid")
+        many.set_limits(max_total_trials=1)
+        many.trial.environment_variables["SET"] = "it's set"
+
+    name = workspace.ml_client.jobs.create_or_update(mine()).name
+    assert workspace.wait(name, 120) == "Completed"
+    assert sorted(runs(workspace, name)) == ["0.1 other set on 1", "0.2 own it's set on 2"]
+
+
 def runs(workspace, name):
     """Return the script's lines of a job, and of the jobs below it."""
     below = list(workspace.ml_client.jobs.list(parent_job_name=name))
@@ -171,6 +207,17 @@ def test_each_trigger_of_an_elastic_jobs_schedule_trains_as_a_run_of_its_own(wor
     assert lines[0] != lines[1]
 
 
+def submitted(workspace, text):
+    """Submit a file by the command, and return the name of its job, which has completed."""
+    Path("job.yml").write_text(text)
+    Path("config.json").write_text(json.dumps(dict(workspace.config)))
+    shown = CliRunner().invoke(app, ["submit", "job.yml"])
+    assert shown.exit_code == 0, shown.output
+    name = shown.stdout.strip()
+    assert workspace.wait(name, 120) == "Completed"
+    return name
+
+
 SWEEP = """
 type: sweep
 trial:
@@ -187,12 +234,7 @@ limits: {max_total_trials: 2, max_concurrent_trials: 2}
 
 
 def test_the_command_submits_a_sweep_whose_trials_are_runs(workspace):
-    Path("sweep.yml").write_text(SWEEP)
-    Path("config.json").write_text(json.dumps(dict(workspace.config)))
-    shown = CliRunner().invoke(app, ["submit", "sweep.yml"])
-    assert shown.exit_code == 0, shown.output
-    name = shown.stdout.strip()
-    assert workspace.wait(name, 120) == "Completed"
+    name = submitted(workspace, SWEEP)
     assert runs(workspace, name) == [f"{lr} of {name}_{at}" for at, lr in enumerate((0.1, 0.2))]
 
 
@@ -241,13 +283,8 @@ if run.rank == 0:
 
 def test_the_command_submits_a_file_whose_elastic_steps_hand_on_what_they_write(workspace, script, tmp_path):
     script(TAKE)
-    Path("pipeline.yml").write_text(PIPELINE)
     Path("apart.yml").write_text(COMPONENT)
-    Path("config.json").write_text(json.dumps(dict(workspace.config)))
-    shown = CliRunner().invoke(app, ["submit", "pipeline.yml"])
-    assert shown.exit_code == 0, shown.output
-    name = shown.stdout.strip()
-    assert workspace.wait(name, 120) == "Completed"
+    name = submitted(workspace, PIPELINE)
     client = workspace.ml_client
     client.jobs.download(name, download_path=tmp_path, output_name="made")
     (last,) = [each.name for each in client.jobs.list(parent_job_name=name) if each.display_name == "together"]

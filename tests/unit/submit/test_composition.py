@@ -96,7 +96,7 @@ def test_the_trials_of_a_sweep_are_elastic_jobs_with_their_resources(client, sen
 
 
 def test_a_sweep_is_a_step_of_the_pipeline_that_makes_it(folder):
-    job = make("gang", services=None)
+    job = make("gang", services=None, identity=None)
 
     @dsl.pipeline(compute="gpu")
     def search():
