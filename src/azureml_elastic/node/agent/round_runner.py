@@ -282,11 +282,13 @@ class RoundPerformer:
             if mine:
                 self.record(RunEnded, succeeded=action.succeeded, message=action.message)
             return ev.RowWritten(mine)
-        mine = round_end.reopen(action)
-        if not mine:
-            return ev.RowWritten(mine)
+        written = round_end.reopen(action)
+        if written is None:
+            return ev.RowWritten(mine=False)
         self.record(RoundReopened, reason=action.reason, lost=tuple(sorted(action.lost)))
-        return ev.RowWritten(mine, round_end.left_in_order(action.lost))
+        if written.closed:  # it was one failed round too many
+            self.record(RunEnded, succeeded=False, message=written.message)
+        return ev.RowWritten(True, round_end.left_in_order(action.lost))
 
     def _read_failures(self, gave_way: frozenset[int]) -> ev.Failures:
         ranks = self._rdzv.membership.assignment.global_ranks

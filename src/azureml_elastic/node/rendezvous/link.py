@@ -10,7 +10,6 @@ from typing import Any
 
 from azureml_elastic.ipc import Connection, MessageClient, Peer
 from azureml_elastic.node.core import messages
-from azureml_elastic.node.core.failures import FailureRecord, aged
 from azureml_elastic.node.core.hub_state import HubReports
 from azureml_elastic.node.core.join_events import HubSent, LinkEnded
 from azureml_elastic.node.core.messages import Hello, Message, Watch
@@ -258,11 +257,6 @@ class Membership:
     def seconds(self) -> float:
         """Seconds since this node got its assignment."""
         return self._context.clock() - self._since
-
-    @property
-    def failures(self) -> tuple[FailureRecord, ...]:
-        """The run's worker failures that still count, aged as if the round ended now."""
-        return aged(self.assignment.round.failures, self.seconds)
 
     @property
     def connected(self) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from azureml_elastic.errors import TableError
 from azureml_elastic.node.core.joining import greeting_of
 from azureml_elastic.node.core.messages import RoundChanged
-from azureml_elastic.node.core.round import Member, Round, reopened, turn_of
+from azureml_elastic.node.core.round import Member, Round, turn_of
+from azureml_elastic.node.core.round_ends import EndFacts, left_in_order, version_after
 from azureml_elastic.node.core.training_actions import Close, Reopen
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub import Hub
@@ -41,53 +42,24 @@ class RoundEnd:
     watch: HubWatch
     reachability: Reachability
 
-    def reopen(self, how: Reopen) -> bool:
+    def reopen(self, how: Reopen) -> Round | None:
         """End the current round so that another can form, or the run after too many failed rounds.
 
         Returns:
-            Whether this node has ended it; otherwise another one was first, and nothing is charged.
+            What this node has written; ``None`` where another one was first, and nothing is charged.
         """
         round_, lost = self.membership.assignment.round, how.lost
         if self.context.latest.after(round_) is not None:
-            return False
+            return None
         # The record of a failure, and that this node leaves, are known here alone: the survivor whose turn it is would
         # write a round without them.
         if not how.failures and self.membership.me.node not in lost and self._another_node_ends(round_, lost):
-            return False
-        reason, round_failed = how.reason, how.round_failed
-        absent = self._absent() & lost
-        if absent and not how.failures:
-            round_failed = round_failed or lost == absent
-            reason = f"{reason}: {self._describe_absent(round_, absent)}"
-        next_ = reopened(
-            round_,
-            reason,
-            lost,
-            sorted(self.hub.view().waiting),
-            finishing=how.finishing,
-            finishing_seconds=how.finishing_seconds,
-            failures=how.failures,
-            seconds=self.membership.seconds,
-            round_failed=round_failed,
-        )
-        if next_.failed_rounds >= self.context.timings.max_failed_rounds:
-            message = (
-                f"{next_.failed_rounds} rounds in a row broke because nodes could not reach each other, the last one "
-                f"because {reason}. {self.reachability.advice}"
-            )
-            return self.close(Close(succeeded=False, exit_code=1, message=message))
-        return self._write(next_)
+            return None
+        return self._write(how)
 
     def close(self, how: Close) -> bool:
         """End the run for all nodes, and return whether this node has ended it."""
-        closed = replace(
-            self.membership.assignment.round,
-            state="succeeded" if how.succeeded else "failed",
-            message=how.message[:30_000],
-            exit_code=how.exit_code,
-            failures=how.failures or self.membership.failures,
-        )
-        return self._write(closed)
+        return self._write(how) is not None
 
     def _another_node_ends(self, round_: Round, lost: frozenset[str]) -> bool:
         """Wait for this node's turn among the survivors; return whether another one has ended the round."""
@@ -110,8 +82,7 @@ class RoundEnd:
         """Return the lost members that have left before they could enter the round, according to their rows."""
         absent = self._absent() & lost
         rows = [self._row(member) for member in self.membership.assignment.round.members if member.node in absent]
-        # Nodes that cannot reach rank 0's say that they have left, too, until they can.
-        return frozenset(row.node for row in rows if row is not None and row.state == "left" and not row.unreached)
+        return left_in_order([row for row in rows if row is not None])
 
     def _row(self, member: Member) -> Member | None:
         """Return the present row of a member, ``None`` where it is not known or that of another process."""
@@ -137,10 +108,20 @@ class RoundEnd:
         _LOG.warning("Members of round %d have not connected: %s. %s", round_.number, reason, self.reachability.advice)
         return reason
 
-    def _write(self, to: Round) -> bool:
-        """Write the next version of the round and send it to all connected nodes."""
+    def _write(self, how: Reopen | Close) -> Round | None:
+        """Write what follows, send it to all connected nodes and return it, unless another node was first."""
+        round_ = self.membership.assignment.round
+        absent = self._absent() & how.lost if isinstance(how, Reopen) and not how.failures else frozenset[str]()
+        facts = EndFacts(
+            self.membership.seconds,
+            self.hub.view().waiting,
+            absent,
+            self._describe_absent(round_, absent) if absent else "",
+        )
+        limit = self.context.timings.max_failed_rounds
+        to = version_after(round_, how, facts, max_failed_rounds=limit, advice=self.reachability.advice)
         if not self.rows.end_round(self.membership.last_round, to):
-            return False
+            return None
         self.hub.publish(to)
         self.membership.send_to_leader(RoundChanged(to))
-        return True
+        return to

@@ -363,7 +363,7 @@ def test_one_incident_is_charged_once(nodes):
     nodes.join(*group)
     failures = {node: (FailureRecord("same", "user", 5, node.node, rank, 1),) for rank, node in enumerate(group)}
     reopening = [nodes.pool.submit(node.round_end.reopen, Reopen("crash", failures=failures[node])) for node in group]
-    charged = [future.result(TIMEOUT) for future in reopening]
+    charged = [future.result(TIMEOUT) is not None for future in reopening]
     assert sorted(charged) == [False, False, True]
     written = failures[group[charged.index(True)]]
     assert Round.from_value(nodes.table.get(ROUND_KEY).value).failures == written
@@ -377,7 +377,7 @@ def test_failures_grow_older_by_the_duration_of_rounds(nodes):
     assert pair[0].round_end.reopen(Reopen("crash", failures=(known,)))
     started = time.monotonic()
     nodes.rejoin(*pair)
-    until(lambda: pair[0].membership.failures[0].age_seconds > 0.2)
+    until(lambda: pair[0].membership.seconds > 0.2)
     assert pair[0].round_end.reopen(Reopen("joining"))
     (first, _) = nodes.rejoin(*pair)
     assert 0.2 < first.round.failures[0].age_seconds < time.monotonic() - started
