@@ -32,7 +32,7 @@ def test_a_round_fails_by_the_network_where_no_lost_member_had_connected(lost, f
     assert to.seconds == 7.0
 
 
-def test_a_workers_failure_explains_the_end_whoever_is_absent():
+def test_a_workers_failure_explains_the_end_although_a_member_is_absent():
     record = FailureRecord("a worker's", "user", 7, "b", 1, exit_code=1)
     to = after(Reopen("a worker failed", lost=frozenset({"c"}), failures=(record,)))
     assert (to.reason, to.failed_rounds, to.failures) == ("a worker failed", 0, (record,))
