@@ -19,6 +19,7 @@ from typing import Any
 
 from azureml_elastic.errors import ElasticError, RowChanged, RowExists, TableUnavailable
 from azureml_elastic.node.core.round import Round, is_same_round
+from azureml_elastic.node.core.table_heartbeat import HeartbeatRow, HeartbeatWriter
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub import Hub
 from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY
@@ -115,8 +116,8 @@ class TableHeartbeat:
 
         They are ``None`` and 0 when there is no row or the table is unavailable.
         """
-        row = self._read()
-        return (row.etag, int(row.value["round"])) if row is not None else (None, 0)
+        found = _found(self._read())
+        return (found.version, found.round) if found is not None else (None, 0)
 
     def start(self, number: int) -> None:
         """Write the row at each interval for as long as this round runs."""
@@ -136,51 +137,39 @@ class TableHeartbeat:
     def nudge(self) -> None:
         """Change the row, so that the node that writes it looks at the round's row. Never raises."""
         row = self._read()
-        if row is not None:
+        if row is not None and _found(row) is not None:
             with contextlib.suppress(ElasticError):
                 self._table.replace(TABLE_HEARTBEAT_KEY, {**row.value, "by": ""}, row.etag)
 
     def _run(self, number: int, stopped: threading.Event) -> None:
-        # A later round finds the row of an earlier one.
-        row = self._read() if number > 1 else None
-        etag = row.etag if row is not None and row.value["round"] <= number else None
+        writer = HeartbeatWriter(number, self._me, _found(self._read()) if number > 1 else None)
         refusals = self._authenticator.refusals
-        beats = confirmed = 0
-        is_repeated = False
         while not stopped.is_set():
-            beats += 1
             try:
-                etag = self._beat(
-                    {**self._surroundings.progress(), "round": number, "beats": beats, "by": self._me}, etag
-                )
-                if not confirmed and not self._holds(number):
-                    self._look.request()  # what was lost before the first beat does not show in this row
-                confirmed = beats
+                version = self._write({**self._surroundings.progress(), **writer.beat()}, writer.version)
+                if writer.written(version) and not self._holds(number):
+                    self._look.request()
             except (RowExists, RowChanged):
-                row = self._read()
-                if row is not None and row.value["round"] > number:
+                then = writer.overtaken(_found(self._read()))
+                if then.given_up:
                     self._give_way(stopped)
                     return
-                etag = row.etag if row is not None else None
-                if confirmed and (row is None or row.value.get("by") != self._me or row.value["beats"] < confirmed):
+                if then.look:
                     self._look.request()
-                # An answer that was lost leaves the row newer than known: once more at once, else a spare could take
-                # the gap for the end of the round.
-                if not is_repeated:
-                    is_repeated = True
+                if then.again:
                     continue
             except ElasticError as error:
+                writer.unanswered()
                 _LOG.debug("The table heartbeat could not be written: %s", error)
-            is_repeated = False
             if self._authenticator.refusals != refusals:
                 refusals = self._authenticator.refusals
                 self._look.request()
             stopped.wait(self._interval)
 
-    def _beat(self, value: Mapping[str, Any], etag: str | None) -> str:
-        if etag is None:
+    def _write(self, value: Mapping[str, Any], version: str | None) -> str:
+        if version is None:
             return self._table.insert(TABLE_HEARTBEAT_KEY, value)
-        return self._table.replace(TABLE_HEARTBEAT_KEY, value, etag)
+        return self._table.replace(TABLE_HEARTBEAT_KEY, value, version)
 
     def _holds(self, number: int) -> bool:
         """Return whether the round's row holds this round, sealed."""
@@ -196,10 +185,15 @@ class TableHeartbeat:
                 self._look.request()
 
     def _read(self) -> Row | None:
-        """Return the row, ``None`` also where it holds what no node has written."""
+        """Return the row, ``None`` also while the table is unavailable."""
         try:
-            row = self._table.get(TABLE_HEARTBEAT_KEY)
+            return self._table.get(TABLE_HEARTBEAT_KEY)
         except ElasticError:
             return None
-        is_ours = row is not None and all(isinstance(row.value.get(name), int) for name in ("round", "beats"))
-        return row if is_ours else None
+
+
+def _found(row: Row | None) -> HeartbeatRow | None:
+    """Return what a row holds, ``None`` where no node has written that."""
+    if row is None or not all(isinstance(row.value.get(name), int) for name in ("round", "beats")):
+        return None
+    return HeartbeatRow(row.etag, int(row.value["round"]), int(row.value["beats"]), str(row.value.get("by", "")))
