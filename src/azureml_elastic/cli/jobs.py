@@ -159,6 +159,7 @@ def submit(
 
     _check_combination(local=local, evict=evict, pool=pool, run_dir=run_dir, dry_run=dry_run, stream=stream)
     if resume_from is not None:
+        _refuse_several_runs(job_file, overrides or (), resume_from)
         # In quotes, as YAML would read the name of a run that has digits alone as a number.
         overrides = [*(overrides or ()), f"elastic.resume_from={dumps(resume_from)}"]
     if dry_run:
@@ -195,6 +196,20 @@ def submit(
     if stream:
         with readable_errors(f"stream {submitted.name}"):
             client.jobs.stream(submitted.name)
+
+
+def _refuse_several_runs(job_file: Path, overrides: Sequence[str], run: str) -> None:
+    """Refuse to continue a run by a file of several."""
+    from azureml_elastic.submit.yaml.job_file import read_document
+
+    kind = read_document(job_file, overrides).get("type")
+    runs = {"pipeline": ("elastic steps", "jobs.NAME"), "sweep": ("trials", "trial")}
+    if kind in runs:
+        which, where = runs[kind]
+        raise UsageError(
+            f"--resume-from continues the run of one job, and {job_file} is a {kind}, each of whose {which} is a run "
+            f"of its own. To let them begin from the run's last checkpoint: --set {where}.elastic.resume_from={run}."
+        )
 
 
 def _check_combination(*, local: bool, dry_run: bool, stream: bool, **of_local: object) -> None:

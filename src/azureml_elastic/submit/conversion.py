@@ -87,9 +87,7 @@ def fields_of(
         launched = _without_launcher(launched.command, fields["inputs"], distribution)
         fields["command"] = launched.command
     if "environment" not in fields and "environment" not in changes:
-        raise SubmitError(
-            "The command job has no environment. Give environment='<name>@latest', or an Environment, to from_command."
-        )
+        raise SubmitError("The command job has no environment. Give from_command(..., environment='<name>@latest').")
     return {
         **fields,
         "resources": _resources(job.resources, resources),

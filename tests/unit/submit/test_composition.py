@@ -207,6 +207,7 @@ def test_a_sweep_of_a_file_has_elastic_trials_and_searches_as_written(client, se
             r"A trial of a sweep is one job.*trial\.elastic\.placement: gang, or",
         ),
         ({"trial__elastic__most": 2}, "elastic.most is no field"),
+        ({"trial__environment_variables": {"B": None}}, r"yml: trial\.environment_variables\.B is empty"),
         ({"objective": None}, "objective"),
         ({"trial__distribution": {"type": "a-secret"}, "trial__environment_variables": {"A": "a-secret"}}, r"\*\*\*"),
     ],

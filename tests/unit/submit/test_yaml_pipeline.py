@@ -1,13 +1,17 @@
 """Pipelines as YAML files, whose steps have ``elastic:`` blocks."""
 
 import copy
+import re
 
 import pytest
 import yaml
 from azure.ai.ml import load_job
+from typer.testing import CliRunner
 
+from azureml_elastic.cli.app import app
 from azureml_elastic.config import Plan
-from azureml_elastic.errors import SubmitError
+from azureml_elastic.environment.names import PLAN
+from azureml_elastic.errors import CommandError, SubmitError
 from azureml_elastic.submit import load_elastic_job, load_elastic_pipeline
 from azureml_elastic.submit.yaml.compiled_file import compile_file
 
@@ -160,6 +164,7 @@ def comparable(body):
 
 
 BLOCK = {"max_instance_count": 4}
+POOL = {"compute": "spot", "max_instance_count": 3}
 
 
 @pytest.mark.parametrize(
@@ -169,7 +174,13 @@ BLOCK = {"max_instance_count": 4}
         ({"jobs.first.elastic": None, "jobs.second.elastic": None}, r"no step has an elastic: block, as jobs\.prepare"),
         ({"jobs.first.elastic": {"most": 2}}, r"jobs\.first\.elastic\.most is no field"),
         ({"jobs.second.elastic": {"shm_size": "1g"}}, r"jobs\.second\.elastic\.shm_size .*outside the block"),
-        ({"jobs.second.elastic": {}, "jobs.second.resources": None}, r"Give max_instance_count"),
+        ({"jobs.second.elastic": {}, "jobs.second.resources": None}, r"yml: jobs\.second: nothing says how many"),
+        ({"jobs.second.environment_variables": {"B": None}}, r"yml: jobs\.second\.environment_variables\.B is empty"),
+        ({"jobs.second.environment_variables": {PLAN: "x"}}, rf"yml: jobs\.second: The .* {PLAN} is set by"),
+        ({"jobs.second.elastic.min_instance_count": 3}, r"yml: jobs\.second\.elastic\.min_instance_count: 3 is above"),
+        ({"jobs.second.command": "echo"}, r"yml: jobs\.second\.command: The command 'echo' starts no"),
+        ({"jobs.second.environment": None}, r"Give jobs\.second\.environment: <name>@latest\.$"),
+        ({"jobs.first.elastic.pools": [POOL]}, r"yml: jobs\.first\.compute and jobs\.first\.elastic\.pools both"),
         ({"jobs.first.component": "azureml:train:1"}, r"jobs\.first\.component is the registered component"),
         ({"jobs.first.type": "parallel"}, r"jobs\.first\.type is 'parallel'"),
         ({"jobs.first_node_1": {"component": "components/train.yml"}}, "jobs.first_node_1 has the name of a node"),
@@ -178,7 +189,7 @@ BLOCK = {"max_instance_count": 4}
 )
 def test_a_file_that_cannot_be_meant_says_why_in_terms_of_the_file(written, changes, part):
     path = written(changes)
-    with pytest.raises(SubmitError, match=part) as caught:
+    with pytest.raises((SubmitError, CommandError), match=part) as caught:
         load_elastic_pipeline(path)
     assert str(caught.value).startswith(f"{path}: ")
 
@@ -188,6 +199,26 @@ def test_each_kind_of_file_names_the_function_that_loads_it(written):
         load_elastic_job(written())
     with pytest.raises(SubmitError, match=r"load_elastic_job\(\)"):
         load_elastic_pipeline(written({"type": "command"}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        (
+            "pipeline",
+            "a pipeline, each of whose elastic steps is a run of its own.* --set jobs.NAME.elastic.resume_from=r.",
+        ),
+        ("sweep", "a sweep, each of whose trials is a run of its own.* --set trial.elastic.resume_from=r."),
+    ],
+)
+def test_a_run_is_continued_by_the_file_of_one_job_alone(written, kind, part):
+    path = written({"type": kind})
+    shown = CliRunner().invoke(app, ["submit", str(path), "--resume-from", "r"], env={"COLUMNS": "1000"})
+    assert shown.exit_code == 2
+    assert re.search(f"--resume-from continues the run of one job, and .* is {part}", shown.output)
+    shown = CliRunner().invoke(app, ["submit", str(path), "--local"], env={"COLUMNS": "1000"})
+    assert shown.exit_code == 2
+    assert f"workspace start --pool CLUSTER=4 -- azureml-elastic submit {path}" in shown.output
 
 
 def test_a_path_that_nobody_knows_is_not_left_behind(written, folder):

@@ -211,7 +211,8 @@ def _job(document: Mapping[str, Any], file: Path) -> ElasticCommandJob:
     if kind == SWEEP:
         raise SubmitError(
             f"type is {kind!r}: a sweep is submitted to a workspace, by 'azureml-elastic submit' or as what "
-            "load_elastic_sweep() returns. It is neither compiled to a file nor run by --local."
+            "load_elastic_sweep() returns. It is neither compiled to a file nor run by --local. To run it on this "
+            f"machine: azureml-elastic workspace start --pool CLUSTER=4 -- azureml-elastic submit {file}."
         )
     if kind == PIPELINE:
         raise SubmitError(
@@ -271,13 +272,14 @@ def converted(
     from azureml_elastic.submit import ElasticCommandJob
 
     read = read_block(block, where)
-    _check_variables(rest.get("environment_variables"))
-    _check_literals(rest.get("inputs"))
-    _check_misplaced(rest)
+    outside = "" if where == "trial." else where  # compute, inputs and resources are those of the sweep
+    _check_variables(rest.get("environment_variables"), where)
+    _check_literals(rest.get("inputs"), outside)
+    _check_misplaced(rest, outside)
     given = given_fields(read)
     pools = given.pop("pools", None)
     if pools is not None and rest.get("compute") is not None:
-        raise SubmitError(f"compute and {where}{BLOCK}.pools both name the compute. Leave one of them out.")
+        raise SubmitError(f"{outside}compute and {where}{BLOCK}.pools both name the compute. Leave one of them out.")
     resources = _resources(rest.get("resources"), given, pools)
     if pools is not None:
         given["compute"] = pools
@@ -342,35 +344,35 @@ def _distribution(
     return ElasticDistribution.model_validate(given_fields(outside) | given_fields(block))
 
 
-def _check_variables(variables: Any) -> None:
+def _check_variables(variables: Any, where: str) -> None:
     """Reject values that azure-ai-ml would convert to text such as ``None`` or ``{'a': 1}``."""
     for name, value in variables.items() if isinstance(variables, dict) else ():
         if value is None or isinstance(value, dict | list):
             raise SubmitError(
-                f"environment_variables.{name} is {'empty' if value is None else 'a block'}; give a text, in quotes, "
-                'which may be "".'
+                f"{where}environment_variables.{name} is {'empty' if value is None else 'a block'}; give a text, "
+                'in quotes, which may be "".'
             )
 
 
-def _check_literals(inputs: Any) -> None:
+def _check_literals(inputs: Any, where: str) -> None:
     """Reject literals that are declared with a type, which azure-ai-ml only accepts for components."""
     for name, value in inputs.items() if isinstance(inputs, dict) else ():
         kind = value.get("type") if isinstance(value, dict) else None
         if isinstance(kind, str) and kind in _LITERALS:
             raise SubmitError(
-                f"inputs.{name}.type is {kind!r}, which only a component's input may have. Give the value itself, as "
-                f"in '{name}: {json.dumps(_LITERALS[kind])}'."
+                f"{where}inputs.{name}.type is {kind!r}, which only a component's input may have. Give the value "
+                f"itself, as in '{name}: {json.dumps(_LITERALS[kind])}'."
             )
 
 
-def _check_misplaced(document: Mapping[str, Any]) -> None:
+def _check_misplaced(document: Mapping[str, Any], where: str) -> None:
     """Reject fields of the block that are outside of it."""
     resources = document.get("resources")
     for name in COUNTS:
         if isinstance(resources, dict) and name in resources and name != "max_instance_count":
-            raise SubmitError(f"resources.{name} belongs in the {BLOCK}: block, as {BLOCK}.{name}.")
+            raise SubmitError(f"{where}resources.{name} belongs in the {BLOCK}: block, as {BLOCK}.{name}.")
     for name in sorted(block_model().model_fields.keys() & document.keys() - {"distribution"}):
-        raise SubmitError(f"{name} belongs in the {BLOCK}: block, as {BLOCK}.{name}.")
+        raise SubmitError(f"{where}{name} belongs in the {BLOCK}: block, as {BLOCK}.{name}.")
 
 
 def _wrong(error: ValidationError, where: str) -> str:

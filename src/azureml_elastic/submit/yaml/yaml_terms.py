@@ -19,6 +19,8 @@ with needs_extra("PyYAML", "submit"):
     import yaml
 
 _BEGIN = re.compile(r"(?<![\w.$'\"{\[(-])(?:(?P<name>[A-Za-z_][\w.]*)=(?=[\w'\"{\[(])|(?P<call>[A-Za-z_][\w.]*)\()")
+_PATH = re.compile(r"[a-z_.]+: ")
+_TWICE = re.compile(r"(?<!\S)([\w.]+): (?=\1[.:])")
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 _MODELS = {
     "ElasticDistribution": "distribution",
@@ -34,7 +36,7 @@ _EVERYWHERE = frozenset({"path", "name", "type", "mode", "kind"})
 
 @contextlib.contextmanager
 def translated_errors(where: str = "") -> Iterator[None]:
-    """Translate the messages of errors about a job.
+    """Translate the messages of errors about a job, each of which names a field of the file, or the job, once.
 
     Args:
         where: path of the job in its file, with a dot at its end.
@@ -42,7 +44,10 @@ def translated_errors(where: str = "") -> Iterator[None]:
     try:
         yield
     except (SubmitError, CommandError) as error:
-        raise type(error)(in_terms_of_yaml(str(error), where)) from None
+        text = _TWICE.sub("", in_terms_of_yaml(str(error), where))
+        if where not in text and not _PATH.match(text):
+            text = f"{where}command: {text}" if isinstance(error, CommandError) else f"{where[:-1]}: {text}"
+        raise type(error)(text) from None
 
 
 def in_terms_of_yaml(text: str, where: str = "") -> str:
