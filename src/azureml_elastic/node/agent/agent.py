@@ -129,6 +129,8 @@ class NodeAgent:
             while True:
                 if self._group.stays:
                     self._group.get_ready()
+                elif self._workers.importing:  # the others do not wait for this node
+                    self._group.warm_up(settle=False)
                 self._enter_round()
                 training = self._runner.run(self._store)
                 if training.state is not State.RECOVERING:

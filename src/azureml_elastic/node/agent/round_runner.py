@@ -124,6 +124,7 @@ class RoundObserver:
         votes = self._channel.workers.take_votes()
         codes = self._workers.exit_codes
         report = self._channel.workers.report(codes)  # after the votes and codes, and just before a step is proposed
+        report = replace(report, importing=self._workers.importing)
         if training.runs_engine and training.are_all(report.finished) and self._is_new("ended"):
             yield ev.ProgramEnded()  # whatever has happened to other nodes since
         for message in messages:

@@ -192,7 +192,7 @@ _SESSION_STOP_SECONDS = 5.0
 they hang."""
 
 _IMPORT_SECONDS = 120.0
-"""Time after the node's start for which its first workers wait for the preload server's imports."""
+"""Time after the preload server's start for which workers wait for its imports."""
 
 
 class Workers:
@@ -221,7 +221,6 @@ class Workers:
         self._preload_server = preload_server
         self._handover = handover_seconds
         self._stop = stop_seconds
-        self._imports_until = time.monotonic() + _IMPORT_SECONDS
         self._folder: Path | None = None
         self._set: WorkerSet | None = None
         self._stopping: threading.Thread | None = None
@@ -244,8 +243,9 @@ class Workers:
     def preload_server(self) -> PreloadServer | None:
         """The preload server, once its imports are done; ``None`` where there is none that can fork."""
         server = self._preload_server
-        left = max(0.0, self._imports_until - time.monotonic())
-        return server if server is not None and server.wait_ready(left) else None
+        if server is None:
+            return None
+        return server if server.wait_ready(max(0.0, server.since + _IMPORT_SECONDS - time.monotonic())) else None
 
     @property
     def is_preloaded(self) -> bool:
@@ -256,6 +256,11 @@ class Workers:
     def ready(self) -> bool:
         """Whether new workers would start with the script's imports."""
         return self._preload_server is None or self._preload_server.ready
+
+    @property
+    def importing(self) -> bool:
+        """Whether new workers would wait for the preload server, which has been started again."""
+        return self._preload_server is not None and self._preload_server.importing
 
     @property
     def settled(self) -> bool:

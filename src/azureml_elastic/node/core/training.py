@@ -459,8 +459,12 @@ class Training:
         if failures.fault is not None and member.host_id:
             self._do(do.Strike(member.host_id, failures.fault))
         reason = f"worker {failure.rank} on {self._node} failed with {failures.ending}"
-        # Where processes stay, the others do not wait for this node's new ones.
-        self._charge(failure, reason, lost=frozenset({self._node}) if self._stays else frozenset())
+        self._charge(failure, reason, lost=frozenset({self._node}) if self._stays else self._late)
+
+    @property
+    def _late(self) -> frozenset[str]:
+        """This node, where its new workers wait for imports: the others do not wait for it, if they are enough."""
+        return frozenset({self._node}) if self._workers.importing else frozenset()
 
     def _charge(self, failure: Failure, reason: str, *, lost: frozenset[str]) -> None:
         """Restart after a failure that nothing else explains, or end the run."""
@@ -470,9 +474,9 @@ class Training:
     def _end_without_store(self, failure: Failure) -> None:
         """End the round: its workers can open no further process group, and new processes cannot connect at all."""
         reason = f"the process of the round's store on {self._node} ended with exit code {failure.exit_code}"
-        change = self._what_follows(failure, reason, lost=frozenset())
+        change = self._what_follows(failure, reason, lost=self._late)
         if isinstance(change, do.Reopen):  # the workers are well: those that stay keep their state
-            self._end_round(reason, failures=change.failures)
+            self._end_round(reason, lost=self._late, failures=change.failures)
         else:
             self._do(do.FlushProgress(), do.StopWorkers())
             self._change_row(change)
@@ -549,8 +553,7 @@ class Training:
                 self._then = State.SUCCEEDED if self.closed.succeeded else State.FAILED
         elif event.mine and self._lost is not None and (self.leads or self._round.members[0].node in self._lost):
             # Who has written in place of a rank 0 that is still there does not know who has announced to leave.
-            in_order = self._boundary.leavers | event.left_in_order
-            in_order |= {self._node} if self._then is State.LEFT else set()
+            in_order = self._boundary.leavers | event.left_in_order | {self._node}
             faulty = faulty_members(self._round, self._lost, in_order)
             self._do(*(do.Strike(member.host_id, "lost its connection") for member in faulty if member.host_id))
         self.state = self._then

@@ -115,6 +115,7 @@ class WorkersSeen:
         stopped: local ranks that have left at a step boundary.
         gave_way: local ranks that exit because the round is over or cannot go on.
         exit_codes: exit codes of those that have ended, by local rank; negative: the signal.
+        importing: whether new ones would wait for imports, as the preload server has ended with these.
     """
 
     present: frozenset[int] = frozenset()
@@ -130,6 +131,7 @@ class WorkersSeen:
     stopped: frozenset[int] = frozenset()
     gave_way: frozenset[int] = frozenset()
     exit_codes: Mapping[int, int] = field(default_factory=dict)
+    importing: bool = False
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,8 @@ class PreloadServer:
     """Handle of a process that has imported a program's modules, and whose forks become that program.
 
     The process starts at once. It imports torch, where the program allows that, and from :meth:`begin` on the modules
-    of the program. It ends with this process, and its workers end with it. Thread-safe.
+    of the program. It ends with this process, and its workers end with it. Another one takes its place if it is killed
+    once it has made the imports. Thread-safe.
 
     Args:
         environ: environment of the process until :meth:`begin`; without secrets, since each worker can read it.
@@ -119,36 +120,25 @@ class PreloadServer:
         """Packages that each worker imports itself, with the reasons."""
         self._environ = self._started_in = lasting(environ)
         self._changes = threading.Condition(threading.RLock())
-        self._ready = self._settled = self._closed = False
+        self._popen = popen
+        self._ready = self._settled = self._begun = self._closed = False
         self._refusal: str | None = None
         self._requests = 0
+        self._lost_requests = 0  # those up to this one were sent to a process that has ended
         self._answers: dict[int, dict[str, Any]] = {}
         self._workers: dict[int, ForkedWorker] = {}
-        self._ended_stores: dict[int, int] = {}
+        self._stores: set[int] = set()
+        self._ended_stores: dict[int, int | None] = {}
         self._process: subprocess.Popen[bytes] | None = None
+        self._link: socket.socket
+        self._errors: IO[bytes]
+        self.since = time.monotonic()
+        """Monotonic seconds at which the process was started."""
         if sys.platform != "linux":
             self._refuse(f"{sys.platform} is not Linux")
-            return
-        self._link, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._errors = _anonymous_file()
-        words = server_command(program, server_end.fileno())
-        with server_end, _anonymous_file() as output:
-            try:
-                self._process = popen(
-                    words,
-                    env=without_threads(self._environ),
-                    stdout=output,
-                    stderr=self._errors,
-                    pass_fds=[server_end.fileno()],
-                    start_new_session=True,
-                )
-            except OSError as error:
-                self._refuse(f"{words[0]!r} cannot be started: {error.strerror}")
-                self._link.close()
-                self._errors.close()
-                return
-        self._reader = threading.Thread(target=self._read, args=(self._process,), name="preload-server", daemon=True)
-        self._reader.start()
+        elif self._start():
+            self._reader = threading.Thread(target=self._read, name="preload-server", daemon=True)
+            self._reader.start()
 
     def begin(self, environ: Mapping[str, str]) -> None:
         """Have the process import the modules of the program.
@@ -156,7 +146,7 @@ class PreloadServer:
         Args:
             environ: environment of the workers; variables of single workers (``RANK``) are ignored.
         """
-        self._environ = lasting(environ)
+        self._environ, self._begun = lasting(environ), True
         if self.refusal is not None:
             return
         with _anonymous_file() as content, contextlib.suppress(ForkRefused):
@@ -178,6 +168,12 @@ class PreloadServer:
         """Whether a worker can be forked now."""
         with self._changes:
             return self._ready and self._refusal is None
+
+    @property
+    def importing(self) -> bool:
+        """Whether the imports are under way, so that a worker can be forked later."""
+        with self._changes:
+            return not self._ready and self._refusal is None
 
     @property
     def refusal(self) -> str | None:
@@ -278,7 +274,8 @@ class PreloadServer:
         """Return the process id of the fork that was requested."""
         with self._changes:
             in_time = self._changes.wait_for(
-                lambda: number in self._answers or self._refusal is not None, _ANSWER_SECONDS
+                lambda: number in self._answers or number <= self._lost_requests or self._refusal is not None,
+                _ANSWER_SECONDS,
             )
             answer = self._answers.pop(number, {})
             if not in_time:
@@ -287,7 +284,7 @@ class PreloadServer:
                 # It might still fork, and nobody would know of that worker.
                 self._process.kill()
             if "pid" not in answer:
-                raise ForkRefused(answer.get("reason") or self._refusal)
+                raise ForkRefused(answer.get("reason") or self._refusal or "it has ended")
             return int(answer["pid"])
 
     def _reap(self, pid: int) -> None:
@@ -303,13 +300,44 @@ class PreloadServer:
             self._changes.notify_all()
         _LOG.warning("Workers are started without the preload server, which takes some seconds longer: %s.", reason)
 
-    # --- messages ----------------------------------------------------------------------------------------------------
+    # --- the process -------------------------------------------------------------------------------------------------
 
-    def _read(self, process: subprocess.Popen[bytes]) -> None:
-        with contextlib.suppress(OSError):
-            while data := self._link.recv(_MOST_BYTES):
-                self._receive(json.loads(data))
-        self._end(process)
+    def _start(self) -> bool:
+        """Start the process, and return whether it runs."""
+        link, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        errors = _anonymous_file()
+        words = server_command(self.program, server_end.fileno())
+        with server_end, _anonymous_file() as output:
+            try:
+                process = self._popen(
+                    words,
+                    env=without_threads(self._started_in),
+                    stdout=output,
+                    stderr=errors,
+                    pass_fds=[server_end.fileno()],
+                    start_new_session=True,
+                )
+            except OSError as error:
+                self._refuse(f"{words[0]!r} cannot be started: {error.strerror}")
+                link.close()
+                errors.close()
+                return False
+        with self._changes:
+            if self._process is not None:
+                self._link.close()
+                self._errors.close()
+            self._link, self._errors, self._process, self.since = link, errors, process, time.monotonic()
+            if self._closed:  # meanwhile: the process sees that nobody is at the other end
+                self._link.shutdown(socket.SHUT_RDWR)
+        return True
+
+    def _read(self) -> None:
+        running = True
+        while running:
+            with contextlib.suppress(OSError):
+                while data := self._link.recv(_MOST_BYTES):
+                    self._receive(json.loads(data))
+            running = self._end()
 
     def _receive(self, message: dict[str, Any]) -> None:
         operation = message["op"]
@@ -327,6 +355,7 @@ class PreloadServer:
             elif operation == "unsafe":
                 self._refuse(message["reason"])
             elif operation == "store ended":
+                self._stores.discard(message["pid"])
                 self._ended_stores[message["pid"]] = message["code"]
             elif operation == "ended":
                 if message["pid"] in self._workers:
@@ -335,11 +364,19 @@ class PreloadServer:
                 if operation == "started":
                     worker = ForkedWorker(message["pid"], self.program.command, self._changes, self._reap)
                     self._workers[worker.pid] = worker
+                elif operation == "serving":
+                    self._stores.add(message["pid"])
                 self._answers[message["id"]] = message
             self._changes.notify_all()
 
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
-        """Record the end of the process and of its workers, which the kernel ends with it."""
+    def _end(self) -> bool:
+        """Record the end of the process and of its workers, which the kernel ends with it.
+
+        Returns:
+            Whether another one was started in its place.
+        """
+        process = self._process
+        assert process is not None
         try:
             code = process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -350,12 +387,27 @@ class PreloadServer:
         until = time.monotonic() + _END_SECONDS
         for worker in running:
             _end_orphan(worker.pid, until)
-        if not self._closed:
-            self._refuse(f"it has ended{self._end_reason(code)}")
+        with self._changes:
+            # One that a worker's import kills would be killed again: it was never ready.
+            again = self._ready and code < 0 and self._refusal is None
+            self._ready = self._settled = False
+            self._lost_requests = self._requests
+            self._ended_stores |= dict.fromkeys(self._stores)
+            self._stores.clear()
+            self._changes.notify_all()
+        reason = f"it has ended{self._end_reason(code)}"
+        if again:
+            _LOG.warning("The preload server is started again: %s.", reason)
+            again = self._start()
+            if again and self._begun:
+                self.begin(self._environ)
+        elif not self._closed:
+            self._refuse(reason)
         with self._changes:
             for worker in running:
                 # Only once they are gone: an exit code tells the agent that ports and memory are free.
                 worker.end(-signal.SIGKILL)
+        return again
 
     def _end_reason(self, code: int) -> str:
         if code < 0:

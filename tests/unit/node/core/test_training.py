@@ -153,6 +153,20 @@ def test_where_processes_stay_the_others_do_not_wait_for_new_ones():
     assert round_.feed("b", ev.RowWritten(mine=True)) == [], "its host is not at fault"
 
 
+@pytest.mark.parametrize("options", [{}, IN_PROCESS])
+@pytest.mark.parametrize("store", [False, True])
+def test_the_others_do_not_wait_for_imports_where_the_preload_server_has_ended_with_the_workers(options, store):
+    round_ = TrainingRound(*ABC, **options)
+    if store:  # which is noticed first
+        round_.workers("a", importing=True)
+        done = round_.feed("a", STORE_ENDED)
+    else:
+        round_.exit("a", -9, importing=True)
+        done = round_.feed("a", failure(exit_code=137))
+    assert only(done, do.Reopen).lost == {"a"}
+    assert round_.feed("a", ev.RowWritten(mine=True)) == [], "its host is not at fault"
+
+
 @pytest.mark.parametrize(("mine", "expected"), [(True, State.FAILED), (False, State.RECOVERING)])
 def test_the_last_failure_that_is_allowed_ends_the_run(mine, expected):
     round_ = TrainingRound(*ABC, max_restarts=0)
