@@ -24,7 +24,7 @@ from azureml_elastic.local.node_start import AgentProcess, NodeStart
 from azureml_elastic.local.processes import set_subreaper
 from tests.support.paths import ROOT
 
-__all__ = ["DYING", "FORKED", "Script", "StartAt", "forked_with", "run_script"]
+__all__ = ["DYING", "FORKED", "WATCHED", "Script", "StartAt", "forked_with", "run_script"]
 
 _IMPORTS = {
     "training": Imports(modules=("tests.support.training_imports", "tests.support.forked_script"), path=(str(ROOT),)),
@@ -114,6 +114,11 @@ FORKED = ForkStart(functools.partial(_server, _IMPORTS["training"]), _BECOME_NOD
 
 DYING = ForkStart(functools.partial(_server, _IMPORTS["training"]), "tests.support.dying_node:become_dying_node")
 """The same, of nodes whose agents get an unexpected error on a signal; see :mod:`tests.support.dying_node`."""
+
+WATCHED = ForkStart(
+    functools.partial(_server, _IMPORTS["training"]), "tests.support.entered_modules:become_watched_node"
+)
+"""The same, of nodes that write down which modules are entered; see :mod:`tests.support.entered_modules`."""
 
 
 def forked_with(script: Path) -> NodeStart:
