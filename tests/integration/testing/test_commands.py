@@ -37,6 +37,7 @@ elastic: {max_instance_count: 2}
 """
 PLAIN = ("--set", "elastic.distribution.preload_workers=false", "--set", "elastic.metrics.mlflow=false")
 """Without a preload server a worker starts in less time if its script imports nothing, and its agent without MLflow."""
+NODES = ("node_0", "node_1")
 DEAR = {"azure.ai", "torch", "numpy", "pandas"}
 ANOTHER_PROCESS = """
 import sys, time
@@ -95,6 +96,9 @@ def test_a_file_is_shown_and_submitted_and_its_run_is_followed_read_and_download
         assert shown.output.count("Completed") == 3
         assert "The run succeeded in round" in shown.output
         assert re.search(r"step (\d+)( of \d+)?, checkpoint of step \1\b", shown.output), shown.output
+        document = json.loads(run("status", job.name, "--json").stdout)
+        assert (document["name"], document["status"], document["world_size"]) == (job.name, "Completed", 2)
+        assert {node["node"]: node["status"] for node in document["nodes"]} == dict.fromkeys(NODES, "Completed")
         read_logs(run, job.name)
         read_report(run, job.name)
         # By a process of its own: aiohttp knows the certificates that there were when it was imported.
