@@ -90,15 +90,7 @@ def test_a_file_is_shown_and_submitted_and_its_run_is_followed_read_and_download
             assert submitting.wait(300) == 0, streamed
         (job,) = workspace.ml_client.jobs.list()
         assert (job.name, job.status) == (name, "Completed")
-        shown = run("status", job.name)
-        assert shown.exit_code == 0, shown.output
-        assert "node_0" in shown.output
-        assert shown.output.count("Completed") == 3
-        assert "The run succeeded in round" in shown.output
-        assert re.search(r"step (\d+)( of \d+)?, checkpoint of step \1\b", shown.output), shown.output
-        document = json.loads(run("status", job.name, "--json").stdout)
-        assert (document["name"], document["status"], document["world_size"]) == (job.name, "Completed", 2)
-        assert {node["node"]: node["status"] for node in document["nodes"]} == dict.fromkeys(NODES, "Completed")
+        read_status(run, job.name)
         read_logs(run, job.name)
         read_report(run, job.name)
         # By a process of its own: aiohttp knows the certificates that there were when it was imported.
@@ -128,6 +120,19 @@ def test_a_file_is_shown_and_submitted_and_its_run_is_followed_read_and_download
         assert "has no job 'no-such-run'" in shown.output
         shown = run("logs", job.name, "--node", "node_7")
         assert "has no node 'node_7'. There are: node_0, node_1" in shown.output
+
+
+def read_status(run, name):
+    """Read the state of an ended run of two nodes, also as JSON."""
+    shown = run("status", name)
+    assert shown.exit_code == 0, shown.output
+    assert "node_0" in shown.output
+    assert shown.output.count("Completed") == 3
+    assert "The run succeeded in round" in shown.output
+    assert re.search(r"step (\d+)( of \d+)?, checkpoint of step \1\b", shown.output), shown.output
+    document = json.loads(run("status", name, "--json").stdout)
+    assert (document["name"], document["status"], document["world_size"]) == (name, "Completed", 2)
+    assert {node["node"]: node["status"] for node in document["nodes"]} == dict.fromkeys(NODES, "Completed")
 
 
 def read_report(run, name):

@@ -199,6 +199,18 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
         pass
 
 
+def test_the_log_of_a_command_job_is_streamed(client, capsys, monkeypatch, tmp_path):
+    def begun(_):  # the log of a job that has ended before is not streamed
+        (tmp_path / "go").touch()
+        return 0.1
+
+    monkeypatch.setattr("azure.ai.ml.operations._job_ops_helper._wait_before_polling", begun)
+    wait = f"while [ ! -e {tmp_path / 'go'} ]; do sleep 0.05; done"
+    job = client.jobs.create_or_update(make(f"echo first; {wait}; echo last"))
+    client.jobs.stream(job.name)
+    assert "\nfirst\nlast\n" in capsys.readouterr().out
+
+
 def test_a_failed_job_reports_the_last_output_of_its_command(client):
     job = client.jobs.create_or_update(make("echo before; echo 'the reason' >&2; exit 7"))
     with pytest.raises(JobException, match=r"exited with status code 7[^\"]*the reason"):

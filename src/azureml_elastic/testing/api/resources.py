@@ -333,8 +333,7 @@ class Resources:
         if parts[0] not in DATASTORES:
             return refusal(404, "NotFound", f"The local workspace has no datastore {parts[0]!r}.")
         if parts[1:] == ["listSecrets"]:
-            if request.body and request.json().get("expirableSecret"):
-                return document({"secretsType": "Sas", "sasToken": self.storage.blob_signature})
+            # Never a signature, which azure-ai-ml takes for a key when it streams the log of a command job.
             return document({"secretsType": "AccountKey", "key": self.storage.key})
         return document(self._datastore_document(parts[0])) if request.method == "GET" else unsupported(request)
 
