@@ -22,8 +22,9 @@ JsonOption = Annotated[
     Path | None,
     typer.Option(
         "--json",
-        help="Write the result as JSON to this file. Without a file, or with -, stdout has the JSON and nothing else.",
-        metavar="[FILE]",
+        help="Write the result as JSON to this file. Without a file, or with -, stdout has the JSON and nothing else. "
+        "One whose name does not end in .json is given as --json=FILE.",
+        metavar="[FILE.json]",
     ),
 ]
 
@@ -32,11 +33,11 @@ class CommandWithJson(TyperCommand):
     """A command whose ``--json`` may be given without a file."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Let ``--json`` that no file follows mean stdout."""
+        """Let ``--json`` that no file follows mean stdout: what follows may be the name of a run."""
         given = []
         for word, following in zip_longest(args, args[1:], fillvalue="--"):
             given.append(word)
-            if word == "--json" and following != _STDOUT and following.startswith("-"):
+            if word == "--json" and following != _STDOUT and not following.endswith(".json"):
                 given.append(_STDOUT)
         return super().parse_args(ctx, given)
 

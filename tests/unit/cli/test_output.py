@@ -52,8 +52,9 @@ def test_json_is_all_that_stdout_has_unless_a_file_is_given(folder, words, code,
     assert shown.exit_code == code, shown.output
     document = json.loads(shown.stdout)
     assert key in document
-    same = json.loads(RUN.invoke(app, [words[0], "--json", "-", *words[1:]]).stdout)
-    assert same.keys() == document.keys()
+    for first in (["--json", "-"], ["--json"]):
+        same = json.loads(RUN.invoke(app, [words[0], *first, *words[1:]]).stdout)
+        assert same.keys() == document.keys()
     both = RUN.invoke(app, [*words, "--json", "written.json"])
     assert both.exit_code == code
     assert json.loads((folder / "written.json").read_text()).keys() == document.keys()

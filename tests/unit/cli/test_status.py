@@ -108,7 +108,7 @@ def test_options_of_the_live_view_need_it(folder):
     ("options", "said"),
     [
         (["--port", "0"], "Only --serve listens. Leave --port out."),
-        (["--serve", "--json", "x"], "writes no files. Leave --json out."),
+        (["--serve", "--json"], "writes no files. Leave --json out."),
     ],
 )
 def test_options_of_the_served_report_and_of_the_written_one_are_not_mixed(folder, options, said):
