@@ -185,6 +185,9 @@ POOL = {"compute": "spot", "max_instance_count": 3}
         ({"jobs.first.type": "parallel"}, r"jobs\.first\.type is 'parallel'"),
         ({"jobs.first_node_1": {"component": "components/train.yml"}}, "jobs.first_node_1 has the name of a node"),
         ({"jobs": []}, "jobs is no block"),
+        ({"jobs.second.code": "nowhere"}, r"yml: jobs\.second\.code: Can't find .*nowhere\.$"),
+        ({"jobs.prepare.computer": "x"}, r"yml: jobs\.prepare\.computer is no field .*; did you mean compute\?$"),
+        ({"jobs.prepare.identity": {"type": "x"}}, r"yml: jobs\.prepare\.identity\.type: 'x' is none of 'managed'.*"),
     ],
 )
 def test_a_file_that_cannot_be_meant_says_why_in_terms_of_the_file(written, changes, part):

@@ -293,8 +293,12 @@ def converted(
     return job
 
 
-def load_plain(document: Mapping[str, Any], file: Path) -> Any:
-    """Load a job without its block by azure-ai-ml."""
+def load_plain(document: Mapping[str, Any], file: Path, where: str = "") -> Any:
+    """Load a job without its block by azure-ai-ml.
+
+    Args:
+        where: path of the document in the file, for errors.
+    """
     with needs_extra("azure-ai-ml", "submit"):
         from azure.ai.ml import load_job
         from azure.ai.ml.exceptions import ValidationException
@@ -306,7 +310,7 @@ def load_plain(document: Mapping[str, Any], file: Path) -> Any:
         )
     except (ValidationException, SchemaError) as error:
         of_nodes = document["trial"] if document.get("type") == SWEEP else document
-        raise SubmitError(readable(error, of_nodes)) from None
+        raise SubmitError(readable(error, of_nodes, where)) from None
 
 
 def _resources(standard: Any, given: dict[str, Any], pools: Any) -> dict[str, Any] | None:

@@ -77,7 +77,25 @@ def read_pipeline(document: Mapping[str, Any], file: Path) -> ElasticPipeline:
         **document,
         "jobs": {name: without_block(step) if name in blocks else step for name, step in steps.items()},
     }
-    return _with_nodes(load_plain(plain, file), plain, blocks)
+    return _with_nodes(_loaded(plain, file), plain, blocks)
+
+
+def _loaded(document: Mapping[str, Any], file: Path) -> Any:
+    """Load a pipeline without blocks by azure-ai-ml, which says of a step that it cannot read: "component: missing"."""
+    try:
+        return load_plain(document, file)
+    except SubmitError as error:
+        faults = []
+        for name, step in document["jobs"].items():
+            if f"jobs.{name}.component: Missing" in str(error) and _kind(step) == "command":
+                alone = {key: value for key, value in step.items() if key not in ("inputs", "outputs")}
+                try:
+                    load_plain({**alone, "type": "command"}, file, f"jobs.{name}.")
+                except SubmitError as why:
+                    faults.append(str(why))
+        if not faults:
+            raise
+    raise SubmitError(" ".join(faults))
 
 
 def _kind(step: Any) -> str:

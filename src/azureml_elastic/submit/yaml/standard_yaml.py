@@ -42,9 +42,13 @@ with needs_extra("PyYAML", "submit"):
 _LINE_ENDS = re.compile("[\\x85\\u2028\\u2029]")
 
 
-def readable(error: Exception, document: Mapping[str, Any]) -> str:
-    """Return an error as sentences, without the values of the job's environment variables."""
-    faults = [_sentence(path, message) for path, message in _faults(str(error), "")]
+def readable(error: Exception, document: Mapping[str, Any], where: str = "") -> str:
+    """Return an error as sentences, without the values of the job's environment variables.
+
+    Args:
+        where: path of the document in its file, with a dot at its end.
+    """
+    faults = [_sentence(f"{where}{path}".rstrip("."), message) for path, message in _faults(str(error), "")]
     text = " ".join(one if one.endswith((".", "?")) else f"{one}." for one in dict.fromkeys(faults))
     for secret in sorted(_texts(document.get("environment_variables")), key=len, reverse=True):
         text = text.replace(secret, _MASK)
