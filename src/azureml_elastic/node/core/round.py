@@ -260,17 +260,25 @@ _MAX_TURN_SECONDS = 1.0
 """Longest time that a survivor waits for all those before it."""
 
 
-def turn_of(round_: Round, lost: Collection[str], node: str) -> tuple[float, Member]:
+_CALL_SECONDS = 10.0
+"""The same for a rank 0 that is connected and knows of the loss: a call of a table that throttles takes as long."""
+
+
+def turn_of(round_: Round, lost: Collection[str], node: str, *, informed: Collection[str] = ()) -> tuple[float, Member]:
     """Return for how long a member leaves it to others to end a broken round, and the one whose turn is first.
 
-    Rank 0, or the first survivor after it, ends the round. The others make sure that it is ended.
+    Rank 0, or the first survivor after it, ends the round. The others make sure that it is ended. While rank 0 is about
+    to, a call of the table by another one would only keep that one from the next round.
 
     Args:
         round_: sealed round, in which at least this node survives.
         lost: members that will not go on.
+        informed: those of them that rank 0's hub has reported, and this node is still connected to it.
     """
     alive = [member for member in round_.members if member.node not in lost]
     turn = next((turn for turn, member in enumerate(alive) if member.node == node), 0)
+    if turn and lost and {*lost} <= {*informed} and alive[0] == round_.members[0]:
+        return _CALL_SECONDS, alive[0]
     return min(_MAX_TURN_SECONDS, _TURN_SECONDS * turn), alive[0]
 
 

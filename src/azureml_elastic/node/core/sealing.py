@@ -262,10 +262,10 @@ class Candidacy:
         *,
         wrote_round: bool,
     ) -> None:
-        # The rank 0 of a round that has lost nobody, which has written the open one, knows whom to expect, and they
-        # come to its hub. No later round has run then, and the seal is refused where the row has changed since.
-        previous = round_.previous
-        self.knows_all = wrote_round and previous[:1] == (me.node,) and {*previous} == {*known}
+        # The first survivor, if it has written the open round itself, knows whom to expect, and they come to its hub.
+        # No later round has run then, and the seal is refused where the row has changed since. So a loss needs two
+        # answers of the table, which may throttle: one for the open round, one for the seal.
+        self.knows_all = wrote_round and round_.previous[:1] == (me.node,)
         self.points = MeetingPoints(round_, me, known)
         self.schedule = ReadSchedule(now, knows_all=self.knows_all)
         self.write_at = now + _WRITE_SECONDS

@@ -63,17 +63,20 @@ class RoundEnd:
 
     def _another_node_ends(self, round_: Round, lost: frozenset[str]) -> bool:
         """Wait for this node's turn among the survivors; return whether another one has ended the round."""
-        me = self.membership.me
-        timeout, first = turn_of(round_, lost, me.node)
+        me, membership = self.membership.me, self.membership
+        informed = membership.reports.lost if membership.connected and not membership.link.broken else frozenset[str]()
+        timeout, first = turn_of(round_, lost, me.node, informed=informed)
         if not timeout:
             return False
         until = self.context.clock() + timeout
         # That survivor sends the next round to those at its own hub; all others would have to read the row.
-        if first != round_.members[0] or not self.membership.connected:
+        if first != round_.members[0] or not membership.connected:
             self.watch.connect(
                 first, greeting_of(self.reachability.marked(me), round_), "the next to end the round", timeout
             )
         while (left := until - self.context.clock()) > 0 and self.context.latest.after(round_) is None:
+            if informed and membership.link.broken:
+                break
             self.context.wake.wait(left)
             self.context.wake.clear()
         return self.context.latest.after(round_) is not None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.node.core.failures import FailureRecord
-from azureml_elastic.node.core.round import Limits, Member, Round, reopened
+from azureml_elastic.node.core.round import Limits, Member, Round, reopened, turn_of
 from azureml_elastic.node.core.sealing import SealTimer, candidates, is_complete, seal
 from azureml_elastic.node.rendezvous.link import Assignment
 
@@ -151,3 +151,22 @@ def test_the_next_candidate_seals_when_the_first_does_not():
 
 def test_a_node_that_is_no_candidate_does_not_seal():
     assert not SealTimer(Round(), Limits(1, 3), TIMINGS).is_due([waiting("a")], "b", 100.0)
+
+
+@pytest.mark.parametrize(
+    ("lost", "informed", "node", "expected"),
+    [
+        ("d", "d", "a", (0.0, "a")),
+        ("d", "d", "b", (10.0, "a")),  # rank 0 is about to end the round, however long the table takes
+        ("d", "d", "c", (10.0, "a")),
+        ("d", "", "c", (0.1, "a")),  # rank 0 may not know
+        ("cd", "d", "b", (0.05, "a")),
+        ("", "", "b", (0.05, "a")),
+        ("ad", "d", "b", (0.0, "b")),
+        ("a", "a", "c", (0.05, "b")),  # b may not know
+    ],
+)
+def test_survivors_leave_the_end_of_a_round_to_the_first_of_them(lost, informed, node, expected):
+    round_ = Round(1, "sealed", tuple(waiting(each) for each in "abcd"))
+    seconds, first = turn_of(round_, [*lost], node, informed=[*informed])
+    assert (pytest.approx(seconds), first.node) == expected
