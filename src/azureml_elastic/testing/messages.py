@@ -7,11 +7,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from azureml_elastic.errors import UsageError
 
 
-class MalformedRequest(ValueError):
-    """A request that is not one of the service; the message says what is wrong."""
+class NotFound(UsageError):
+    """A request for what the workspace does not have."""
 
 
 @dataclass(frozen=True)
@@ -26,37 +28,29 @@ class Request:
 
     @property
     def path(self) -> str:
-        """The path, decoded.
-
-        Raises:
-            MalformedRequest: the target is not a URL.
-        """
+        """The path, decoded; raises ``UsageError`` if the target is not a URL."""
         return unquote(self._split.path)
 
     @property
-    def query(self) -> dict[str, list[str]]:
-        """Query values by name."""
-        return parse_qs(self._split.query, keep_blank_values=True)
+    def query(self) -> dict[str, str]:
+        """Query values by name, of several the last one."""
+        return dict(parse_qsl(self._split.query, keep_blank_values=True))
 
     @property
     def _split(self) -> SplitResult:
         try:
             return urlsplit(self.target)
         except ValueError as error:
-            raise MalformedRequest(f"The target {self.target!r} is not a URL: {error}.") from error
+            raise UsageError(f"The target {self.target!r} is not a URL: {error}.") from error
 
     def json(self) -> dict[str, Any]:
-        """Return the body as a JSON object, empty for an empty body.
-
-        Raises:
-            MalformedRequest: the body is something else.
-        """
+        """Return the body as a JSON object, empty for an empty body; raises ``UsageError`` for another body."""
         try:
             found = json.loads(self.body) if self.body else {}
         except (ValueError, RecursionError) as error:
-            raise MalformedRequest(f"The body is not JSON: {error}.") from error
+            raise UsageError(f"The body is not JSON: {error}.") from error
         if not isinstance(found, dict):
-            raise MalformedRequest(f"The body is a JSON {type(found).__name__}. Send an object.")
+            raise UsageError(f"The body is a JSON {type(found).__name__}. Send an object.")
         return found
 
 
@@ -80,14 +74,10 @@ def refusal(status: int, code: str, message: str) -> Answer:
 
 
 def properties_of(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the properties of a document.
-
-    Raises:
-        MalformedRequest: there are none.
-    """
+    """Return the properties of a document; raises ``UsageError`` if there are none."""
     found = body.get("properties")
     if not isinstance(found, dict):
-        raise MalformedRequest('The "properties" of the document are missing or not an object.')
+        raise UsageError('The "properties" of the document are missing or not an object.')
     return found
 
 

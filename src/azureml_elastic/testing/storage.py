@@ -27,7 +27,7 @@ from typing_extensions import Self
 from azureml_elastic.errors import UsageError, needs_extra
 from azureml_elastic.local.azurite import Azurite
 from azureml_elastic.node.table.opening import EMULATOR_ACCOUNT, emulator_connection_string
-from azureml_elastic.testing.messages import Answer, MalformedRequest, Request, refusal
+from azureml_elastic.testing.messages import Answer, Request, refusal
 
 with needs_extra("azure-data-tables", "node"):
     from azure.core.credentials import AzureNamedKeyCredential
@@ -128,7 +128,7 @@ def _forward(request: Request, endpoint: str, signature: str) -> Answer:
     try:
         return _call(request, (address.hostname, address.port), target, headers)
     except (InvalidURL, ValueError) as error:
-        raise MalformedRequest(f"The request cannot be forwarded: {error}.") from error
+        raise UsageError(f"The request cannot be forwarded: {error}.") from error
     except (OSError, HTTPException) as error:
         return refusal(502, "BadGateway", f"The emulator did not respond: {error!r}")
 

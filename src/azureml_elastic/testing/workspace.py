@@ -31,7 +31,7 @@ from azureml_elastic.local.view import UntilBroken, View
 from azureml_elastic.testing.api.assets import Assets
 from azureml_elastic.testing.api.gateway import Gateway, StaticCredential, answer_node, signed_in
 from azureml_elastic.testing.api.history import API_HOST, History
-from azureml_elastic.testing.api.resources import ARM_HOST, Resources, Schedules
+from azureml_elastic.testing.api.resources import ARM_HOST, Resources
 from azureml_elastic.testing.api.tracking import TRACKING_PATH, Logged, Tracking
 from azureml_elastic.testing.forks.listener import NodeForks, open_fork_start
 from azureml_elastic.testing.jobs.followed_run import FollowedRun
@@ -122,28 +122,7 @@ class LocalWorkspace:
                 f"/providers/Microsoft.MachineLearningServices/workspaces/{_NAME}"
             )
             assets = Assets(root, storage)
-            schedules = Schedules(root, self._check, self._submit, self._runs)
-            resources = Resources(root, storage, self._runs, self._pools, assets, schedules, self._submit)
-            # As on Azure, discovery is public, and the addresses of logs are passed on to those who may read them.
-            history = History(self._runs, self._tracking)
-            data_plane = signed_in(history.answer, ("/discovery", "/logs/"))
-            hosts = {ARM_HOST: signed_in(resources.answer), API_HOST: data_plane, **storage.hosts}
-            gateway = stack.enter_context(Gateway(hosts, answer_node))
-            bundle = gateway.write_bundle(folder / "certificates.pem", UserEnvironment.read().certificates)
-            trust = {
-                **dict.fromkeys(_PROXIES, gateway.address),
-                **dict.fromkeys((*_BUNDLES, "CURL_CA_BUNDLE"), str(bundle)),
-            }
-            token_url = f"{gateway.address}/token"
-            variables = {
-                **trust,
-                **_NAMES,
-                "AZUREML_SERVICE_ENDPOINT": f"https://{API_HOST}",
-                # The service's address has the scheme azureml, for which scripts need azureml-mlflow.
-                "MLFLOW_TRACKING_URI": f"https://{API_HOST}{TRACKING_PATH}{root}",
-                "MSI_ENDPOINT": token_url,
-                "OBO_ENDPOINT": token_url,
-            }
+            variables: dict[str, str] = {}
             setting = Setting(
                 variables,
                 self._machines,
@@ -155,7 +134,31 @@ class LocalWorkspace:
                 self._open_wrappers(stack, folder / "bin"),
                 self._grows,
             )
-            service = Service(setting, self._runs, resources.properties, self._metrics, self._evictions)
+            tracking = self._tracking
+            service = Service(
+                setting, self._runs, assets.properties, lambda name: tracking.logged(name).metrics, self._evictions
+            )
+            resources = Resources(root, storage, self._runs, self._pools, assets, service)
+            # As on Azure, discovery is public, and the addresses of logs are passed on to those who may read them.
+            history = History(self._runs, self._tracking)
+            data_plane = signed_in(history.answer, ("/discovery", "/logs/"))
+            hosts = {ARM_HOST: signed_in(resources.answer), API_HOST: data_plane, **storage.hosts}
+            gateway = stack.enter_context(Gateway(hosts, answer_node))
+            bundle = gateway.write_bundle(folder / "certificates.pem", UserEnvironment.read().certificates)
+            trust = {
+                **dict.fromkeys(_PROXIES, gateway.address),
+                **dict.fromkeys((*_BUNDLES, "CURL_CA_BUNDLE"), str(bundle)),
+            }
+            token_url = f"{gateway.address}/token"
+            variables |= {
+                **trust,
+                **_NAMES,
+                "AZUREML_SERVICE_ENDPOINT": f"https://{API_HOST}",
+                # The service's address has the scheme azureml, for which scripts need azureml-mlflow.
+                "MLFLOW_TRACKING_URI": f"https://{API_HOST}{TRACKING_PATH}{root}",
+                "MSI_ENDPOINT": token_url,
+                "OBO_ENDPOINT": token_url,
+            }
             # Before the start: whatever fails from here on, the threads of jobs end before what they use is closed.
             stack.callback(service.close)
             service.start()
@@ -272,7 +275,7 @@ class LocalWorkspace:
         Jobs that replaced lost nodes of a job that has completed may have been lost themselves, and are not among them.
         """
         states = {run.name: self._runs.status(run) for run in self._runs.all() if run.over.is_set()}
-        first = {name: _replaced(self._run(name)) for name in states}
+        first = {name: _replaced(self._runs.find(name)) for name in states}
         return {name: state for name, state in states.items() if "Completed" not in (state, states.get(first[name]))}
 
     def wait(self, name: str, timeout: timedelta | float | str | None = None) -> str:
@@ -285,7 +288,7 @@ class LocalWorkspace:
             UsageError: there is no such job.
             TimeoutError: the job has not ended in time.
         """
-        run = self._run(name)
+        run = self._runs.find(name)
         seconds = None if timeout is None else positive_duration("timeout", timeout).total_seconds()
         if not run.over.wait(seconds):
             raise TimeoutError(f"The job {name!r} is {self._runs.status(run)} after {seconds:g} s.")
@@ -297,7 +300,7 @@ class LocalWorkspace:
         Raises:
             UsageError: there is no such job.
         """
-        run = self._run(name)
+        run = self._runs.find(name)
         return "".join(run.log(log).decode(errors="replace") for log in sorted(run.logs))
 
     def logged(self, name: str) -> Logged:
@@ -306,7 +309,7 @@ class LocalWorkspace:
         Raises:
             UsageError: there is no such job.
         """
-        return self._tracking.logged(self._run(name).name)
+        return self._tracking.logged(self._runs.find(name).name)
 
     def _open_wrappers(self, stack: contextlib.ExitStack, folder: Path) -> Path | None:
         """Enter the contexts of what forks the nodes, and return the folder of the wrappers that request it."""
@@ -314,23 +317,6 @@ class LocalWorkspace:
             return None
         starting = stack.enter_context(open_fork_start()) if self._start == "fork" else self._start
         return stack.enter_context(NodeForks(folder.absolute(), starting)).folder
-
-    def _run(self, name: str) -> Run:
-        run = self._runs.get(name)
-        if run is None:
-            raise UsageError(f"The local workspace has no job {name!r}.")
-        return run
-
-    def _metrics(self, name: str) -> Mapping[str, Sequence[tuple[int, float]]]:
-        return self._tracking.logged(name).metrics
-
-    def _check(self, properties: dict[str, Any]) -> None:
-        assert self._service is not None
-        self._service.check(properties)
-
-    def _submit(self, name: str, properties: dict[str, Any], schedule: str | None = None) -> None:
-        assert self._service is not None
-        self._service.submit(name, properties, schedule)
 
 
 def _claimed(folder: Path, stack: contextlib.ExitStack) -> Path:

@@ -55,7 +55,10 @@ def test_an_output_of_the_pipeline_is_that_of_the_step_which_is_bound_to_it():
     [
         ({"a": step([("x", ("b",), "out")])}, "'x' of the step 'a' is bound to the step 'b'.*It has: a"),
         ({"a": step(), "b": step([("x", ("a",), "model")])}, "output 'model' of 'a', which has: out"),
-        ({"a": step([("x", ("b",), "out")]), "b": step([("x", ("a",), "out")])}, "wait for each other"),
+        (
+            {"a": step([("x", ("b",), "out")]), "b": step([("x", ("a",), "out")])},
+            "wait for each other: (a reads b reads a|b reads a reads b)",
+        ),
         (
             {"p": PipelineBody({"a": step([("x", ("p",), "out")])}, outputs={"out": OutputBody()})},
             "wait for each other",

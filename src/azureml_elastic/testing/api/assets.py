@@ -5,17 +5,22 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from azureml_elastic.testing.messages import Answer, Request, document, properties_of, refusal, unsupported
+from azureml_elastic.testing.messages import Answer, NotFound, Request, document, properties_of, unsupported
 from azureml_elastic.testing.storage import StorageAccount
+
+WORKSPACES = "Microsoft.MachineLearningServices/workspaces"
+"""Type of workspaces."""
 
 _KINDS = ("codes", "components", "data", "environments", "models")
 _PATH = re.compile(r"/([^/]+)(?:/([^/]+)(?:/versions(?:/([^/]+))?)?)?", re.DOTALL)
 _PENDING_UPLOAD = re.compile(r"/[^/]+/([^/]+)/.*startPendingUpload")
 _CONTAINER = re.compile(r"[a-z0-9](?:[a-z0-9]|-(?=[a-z0-9])){2,62}")
 _DEFAULT_VERSION = "azureml_default"
+_ENVIRONMENT = {"image": "local", "environmentType": "Curated", "osType": "Linux"}
 _LABEL = ":"
 """Part of an environment's version that is a label; labels are looked up among the versions."""
 
@@ -32,10 +37,16 @@ class Assets:
     """Properties of all versions that were put, by kind and name, such as whether they are archived."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def properties(self, path: str) -> dict[str, Any] | None:
-        """Return the properties of the version at a path below the workspace, ``None`` if there is none."""
-        match = _PATH.fullmatch(path)
-        if match is None or match[3] is None:
+    def relative(self, resource: str) -> str | None:
+        """Return the path below the workspace of a resource with this id, ``None`` for one that is elsewhere."""
+        # Ids of the resource manager do not depend on case, and clients differ in how they write them.
+        path, root = resource.removeprefix("azureml:"), f"{self.root}/".lower()
+        return path[len(self.root) :] if f"{path}/".lower().startswith(root) else None
+
+    def properties(self, resource: str) -> dict[str, Any] | None:
+        """Return the properties of the version with this id, ``None`` if there is none."""
+        match = _PATH.fullmatch(self.relative(resource) or "")
+        if match is None:
             return None
         with self._lock:
             found = self._versions.get((match[1], match[2]), {}).get(match[3])
@@ -56,7 +67,9 @@ class Assets:
         with self._lock:
             versions = dict(self._versions.get((kind, name), {}))
         if kind == "environments" and not versions and _LABEL not in path:
-            versions = {each: self._environment(name, each) for each in [version or "1"]}
+            # Every name is accepted, and stands for the Python that runs the workspace.
+            each = version or "1"
+            versions = {each: entity(self.root, f"environments/{name}/versions/{each}", _ENVIRONMENT)}
         if version == _DEFAULT_VERSION and versions:
             version = next(reversed(versions))
         if version is not None and version in versions:
@@ -66,7 +79,7 @@ class Assets:
             return document({"value": listed[::-1]})
         if versions and version is None:
             return document(self._container(kind, name, versions))
-        return refusal(404, "NotFound", f"{path.strip('/')} is not in the local workspace.")
+        raise NotFound(f"{path.strip('/')} is not in the local workspace.")
 
     def _put(self, request: Request, kind: str, name: str, version: str | None) -> Answer:
         properties = properties_of(request.json())
@@ -77,15 +90,9 @@ class Assets:
                 return document(self._container(kind, name, versions))
             if kind == "models":  # azure-ai-ml reads them of every model
                 properties["flavors"] = properties.get("flavors") or {}
-            entity = {
-                "id": f"{self.root}/{kind}/{name}/versions/{version}",
-                "name": version,
-                "systemData": {"createdBy": "local"},
-                **request.json(),
-                "properties": properties,
-            }
-            self._versions.setdefault((kind, name), {})[version] = entity
-        return document(entity, 201)
+            made = entity(self.root, f"{kind}/{name}/versions/{version}", properties)
+            self._versions.setdefault((kind, name), {})[version] = made
+        return document(made, 201)
 
     def _list_containers(self, request: Request, kind: str) -> Answer:
         with self._lock:
@@ -111,16 +118,7 @@ class Assets:
         }
         if kind == "data" and latest is not None:
             properties["dataType"] = versions[latest]["properties"].get("dataType")
-        created = {"createdBy": "local"}
-        return {"id": f"{self.root}/{kind}/{name}", "name": name, "properties": properties, "systemData": created}
-
-    def _environment(self, name: str, version: str) -> dict[str, Any]:
-        """Return an environment; every name is accepted and stands for the Python that runs the workspace."""
-        return {
-            "id": f"{self.root}/environments/{name}/versions/{version}",
-            "name": version,
-            "properties": {"image": "local", "environmentType": "Curated", "osType": "Linux"},
-        }
+        return entity(self.root, f"{kind}/{name}", properties)
 
     def _pending_upload(self, name: str) -> Answer:
         container = name if _CONTAINER.fullmatch(name) else hashlib.sha256(name.encode()).hexdigest()[:40]
@@ -139,7 +137,19 @@ class Assets:
         )
 
 
+def entity(root: str, path: str, properties: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """Return the document of a resource at a path below the workspace."""
+    return {
+        "id": f"{root}/{path}",
+        "name": path.rpartition("/")[2],
+        "type": f"{WORKSPACES}/{path.partition('/')[0]}",
+        "properties": properties,
+        "systemData": {"createdBy": "local"},
+        **more,
+    }
+
+
 def is_listed(request: Request, archived: object) -> bool:
     """Return whether a list that was requested has something that may be archived; by default it has not."""
-    view = (request.query.get("listViewType") or ["ActiveOnly"])[0]
+    view = request.query.get("listViewType")
     return view == "All" or (view == "ArchivedOnly") == bool(archived)

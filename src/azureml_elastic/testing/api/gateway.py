@@ -18,11 +18,11 @@ from collections.abc import Callable, Collection
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qsl
 
-from azureml_elastic.errors import needs_extra
+from azureml_elastic.errors import UsageError, needs_extra
 from azureml_elastic.local.http_server import Handler, Server
-from azureml_elastic.testing.messages import Answer, MalformedRequest, Request, document, refusal
+from azureml_elastic.testing.messages import Answer, NotFound, Request, document, refusal
 
 with needs_extra("trustme", "testing"):
     import trustme
@@ -113,8 +113,9 @@ class _Handler(Handler):
         request = Request(self.command, self._host, self.path, headers, body)
         try:
             answer = self.server.hosts[self._host](request)
-        except MalformedRequest as error:
-            answer = refusal(400, "BadRequest", str(error))
+        except UsageError as error:
+            missing = isinstance(error, NotFound)
+            answer = refusal(404 if missing else 400, "NotFound" if missing else "UserError", str(error))
         except Exception as error:  # noqa: BLE001 - every error is reported to the client
             answer = refusal(500, "InternalServerError", f"the local workspace failed: {error!r}")
         self.send_response(answer.status)
@@ -196,12 +197,11 @@ def signed_in(answer: Callable[[Request], Answer], public: Collection[str] = ())
 def answer_node(request: Request) -> Answer:
     """Respond as the token service of a node."""
     if request.path != "/token":
-        return refusal(404, "NotFound", f"A node of the local workspace serves tokens only, not {request.path}.")
-    parameters = {**request.query, **parse_qs(request.body.decode(errors="replace"))}
-    if "resource" not in parameters:
-        return refusal(400, "BadRequest", "Give the resource that the token is for.")
+        raise NotFound(f"A node of the local workspace serves tokens only, not {request.path}.")
+    resource = {**request.query, **dict(parse_qsl(request.body.decode(errors="replace")))}.get("resource")
+    if resource is None:
+        raise UsageError("Give the resource that the token is for.")
     expires = int(time.time()) + _TOKEN_S
-    resource = parameters["resource"][0]
     return document(
         {
             "access_token": _mint(resource, expires),

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
+from azureml_elastic.errors import UsageError
 from azureml_elastic.testing.api.tracking import TRACKING_PATH, Tracking
 from azureml_elastic.testing.jobs.runs import TERMINAL, Run, Runs, Status
-from azureml_elastic.testing.messages import Answer, MalformedRequest, Request, document, refusal
+from azureml_elastic.testing.messages import Answer, NotFound, Request, document
 
 API_HOST = "local.api.azureml.ms"
 
@@ -44,22 +45,18 @@ class History:
         if path.startswith(TRACKING_PATH):
             return self.tracking.answer(request)
         if match := re.fullmatch(r"/logs/([^/]+)/(.*)", path):
-            run = self.runs.get(match[1])
-            if run is None:
-                return _no_run(match[1])
-            return Answer(200, (("Content-Type", "text/plain; charset=utf-8"),), self._log(run, match[2]))
+            log = self._log(self.runs.find(match[1]), match[2])
+            return Answer(200, (("Content-Type", "text/plain; charset=utf-8"),), log)
         if path.endswith("/rundata"):
             return self._data(str(request.json().get("runId")), request.headers.get("user-agent", ""))
         if path.endswith("/dataversion/batchGetResolvedUris"):
             return document({"values": self._resolved(request.json().get("values"))})
         if match := re.fullmatch(_RUNS + r"runs/([^/]+)(/details|/children|/serviceinstances/\d+)?", path):
-            run = self.runs.get(match[1])
-            if run is None:
-                return _no_run(match[1])
+            run = self.runs.find(match[1])
             if request.method == "PATCH" and not match[2]:
                 changes = request.json()
                 if not isinstance(changes.get("tags") or {}, dict):
-                    return refusal(400, "BadRequest", f"tags must be an object, not {changes['tags']!r}.")
+                    raise UsageError(f"tags must be an object, not {changes['tags']!r}.")
                 run.relabel(changes)
                 return document(self._record(run))
             if match[2] == "/children":
@@ -67,7 +64,7 @@ class History:
             if (match[2] or "").startswith("/serviceinstances"):
                 return document({"instances": _service_instances(run)})
             return document(self._details(run) if match[2] else self._record(run))
-        return refusal(404, "NotFound", f"The local workspace has no {request.method} {path}.")
+        raise NotFound(f"The local workspace has no {request.method} {path}.")
 
     def _details(self, run: Run) -> dict[str, Any]:
         names = [*run.logs, *([_PROGRESS_LOGS[run.kind]] if run.kind in _PROGRESS_LOGS else [])]
@@ -110,10 +107,7 @@ class History:
         return "UserError", "The job failed."
 
     def _data(self, name: str, client: str) -> Answer:
-        run = self.runs.get(name)
-        if run is None:
-            return _no_run(name)
-        record = self._record(run)
+        record = self._record(self.runs.find(name))
         for output in record["outputs"].values():
             output["type"] = _kind_for(client, output["type"])
         return document({"runMetadata": record})
@@ -122,7 +116,7 @@ class History:
         found = {}
         for asset in assets if isinstance(assets, list) else []:
             if not isinstance(asset, str) or asset.count("/") < _SEPARATORS:
-                raise MalformedRequest(f"{asset!r} is not the id of an output. It is of the form {_ASSET}/run/output.")
+                raise UsageError(f"{asset!r} is not the id of an output. It is of the form {_ASSET}/run/output.")
             _, name, output = asset.split("/", _SEPARATORS)
             run = self.runs.get(name)
             if run is not None and output in run.outputs:
@@ -165,10 +159,6 @@ def _kind_for(client: str, kind: str) -> str:
     if release is None or (int(release[1]), int(release[2])) >= _SNAKE_CASE_SINCE:
         return kind
     return {"uri_folder": "UriFolder", "uri_file": "UriFile", "mltable": "MLTable"}.get(kind, kind)
-
-
-def _no_run(name: str) -> Answer:
-    return refusal(404, "RunNotFound", f"The local workspace has no run {name!r}.")
 
 
 _FIRST_WITH_LISTS = "2025-01-01-preview"

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.testing.api.assets import Assets, is_listed
+from azureml_elastic.testing.api.assets import WORKSPACES, Assets, entity, is_listed
 from azureml_elastic.testing.api.history import API_HOST, job_properties
 from azureml_elastic.testing.jobs.machines import Pool
 from azureml_elastic.testing.jobs.runs import Run, Runs
+from azureml_elastic.testing.jobs.service import Service
 from azureml_elastic.testing.messages import (
     Answer,
-    MalformedRequest,
+    NotFound,
     Request,
     document,
     either,
@@ -100,16 +101,10 @@ _TRIGGERS = ("Cron", "Recurrence")
 
 @dataclass
 class Schedules:
-    """Handler of requests for schedules.
-
-    Args:
-        check: function that raises ``UsageError`` for properties of a job that could not be submitted.
-        submit: function that submits a job, given its name, its properties and the name of the schedule.
-    """
+    """Handler of requests for schedules."""
 
     root: str
-    check: Callable[[dict[str, Any]], None]
-    submit: Callable[[str, dict[str, Any], str], None]
+    service: Service
     runs: Runs
     _schedules: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Properties by name."""
@@ -122,32 +117,32 @@ class Schedules:
         with self._lock:
             schedules = dict(self._schedules)
         if not name:
-            states = _VIEWS.get((request.query.get("listViewType") or ["EnabledOnly"])[0], (True,))
+            states = _VIEWS.get(request.query.get("listViewType", ""), (True,))
             listed = [name for name, held in schedules.items() if held["isEnabled"] in states]
             return document({"value": [self._document(name, schedules[name]) for name in listed]})
         if request.method == "PUT" and not action:
             return self._put(name, properties_of(request.json()), new=name not in schedules)
         if name not in schedules:
-            return refusal(404, "NotFound", f"The local workspace has no schedule {name!r}.")
-        if request.method == "GET" and not action:
-            return document(self._document(name, schedules[name]))
-        if request.method == "DELETE" and not action:
-            return self._delete(name, enabled=schedules[name]["isEnabled"])
-        if request.method == "POST" and action == "trigger":
-            return self._trigger(name, schedules[name])
+            raise NotFound(f"The local workspace has no schedule {name!r}.")
+        match request.method, action:
+            case "GET", "":
+                return document(self._document(name, schedules[name]))
+            case "DELETE", "":
+                return self._delete(name, enabled=schedules[name]["isEnabled"])
+            case "POST", "trigger":
+                return self._trigger(name, schedules[name])
         return unsupported(request)
 
     def _put(self, name: str, properties: dict[str, Any], *, new: bool) -> Answer:
         kind = (properties.get("trigger") or {}).get("triggerType")
         if kind not in _TRIGGERS:
-            text = f"The schedule's trigger is of type {kind!r}. Give one of {', '.join(_TRIGGERS)}."
-            return refusal(400, "UserError", text)
-        try:
-            held = {**properties, "action": self._action(properties.get("action") or {})}
-        except UsageError as error:
-            return refusal(400, "UserError", str(error))
-        held["isEnabled"] = properties.get("isEnabled") is not False
-        held["provisioningState"] = "Succeeded"
+            raise UsageError(f"The schedule's trigger is of type {kind!r}. Give one of {', '.join(_TRIGGERS)}.")
+        held = {
+            **properties,
+            "action": self._action(properties.get("action") or {}),
+            "isEnabled": properties.get("isEnabled") is not False,
+            "provisioningState": "Succeeded",
+        }
         with self._lock:
             self._schedules[name] = held
         # azure-ai-ml before 1.35 reads one response only once, so that the end must be in that to another request.
@@ -169,46 +164,38 @@ class Schedules:
                 raise UsageError(f"The schedule's job {source!r} is not in the local workspace. Submit it first.")
             job = {**found.body, "sourceJobId": source, "isArchived": False}
         check_limits(job)
-        self.check(job)
+        self.service.check(job)
         return {**action, "jobDefinition": job}
 
     def _delete(self, name: str, *, enabled: bool) -> Answer:
         if enabled:
-            text = f"The schedule {name!r} is enabled. Disable it first: ml_client.schedules.begin_disable({name!r})."
-            return refusal(400, "UserError", text)
+            raise UsageError(
+                f"The schedule {name!r} is enabled. Disable it first: ml_client.schedules.begin_disable({name!r})."
+            )
         with self._lock:
             self._schedules.pop(name, None)
         return Answer(200)
 
     def _trigger(self, name: str, held: dict[str, Any]) -> Answer:
         if not held["isEnabled"]:
-            text = f"The schedule {name!r} is disabled. Enable it first: ml_client.schedules.begin_enable({name!r})."
-            return refusal(400, "UserError", text)
+            raise UsageError(
+                f"The schedule {name!r} is disabled. Enable it first: ml_client.schedules.begin_enable({name!r})."
+            )
         with self._lock:
             self._triggered += 1
             number = self._triggered
         # With the number, as a schedule may be triggered twice in a second.
         job = f"{name}-{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{number}"
-        try:
-            self.submit(job, dict(held["action"]["jobDefinition"]), name)
-        except UsageError as error:  # such as for want of a compute that there was when the schedule was made
-            return refusal(400, "UserError", str(error))
+        self.service.submit(job, dict(held["action"]["jobDefinition"]), name)
         return document({"scheduleActionType": "CreateJob", "submissionId": job})
 
     def _document(self, name: str, properties: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "id": f"{self.root}/schedules/{name}",
-            "name": name,
-            "type": "Microsoft.MachineLearningServices/workspaces/schedules",
-            "properties": properties,
-            "systemData": {"createdBy": "local"},
-        }
+        return entity(self.root, f"schedules/{name}", properties)
 
 
 ARM_HOST = "management.azure.com"
 
 _LOCATION = "westeurope"
-_WORKSPACES = "Microsoft.MachineLearningServices/workspaces"
 _JOB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 _WHAT_RUNS = ("jobType", "command", "codeId", "environmentId", "jobs", "trial", "searchSpace")
 """Fields of a job that cannot be changed once it is submitted."""
@@ -224,44 +211,28 @@ class Resources:
     runs: Runs
     pools: Mapping[str, Pool]
     assets: Assets
-    schedules: Schedules
-    submit: Callable[[str, dict[str, Any]], None]
-    """Function that starts a job, given its name and properties; raises ``UsageError`` for unsupported jobs."""
+    service: Service
 
-    def properties(self, resource: str) -> dict[str, Any] | None:
-        """Return the properties of the asset with this id, ``None`` if there is none."""
-        return self.assets.properties(self._relative(resource.removeprefix("azureml:")) or "")
+    def __post_init__(self) -> None:
+        self._schedules = Schedules(self.root, self.service, self.runs)
+        self._account = f"{self.root.partition('/providers/')[0]}/providers/Microsoft.Storage/storageAccounts/"
+        self._account += self.storage.account
 
     def answer(self, request: Request) -> Answer:
         """Return the response to a request."""
-        rest = self._relative(request.path)
+        rest = self.assets.relative(request.path)
         if rest is None and request.path == self._account:
             return document(self._storage_document())
         if rest is None:
-            return refusal(
-                404, "ResourceNotFound", f"There is nothing here but the local workspace {self.root}: {request.path}"
-            )
-        kind = rest.strip("/").partition("/")[0]
+            raise NotFound(f"There is nothing here but the local workspace {self.root}: {request.path}")
         handler = {
             "": self._workspace,
             "computes": self._compute,
             "datastores": self._datastore,
             "jobs": self._job,
-            "schedules": self.schedules.answer,
-        }.get(kind, self.assets.answer)
+            "schedules": self._schedules.answer,
+        }.get(rest.strip("/").partition("/")[0], self.assets.answer)
         return handler(request, rest)
-
-    def _relative(self, path: str) -> str | None:
-        # Ids of the resource manager do not depend on case, and clients differ in how they write them.
-        if path.lower() == self.root.lower() or path.lower().startswith(f"{self.root.lower()}/"):
-            return path[len(self.root) :]
-        return None
-
-    @property
-    def _account(self) -> str:
-        """Resource id of the storage account."""
-        scope = self.root.partition("/providers/")[0]
-        return f"{scope}/providers/Microsoft.Storage/storageAccounts/{self.storage.account}"
 
     def _storage_document(self) -> dict[str, Any]:
         return {
@@ -278,14 +249,13 @@ class Resources:
             },
         }
 
-    def _workspace(self, request: Request, rest: str) -> Answer:
-        del request, rest
+    def _workspace(self, _request: Request, _rest: str) -> Answer:
         return document(
             {
                 "id": self.root,
                 "name": self.root.rpartition("/")[2],
                 "location": _LOCATION,
-                "type": _WORKSPACES,
+                "type": WORKSPACES,
                 "identity": {"type": "SystemAssigned"},
                 "properties": {
                     "workspaceId": "00000000-0000-0000-0000-0000000000bb",
@@ -300,16 +270,11 @@ class Resources:
         if not name:
             return document({"value": [self._compute_document(name) for name in self.pools]})
         if name not in self.pools:
-            there = ", ".join(sorted(self.pools))
-            return refusal(
-                404,
-                "NotFound",
-                f"The local workspace has no compute {name!r}, only {there}. Give it one by "
-                f"pools=, or 'azureml-elastic workspace start --pool {name}=8'.",
+            raise NotFound(
+                f"The local workspace has no compute {name!r}, only {', '.join(sorted(self.pools))}. Give it one by "
+                f"pools=, or 'azureml-elastic workspace start --pool {name}=8'."
             )
-        if request.method != "GET":
-            return unsupported(request)
-        return document(self._compute_document(name))
+        return document(self._compute_document(name)) if request.method == "GET" else unsupported(request)
 
     def _compute_document(self, name: str) -> dict[str, Any]:
         pool = self.pools[name]
@@ -322,16 +287,16 @@ class Resources:
                 "scaleSettings": {"maxNodeCount": pool.nodes, "minNodeCount": 0},
             },
         }
-        return self._resource("computes", name, properties, location=_LOCATION)
+        return entity(self.root, f"computes/{name}", properties, location=_LOCATION)
 
     def _datastore(self, request: Request, rest: str) -> Answer:
         parts = rest.strip("/").split("/")[1:]
         if not parts:
             found = [self._datastore_document(name) for name in DATASTORES]
-            default = request.query.get("isDefault") == ["true"]
+            default = request.query.get("isDefault") == "true"
             return document({"value": found[:1] if default else found})
         if parts[0] not in DATASTORES:
-            return refusal(404, "NotFound", f"The local workspace has no datastore {parts[0]!r}.")
+            raise NotFound(f"The local workspace has no datastore {parts[0]!r}.")
         if parts[1:] == ["listSecrets"]:
             # Never a signature, which azure-ai-ml takes for a key when it streams the log of a command job.
             return document({"secretsType": "AccountKey", "key": self.storage.key})
@@ -347,18 +312,16 @@ class Resources:
             "isDefault": name == next(iter(DATASTORES)),
             "credentials": {"credentialsType": "AccountKey"},
         }
-        return self._resource("datastores", name, properties)
+        return entity(self.root, f"datastores/{name}", properties)
 
     def _job(self, request: Request, rest: str) -> Answer:
         name, _, action = rest.removeprefix("/jobs").strip("/").partition("/")
         if not name:
             return self._list_jobs(request)
-        version = (request.query.get("api-version") or [""])[0]
+        version = request.query.get("api-version", "")
         if request.method == "PUT" and not action:
             return self._submitted(name, request.json(), version)
-        run = self.runs.get(name)
-        if run is None:
-            return refusal(404, "NotFound", f"The local workspace has no job {name!r}.")
+        run = self.runs.find(name)
         if request.method == "POST" and action == "cancel":
             self.runs.cancel(run)
             return Answer(200)
@@ -366,7 +329,7 @@ class Resources:
         return document(self._job_document(run, version)) if found else unsupported(request)
 
     def _list_jobs(self, request: Request) -> Answer:
-        wanted = {key: values[-1] for key, values in request.query.items()}
+        wanted = request.query
         found = [
             run
             for run in self.runs.all()
@@ -383,17 +346,12 @@ class Resources:
         if known is not None:
             return self._updated(known, properties_of(body), version)
         if not _JOB_NAME.fullmatch(name):
-            raise MalformedRequest(
+            raise UsageError(
                 f"{name!r} is not the name of a job. Use letters, digits, '-', '_' and '.', and at most 255 of them."
             )
-        try:
-            check_limits(properties_of(body))
-            self.submit(name, properties_of(body))
-        except UsageError as error:
-            return refusal(400, "UserError", str(error))
-        run = self.runs.get(name)
-        assert run is not None
-        return document(self._job_document(run, version), 201)
+        check_limits(properties_of(body))
+        self.service.submit(name, properties_of(body))
+        return document(self._job_document(self.runs.find(name), version), 201)
 
     def _updated(self, run: Run, properties: dict[str, Any], version: str) -> Answer:
         """Archive a job, restore it or change its labels, given its whole document as clients send it."""
@@ -408,13 +366,4 @@ class Resources:
     def _job_document(self, run: Run, version: str = "") -> dict[str, Any]:
         properties = job_properties(run, self.runs.status(run), workspace=self.root, version=version)
         created = {"createdAt": run.created.isoformat(), "createdBy": "local"}
-        return self._resource("jobs", run.name, properties, systemData=created)
-
-    def _resource(self, kind: str, name: str, properties: dict[str, Any], **more: Any) -> dict[str, Any]:
-        return {
-            "id": f"{self.root}/{kind}/{name}",
-            "name": name,
-            "type": f"{_WORKSPACES}/{kind}",
-            "properties": properties,
-            **more,
-        }
+        return entity(self.root, f"jobs/{run.name}", properties, systemData=created)

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from azureml_elastic.errors import UsageError
 from azureml_elastic.testing.jobs.runs import TERMINAL, Run, Runs
-from azureml_elastic.testing.messages import Answer, MalformedRequest, Request, document
+from azureml_elastic.testing.messages import Answer, Request, document
 
 TRACKING_PATH = "/mlflow/v1.0"
 """Path of the tracking API on the workspace's data plane, followed by the workspace id."""
@@ -52,7 +53,7 @@ class Tracking:
         """Return the response to a request."""
         match = _CALL.fullmatch(request.path)
         call = "" if match is None else match[1]
-        fields = {name: values[-1] for name, values in request.query.items()} | request.json()
+        fields = request.query | request.json()
         if call == "experiments/get":
             return document({"experiment": _experiment(str(fields.get("experiment_id")))})
         if call == "experiments/get-by-name":
@@ -83,7 +84,7 @@ class Tracking:
                 for each in batch.get("metrics") or ()
             ]
         except (KeyError, TypeError, ValueError) as error:
-            raise MalformedRequest(f"The request logs no parameters, tags or metrics: {error!r}.") from error
+            raise UsageError(f"The request logs no parameters, tags or metrics: {error!r}.") from error
         with self._lock:
             logged = self._logged.setdefault(name, Logged())
             # Before anything is changed: a batch that is refused logs nothing.

@@ -70,10 +70,10 @@ class Execution(threading.Thread):
     def _attempt(self) -> Verdict:
         """Run the job once on new machines; a cancelled attempt counts as failed."""
         run, body, machines = self.job.run, self.job.body, self._setting.machines
-        taken = machines.take(body.compute, body.nodes, run.cancel.is_set)
-        if taken is None:
-            return "failed"
-        available = time.monotonic() + machines.pools[body.compute].provisioning.total_seconds()
+        while not (taken := machines.take(body.compute, body.nodes)):
+            if run.cancel.wait(_POLL_S):
+                return "failed"
+        available = self._available()
         self._provisioning = {number: (machine, available) for number, machine in enumerate(taken)}
         master = (taken[0].address, _free_port(taken[0].address))
         run.status = "Preparing"
@@ -96,6 +96,10 @@ class Execution(threading.Thread):
             for machine, _ in self._provisioning.values():
                 machines.give_back(machine)
             self._provisioning = {}
+
+    def _available(self) -> float:
+        """Return the time on the monotonic clock at which a machine that is requested now can be used."""
+        return time.monotonic() + self._setting.machines.pools[self.job.body.compute].provisioning.total_seconds()
 
     def _terminate(self) -> None:
         """Send SIGTERM to all nodes and wait for the grace period."""
@@ -149,13 +153,10 @@ class Execution(threading.Thread):
         for number in range(body.most_nodes):
             if number in self._nodes or number in self._provisioning:
                 continue
-            machine = machines.try_take(body.compute)
-            if machine is None:
+            taken = machines.take(body.compute, 1)
+            if not taken:
                 return
-            self._provisioning[number] = (
-                machine,
-                time.monotonic() + machines.pools[body.compute].provisioning.total_seconds(),
-            )
+            self._provisioning[number] = (taken[0], self._available())
 
     def _release(self, number: int) -> None:
         """Kill a node, upload the outputs on its disk unless the machine is lost, and return the machine."""

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.events import Event
 from azureml_elastic.ledger.reading import EventReader, LineReader, NodeNames
 from azureml_elastic.ledger.summary import FaultRecord, Paths, Report, report_of_events
@@ -154,9 +153,7 @@ class FollowedRun:
 
     def _label_of(self, job: str) -> str:
         """Return the name of a node by its job: that of the step, as ``status`` shows it."""
-        run = self._runs.get(job)
-        if run is None:
-            raise UsageError(f"The local workspace has no job {job!r}.")
+        run = self._runs.find(job)
         if run.parent is not None:
             return ".".join(run.path)
         return "job" if run.name == self._first else run.name.removeprefix(f"{self._first}-")

@@ -7,7 +7,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +22,6 @@ from azureml_elastic.errors import UsageError
 # 127.0.0.1 is that of all servers of this machine.
 _FIRST_ADDRESS = 2
 _LAST_ADDRESS = 254
-_POLL_S = 0.05
 _POOL = re.compile(
     r"(?P<name>[\w-]+)=(?P<nodes>\d+)(?::(?P<tier>low_priority|dedicated))?(?::(?P<seconds>\d+(?:\.\d+)?)s)?", re.ASCII
 )
@@ -84,53 +83,36 @@ class Machines:
         self._away: dict[str, list[float]] = {name: [] for name in pools}
         self._numbers = itertools.count()
         self._addresses = [f"127.0.0.{number}" for number in range(_FIRST_ADDRESS, _LAST_ADDRESS + 1)]
-        self._change = threading.Condition()
+        self._lock = threading.Lock()
 
-    def take(self, pool: str, count: int, cancelled: Callable[[], bool]) -> tuple[Machine, ...] | None:
-        """Wait until ``count`` machines are free at once and return them, or ``None`` once cancelled."""
-        with self._change:
-            while not cancelled():
-                machines = self._take(pool, count)
-                if machines is not None:
-                    return machines
-                # With a limit: neither a cancellation nor the time of a refill notifies anyone.
-                self._change.wait(_POLL_S)
-        return None
-
-    def try_take(self, pool: str) -> Machine | None:
-        """Return a machine, or ``None`` if none is free."""
-        with self._change:
-            machines = self._take(pool, 1)
-        return machines[0] if machines else None
+    def take(self, pool: str, count: int) -> tuple[Machine, ...]:
+        """Return ``count`` machines, none unless so many are free at once."""
+        with self._lock:
+            now = time.monotonic()
+            self._away[pool] = [until for until in self._away[pool] if until > now]
+            available = self.pools[pool].nodes - len(self._away[pool])
+            if available - self._used[pool] < count or len(self._addresses) < count:
+                return ()
+            self._used[pool] += count
+            return tuple(
+                Machine(f"{pool}-{next(self._numbers)}", self._addresses.pop(0), pool, self.pools[pool].tier)
+                for _ in range(count)
+            )
 
     def give_back(self, machine: Machine, *, evicted: bool = False) -> None:
         """Return a machine; an evicted one is missing from its pool until it is refilled."""
-        with self._change:
+        with self._lock:
             self._used[machine.pool] -= 1
             if evicted:
                 refill = self.pools[machine.pool].refill
                 back = math.inf if refill is None else time.monotonic() + refill.total_seconds()
                 self._away[machine.pool].append(back)
             self._addresses.append(machine.address)
-            self._change.notify_all()
 
     def refill(self, pool: str) -> None:
         """Replace all evicted machines of a pool, whatever its ``refill``."""
-        with self._change:
+        with self._lock:
             self._away[pool].clear()
-            self._change.notify_all()
-
-    def _take(self, pool: str, count: int) -> tuple[Machine, ...] | None:
-        now = time.monotonic()
-        self._away[pool] = [until for until in self._away[pool] if until > now]
-        available = self.pools[pool].nodes - len(self._away[pool])
-        if available - self._used[pool] < count or len(self._addresses) < count:
-            return None
-        self._used[pool] += count
-        return tuple(
-            Machine(f"{pool}-{next(self._numbers)}", self._addresses.pop(0), pool, self.pools[pool].tier)
-            for _ in range(count)
-        )
 
 
 _FEWEST_COLUMNS = 2

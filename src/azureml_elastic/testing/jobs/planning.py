@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal
@@ -26,73 +26,23 @@ from azureml_elastic.testing.jobs.search_space import with_values
 from azureml_elastic.testing.storage import locate
 
 
-@dataclass(frozen=True)
-class Step:
-    """A step that decisions depend on.
+def step_due(
+    status: Status, reads: Iterable[Status], *, started: bool, cancelled: bool, stops: bool
+) -> Literal["start", "skip", "cancel"] | None:
+    """Return what is to be done with a step of a pipeline; ``skip`` for one that never starts.
 
     Args:
         reads: states of the steps whose outputs it reads.
+        stops: whether all steps of the pipeline end.
     """
-
-    status: Status
-    started: bool
-    cancelled: bool
-    reads: tuple[Status, ...]
-
-
-@dataclass(frozen=True)
-class Due:
-    """What is to be done with the steps of a pipeline: those to start, those that never will, and those to cancel."""
-
-    start: tuple[str, ...] = ()
-    skip: tuple[str, ...] = ()
-    cancel: tuple[str, ...] = ()
-
-
-def due_steps(steps: Mapping[str, Step], *, cancelled: bool, continues: bool) -> Due:
-    """Return what is due in a pipeline.
-
-    Args:
-        steps: all commands of the pipeline and of the pipelines in it, by run.
-        cancelled: whether the cancellation of the pipeline was requested.
-        continues: whether the others go on after the failure of one step.
-    """
-    # Azure ML's default: the first failed step cancels all others.
-    stops = cancelled or (not continues and any(step.status == "Failed" for step in steps.values()))
-    waiting = {name: step for name, step in steps.items() if not step.started and step.status not in TERMINAL}
-    skip = {
-        name
-        for name, step in waiting.items()
-        if stops or step.cancelled or any(status in TERMINAL and status != "Completed" for status in step.reads)
-    }
-    ready = {name for name, step in waiting.items() if all(status == "Completed" for status in step.reads)}
-    return Due(
-        start=tuple(name for name in waiting if name in ready - skip),
-        skip=tuple(name for name in waiting if name in skip),
-        cancel=tuple(
-            name
-            for name, step in steps.items()
-            if stops and step.started and not step.cancelled and step.status not in TERMINAL
-        ),
-    )
-
-
-def check_order(reads: Mapping[str, frozenset[str]]) -> None:
-    """Check that steps can be brought into an order.
-
-    Args:
-        reads: names of the runs that must complete before it, by run.
-
-    Raises:
-        UsageError: steps wait for each other.
-    """
-    try:
-        TopologicalSorter(reads).prepare()
-    except CycleError as error:
-        raise UsageError(
-            f"Steps of the pipeline wait for each other: {' reads '.join(reversed(error.args[1]))}. Remove one of "
-            "these bindings."
-        ) from error
+    if status in TERMINAL:
+        return None
+    if started:
+        return "cancel" if stops and not cancelled else None
+    states = set(reads)
+    if stops or cancelled or states & (TERMINAL - {"Completed"}):
+        return "skip"
+    return "start" if states <= {"Completed"} else None
 
 
 _OUTPUTS = "azureml://datastores/workspaceblobstore/paths/azureml"
@@ -131,25 +81,14 @@ class Planner:
     def plan_trial(self, sweep: Run, body: SweepBody, number: int, values: Mapping[str, str]) -> Plan:
         """Plan a trial of a sweep with its values of the search space."""
         trial = replace(body.trial, command=with_values(body.trial.command, values))
-        document = {
-            **_document(trial, f"{sweep.name}_{number}", sweep.experiment),
-            "tags": {"hyperparameters": json.dumps(dict(values))},
+        name = f"{sweep.name}_{number}"
+        run = _run_within(sweep, number, name, trial, name)
+        run.trial = dict(values)
+        run.body |= {
+            "tags": {"hyperparameters": json.dumps(run.trial)},
             "environmentId": (sweep.body.get("trial") or {}).get("environmentId"),
             "codeId": _id(trial.code),
         }
-        name = f"{sweep.name}_{number}"
-        run = Run(
-            name,
-            "Command",
-            name,
-            sweep.experiment,
-            document,
-            parent=sweep.name,
-            number=number,
-            root=sweep.root,
-            path=(*sweep.path, name),
-            trial=dict(values),
-        )
         return _Job(self, run, trial).plan()
 
     def check_pool(self, body: CommandBody) -> None:
@@ -176,8 +115,9 @@ class _Job:
     def _add(self, path: tuple[str, ...], run: Run, body: JobBody) -> None:
         self._runs[path], self._bodies[path] = run, body
         if isinstance(body, PipelineBody):
-            for number, (name, step) in enumerate(body.steps.items()):
-                self._add((*path, name), _run_of_step(run, number, name, step), step)
+            for number, (label, step) in enumerate(body.steps.items()):
+                name = f"{run.root}-{label}-{secrets.token_hex(4)}"
+                self._add((*path, label), _run_within(run, number, label, step, name), step)
 
     def plan(self) -> Plan:
         for path, run in self._runs.items():
@@ -200,12 +140,18 @@ class _Job:
 
     def _check_order(self) -> None:
         """Refuse steps that wait for each other; a pipeline is over when its steps are."""
-        waits = {run.name: set(run.reads) for run in self._runs.values()}
-        for run in self._runs.values():
-            if run.parent in waits:
-                waits[run.parent].add(run.name)
         labels = {run.name: ".".join(run.path) or run.name for run in self._runs.values()}
-        check_order({labels[name]: frozenset(labels[each] for each in names) for name, names in waits.items()})
+        waits = {labels[run.name]: {labels[name] for name in run.reads} for run in self._runs.values()}
+        for run in self._runs.values():
+            if run.parent in labels:
+                waits[labels[run.parent]].add(labels[run.name])
+        try:
+            TopologicalSorter(waits).prepare()
+        except CycleError as error:
+            raise UsageError(
+                f"Steps of the pipeline wait for each other: {' reads '.join(reversed(error.args[1]))}. Remove one of "
+                "these bindings."
+            ) from error
 
     def _command(self, run: Run, body: CommandBody) -> CommandJob:
         """Resolve a command's pool and data."""
@@ -269,60 +215,40 @@ class _Job:
         return f"{_OUTPUTS}/{self._runs[reference.path].name}/{reference.name}{end}"
 
 
-def _run_of_step(pipeline: Run, number: int, name: str, body: JobBody) -> Run:
+def _run_within(whole: Run, number: int, label: str, body: JobBody, name: str) -> Run:
+    """Return the run of a step of a pipeline, or of a trial of a sweep."""
+    document = _document(whole, label, body)
+    path = (*whole.path, label)
+    kind, experiment = _KINDS[type(body)], whole.experiment
+    return Run(name, kind, label, experiment, document, whole.name, number, root=whole.root, path=path)
+
+
+def _document(whole: Run, label: str, body: JobBody) -> dict[str, Any]:
+    """Return the properties of the document of a step or trial."""
+    own: dict[str, Any]
     if isinstance(body, CommandBody):
-        document = _document(body, name, pipeline.experiment)
+        own = {
+            "command": body.command,
+            "computeId": f"azureml:{body.compute}",
+            "environmentVariables": dict(body.environment_variables),
+            "resources": {"instanceCount": body.nodes},
+        }
     elif isinstance(body, SweepBody):
-        document = _document_of_sweep(body, name, pipeline.experiment)
+        own = {
+            "computeId": f"azureml:{body.trial.compute}",
+            "trial": {"command": body.trial.command, "codeId": _id(body.trial.code)},
+            "searchSpace": {name: [each.type, list(each.arguments)] for name, each in body.space.expressions.items()},
+            "samplingAlgorithm": {"samplingAlgorithmType": body.space.sampling.capitalize()},
+            "objective": {"goal": "maximize" if body.maximize else "minimize", "primaryMetric": body.metric},
+            "limits": {"maxTotalTrials": body.most_trials, "maxConcurrentTrials": body.most_at_once},
+        }
     else:
         # The settings of the submitted pipeline hold for all in it.
-        document = _properties("Pipeline", name, pipeline.experiment, settings=pipeline.body.get("settings"))
-    return Run(
-        f"{pipeline.root}-{name}-{secrets.token_hex(4)}",
-        _KINDS[type(body)],
-        name,
-        pipeline.experiment,
-        document,
-        parent=pipeline.name,
-        number=number,
-        root=pipeline.root,
-        path=(*pipeline.path, name),
-    )
-
-
-def _document_of_sweep(body: SweepBody, name: str, experiment: str) -> dict[str, Any]:
-    """Return the properties of a sweep's document."""
-    return _properties(
-        "Sweep",
-        name,
-        experiment,
-        computeId=f"azureml:{body.trial.compute}",
-        trial={"command": body.trial.command, "codeId": _id(body.trial.code)},
-        searchSpace={name: [each.type, list(each.arguments)] for name, each in body.space.expressions.items()},
-        samplingAlgorithm={"samplingAlgorithmType": body.space.sampling.capitalize()},
-        objective={"goal": "maximize" if body.maximize else "minimize", "primaryMetric": body.metric},
-        limits={"maxTotalTrials": body.most_trials, "maxConcurrentTrials": body.most_at_once},
-    )
+        own = {"settings": whole.body.get("settings")}
+    empty: dict[str, Any] = {field: {} for field in ("inputs", "outputs", "properties", "tags")}
+    return {"jobType": _KINDS[type(body)], "displayName": label, "experimentName": whole.experiment, **own, **empty}
 
 
 def _id(resource: str | None) -> str | None:
     """Return an id as jobs have it; components have a scheme before it."""
     return None if resource is None else resource.removeprefix("azureml:")
-
-
-def _document(body: CommandBody, name: str, experiment: str) -> dict[str, Any]:
-    """Return the properties of a command job's document."""
-    return _properties(
-        "Command",
-        name,
-        experiment,
-        command=body.command,
-        computeId=f"azureml:{body.compute}",
-        environmentVariables=dict(body.environment_variables),
-        resources={"instanceCount": body.nodes},
-    )
-
-
-def _properties(kind: str, name: str, experiment: str, **own: Any) -> dict[str, Any]:
-    empty: dict[str, Any] = {field: {} for field in ("inputs", "outputs", "properties", "tags")}
-    return {"jobType": kind, "displayName": name, "experimentName": experiment, **own, **empty}

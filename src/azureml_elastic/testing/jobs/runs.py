@@ -9,6 +9,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
+from azureml_elastic.testing.messages import NotFound
+
 Status = Literal[
     "NotStarted", "Queued", "Preparing", "Running", "Finalizing", "CancelRequested", "Completed", "Failed", "Canceled"
 ]
@@ -157,6 +159,13 @@ class Runs:
         """Return the run of this name."""
         with self._lock:
             return self._runs.get(name)
+
+    def find(self, name: str) -> Run:
+        """Return the run of this name; raises ``NotFound`` if there is none."""
+        run = self.get(name)
+        if run is None:
+            raise NotFound(f"The local workspace has no job {name!r}.")
+        return run
 
     def all(self) -> list[Run]:
         """Return the submitted runs, without the steps of pipelines and the trials of sweeps."""

@@ -15,7 +15,7 @@ from azureml_elastic.testing.jobs.body import JobBody, PipelineBody, SweepBody, 
 from azureml_elastic.testing.jobs.execution import Execution
 from azureml_elastic.testing.jobs.machines import Evicted, Eviction, Target, due
 from azureml_elastic.testing.jobs.nodes import CommandJob, Node, Setting
-from azureml_elastic.testing.jobs.planning import Plan, Planner, Step, due_steps
+from azureml_elastic.testing.jobs.planning import Plan, Planner, step_due
 from azureml_elastic.testing.jobs.runs import Run, Runs
 from azureml_elastic.testing.jobs.search_space import best_trial
 from azureml_elastic.testing.storage import locate
@@ -198,25 +198,22 @@ class Service(threading.Thread):
     def _advance_pipeline(self, pipeline: Run) -> None:
         inside = [run for run in self._runs.below(pipeline) if not run.trial]
         states = {run.name: self._runs.status(run) for run in inside}
-        runs = {run.name: run for run in inside if run.kind != "Pipeline"}
-        steps = {
-            name: Step(
-                states[name],
-                self._has_started(run),
-                run.cancel.is_set(),
-                tuple(states[other] for other in run.reads),
-            )
-            for name, run in runs.items()
-        }
-        due_now = due_steps(steps, cancelled=pipeline.cancel.is_set(), continues=pipeline.continues_on_failure)
-        for name in due_now.skip:
-            runs[name].ended = datetime.now(timezone.utc)
-            runs[name].status = "Canceled"
-            runs[name].over.set()
-        for name in due_now.cancel:
-            self._runs.cancel(runs[name])
-        for name in due_now.start:
-            self._start(runs[name])
+        steps = [run for run in inside if run.kind != "Pipeline"]
+        # Azure ML's default: the first failed step cancels all others.
+        failed = not pipeline.continues_on_failure and any(states[run.name] == "Failed" for run in steps)
+        stops = failed or pipeline.cancel.is_set()
+        for run in steps:
+            started, cancelled = self._has_started(run), run.cancel.is_set()
+            reads = (states[name] for name in run.reads)
+            match step_due(states[run.name], reads, started=started, cancelled=cancelled, stops=stops):
+                case "start":
+                    self._start(run)
+                case "cancel":
+                    self._runs.cancel(run)
+                case "skip":
+                    run.ended = datetime.now(timezone.utc)
+                    run.status = "Canceled"
+                    run.over.set()
         for run in reversed(inside):  # the inner ones first
             children = self._runs.children(run.name)
             if run.kind != "Pipeline" or run.over.is_set():
