@@ -96,7 +96,10 @@ class StorageAccount:
     @property
     def hosts(self) -> dict[str, Callable[[Request], Answer]]:
         """Request handlers by host name."""
-        return {self.blob_host: self._answer_blob, self.table_host: self._answer_table}
+        return {
+            self.blob_host: lambda request: _forward(request, self._blob.endpoint, self.blob_signature),
+            self.table_host: lambda request: _forward(request, self._table.endpoint, self._table_signature),
+        }
 
     def container(self, name: str) -> ContainerClient:
         """Return a client of a container; the caller closes it."""
@@ -108,12 +111,6 @@ class StorageAccount:
             if not client.exists():
                 client.create_container()
 
-    def _answer_blob(self, request: Request) -> Answer:
-        return _forward(request, self._blob.endpoint, self.blob_signature)
-
-    def _answer_table(self, request: Request) -> Answer:
-        return _forward(request, self._table.endpoint, self._table_signature)
-
 
 def _forward(request: Request, endpoint: str, signature: str) -> Answer:
     """Forward a request to an emulator with the original host name, which identifies the account."""
@@ -123,25 +120,19 @@ def _forward(request: Request, endpoint: str, signature: str) -> Answer:
         del headers["authorization"]
         target += f"{'&' if '?' in target else '?'}{signature}"
     headers["host"] = request.host
-    address = urlsplit(endpoint)
-    assert address.hostname is not None
     try:
-        return _call(request, (address.hostname, address.port), target, headers)
+        with contextlib.closing(HTTPConnection(urlsplit(endpoint).netloc, timeout=_TIMEOUT_S)) as connection:
+            connection.request(request.method, target, request.body or None, headers)
+            response = connection.getresponse()
+            body = response.read()
     except (InvalidURL, ValueError) as error:
         raise UsageError(f"The request cannot be forwarded: {error}.") from error
     except (OSError, HTTPException) as error:
         return refusal(502, "BadGateway", f"The emulator did not respond: {error!r}")
-
-
-def _call(request: Request, address: tuple[str, int | None], target: str, headers: dict[str, str]) -> Answer:
-    with contextlib.closing(HTTPConnection(*address, timeout=_TIMEOUT_S)) as connection:
-        connection.request(request.method, target, request.body or None, headers)
-        response = connection.getresponse()
-        body = response.read()
-        kept = [(name, value) for name, value in response.getheaders() if name.lower() not in _OF_THE_CONNECTION]
-        if request.method != "HEAD":  # a HEAD response keeps the length of the body that is not sent
-            kept = [(name, value) for name, value in kept if name.lower() != "content-length"]
-        return Answer(response.status, tuple(kept), body)
+    # A HEAD response keeps the length of the body that is not sent.
+    dropped = _OF_THE_CONNECTION | (set() if request.method == "HEAD" else {"content-length"})
+    kept = tuple((name, value) for name, value in response.getheaders() if name.lower() not in dropped)
+    return Answer(response.status, kept, body)
 
 
 DATASTORES = {"workspaceblobstore": BLOBS, "workspaceartifactstore": ARTIFACTS}

@@ -56,9 +56,7 @@ _NAMES = {
 }
 _PREFIX = "azureml-elastic-workspace-"
 _FOLDERS = ("logs", "mirror", "nodes")
-_PROXIES = ("HTTPS_PROXY", "https_proxy")
-_BUNDLES = ("REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
-_EXCEPTIONS = ("NO_PROXY", "no_proxy")
+_BUNDLES = ("CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
 
 
 class LocalWorkspace:
@@ -146,8 +144,8 @@ class LocalWorkspace:
             gateway = stack.enter_context(Gateway(hosts, answer_node))
             bundle = gateway.write_bundle(folder / "certificates.pem", UserEnvironment.read().certificates)
             trust = {
-                **dict.fromkeys(_PROXIES, gateway.address),
-                **dict.fromkeys((*_BUNDLES, "CURL_CA_BUNDLE"), str(bundle)),
+                **dict.fromkeys(("HTTPS_PROXY", "https_proxy"), gateway.address),
+                **dict.fromkeys(_BUNDLES, str(bundle)),
             }
             token_url = f"{gateway.address}/token"
             variables |= {
@@ -163,9 +161,8 @@ class LocalWorkspace:
             stack.callback(service.close)
             service.start()
             # azure-identity's default credential then logs in to this workspace.
-            changes = {**trust, "MSI_ENDPOINT": token_url, "MSI_SECRET": None, **dict.fromkeys(_EXCEPTIONS)}
-            stack.enter_context(changed(changes))
-            self._variables = {name: value for name, value in changes.items() if value is not None}
+            self._variables = {**trust, "MSI_ENDPOINT": token_url}
+            stack.enter_context(changed({**self._variables, **dict.fromkeys(("MSI_SECRET", "NO_PROXY", "no_proxy"))}))
             self._service = service
             self._client = _client()
             stack.callback(setattr, self, "_client", None)  # it would call the real Azure once the workspace is closed

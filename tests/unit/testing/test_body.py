@@ -91,7 +91,6 @@ def test_a_pipeline_gives_its_steps_their_inputs_and_its_compute():
         compute="spot",
     )
     assert isinstance(body, PipelineBody)
-    assert body.continue_on_step_failure
     assert body.steps["node_0"] == first
     assert body.steps["node_1"].compute == "other"
 

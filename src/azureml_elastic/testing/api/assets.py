@@ -18,7 +18,6 @@ WORKSPACES = "Microsoft.MachineLearningServices/workspaces"
 _KINDS = ("codes", "components", "data", "environments", "models")
 _PATH = re.compile(r"/([^/]+)(?:/([^/]+)(?:/versions(?:/([^/]+))?)?)?", re.DOTALL)
 _PENDING_UPLOAD = re.compile(r"/[^/]+/([^/]+)/.*startPendingUpload")
-_CONTAINER = re.compile(r"[a-z0-9](?:[a-z0-9]|-(?=[a-z0-9])){2,62}")
 _DEFAULT_VERSION = "azureml_default"
 _ENVIRONMENT = {"image": "local", "environmentType": "Curated", "osType": "Linux"}
 _LABEL = ":"
@@ -121,13 +120,11 @@ class Assets:
         return entity(self.root, f"{kind}/{name}", properties)
 
     def _pending_upload(self, name: str) -> Answer:
-        container = name if _CONTAINER.fullmatch(name) else hashlib.sha256(name.encode()).hexdigest()[:40]
+        container = hashlib.sha256(name.encode()).hexdigest()[:40]  # a valid name of one, whatever the asset's is
         self.storage.make_container(container)
         uri = f"https://{self.storage.blob_host}/{container}"
         return document(
             {
-                "pendingUploadId": container,
-                "pendingUploadType": "TemporaryBlobReference",
                 "blobReferenceForConsumption": {
                     "blobUri": uri,
                     "storageAccountArmId": self.storage.account,

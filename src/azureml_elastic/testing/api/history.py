@@ -200,41 +200,21 @@ def job_properties(run: Run, status: Status, *, workspace: str, version: str) ->
         **found,
         "status": status,
         "isArchived": bool(run.body.get("isArchived")),
-        "properties": {**(run.body.get("properties") or {}), **_OWN_PROPERTIES[run.kind](run)},
+        "properties": {**(run.body.get("properties") or {}), **_own_properties(run)},
         "outputs": _outputs(run),
         "services": _services(run, workspace),
     }
 
 
-def _of_command(run: Run) -> dict[str, str]:
-    return {
-        "_azureml.ComputeTargetType": "amlctrain",
-        "ContentSnapshotId": str(uuid.uuid5(uuid.NAMESPACE_URL, str(run.body.get("codeId") or run.name))),
-        "ProcessInfoFile": "azureml-logs/process_info.json",
-        "ProcessStatusFile": "azureml-logs/process_status.json",
-    }
-
-
-def _of_pipeline(run: Run) -> dict[str, str]:
-    return {
-        "azureml.DevPlatv2": "true",
-        "azureml.runsource": "azureml.PipelineRun",
-        "azureml.continue_on_step_failure": str(run.continues_on_failure),
-        "azureml.parameters": "{}",
-        "azureml.pipelineComponent": "pipelinerun",
-        "runSource": "MFE",
-        "runType": "HTTP",
-    }
-
-
-def _of_sweep(run: Run) -> dict[str, str]:
-    own = {"resume_child_runs": "null", "azureml.runsource": "hyperdrive", "runTemplate": "HyperDrive"}
-    if run.best is None:
-        return own
-    return {**own, "best_child_run_id": run.best[0], "score": str(run.best[1]), "best_metric_status": "Succeeded"}
-
-
-_OWN_PROPERTIES = {"Command": _of_command, "Pipeline": _of_pipeline, "Sweep": _of_sweep}
+def _own_properties(run: Run) -> dict[str, str]:
+    """Return what clients read of the properties that the service adds to a job's, with one more of each kind."""
+    if run.kind == "Command":
+        snapshot = uuid.uuid5(uuid.NAMESPACE_URL, str(run.body.get("codeId") or run.name))
+        return {"_azureml.ComputeTargetType": "amlctrain", "ContentSnapshotId": str(snapshot)}
+    if run.kind == "Pipeline":
+        return {"azureml.runsource": "azureml.PipelineRun", "runType": "HTTP"}
+    best = {} if run.best is None else {"best_child_run_id": run.best[0], "score": str(run.best[1])}
+    return {"azureml.runsource": "hyperdrive", **best}
 
 
 def _outputs(run: Run) -> dict[str, Any]:

@@ -54,10 +54,10 @@ class Tracking:
         match = _CALL.fullmatch(request.path)
         call = "" if match is None else match[1]
         fields = request.query | request.json()
-        if call == "experiments/get":
-            return document({"experiment": _experiment(str(fields.get("experiment_id")))})
-        if call == "experiments/get-by-name":
-            return document({"experiment": _experiment(str(fields.get("experiment_name")))})
+        if call in ("experiments/get", "experiments/get-by-name"):
+            name = str(fields.get("experiment_id" if call.endswith("get") else "experiment_name"))
+            held = {"experiment_id": name, "name": name, "artifact_location": "", "lifecycle_stage": "active"}
+            return document({"experiment": held})
         run = self._runs.get(str(fields.get("run_id") or fields.get("run_uuid")))
         if run is None and call.startswith(("runs/", "metrics/")):
             return _refusal(404, "RESOURCE_DOES_NOT_EXIST", f"The local workspace has no run {fields.get('run_id')!r}.")
@@ -136,10 +136,6 @@ def _batch(call: str, fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the call as one that logs a batch; ``None`` for another call."""
     kinds = {"runs/log-metric": "metrics", "runs/log-parameter": "params", "runs/set-tag": "tags"}
     return fields if call == "runs/log-batch" else {kinds[call]: [fields]} if call in kinds else None
-
-
-def _experiment(name: str) -> dict[str, Any]:
-    return {"experiment_id": name, "name": name, "artifact_location": "", "lifecycle_stage": "active"}
 
 
 def _milliseconds(time: Any) -> int:

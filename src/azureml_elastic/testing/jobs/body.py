@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from datetime import timedelta
+from typing import Any, Literal, TypeAlias, get_args
+
+from pydantic import TypeAdapter, ValidationError
 
 from azureml_elastic.errors import UsageError
 from azureml_elastic.testing.jobs.search_space import (
@@ -19,24 +22,14 @@ from azureml_elastic.testing.jobs.search_space import (
 from azureml_elastic.testing.messages import either
 
 Mode = Literal["download", "upload", "mount", "direct"]
+_MODES: tuple[Mode, ...] = get_args(Mode)
 
-_MODES: dict[str, Mode] = {
-    "download": "download",
-    "direct": "direct",
-    "evaldownload": "download",
-    "evalmount": "mount",
-    "readonlymount": "mount",
-    "readwritemount": "mount",
-    "romount": "mount",
-    "rwmount": "mount",
-    "upload": "upload",
-}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 _MOST_PROCESSES = 256
 _MOST_TRIALS = 1000
 _DEFAULT_DATASTORE = "workspaceblobstore"
 _BOUND_FIELDS = ("inputs", "outputs")
-_DURATION = re.compile(r"P(?:(\d+)D)?(?:T(?:(\d+)H)?(?:(\d+)M)?(?:(\d+(?:\.\d+)?)S)?)?")
+_DURATION = TypeAdapter(timedelta)
 
 
 @dataclass(frozen=True)
@@ -117,14 +110,17 @@ class PipelineBody:
     """A pipeline of steps that run as soon as what they read is there."""
 
     steps: Mapping[str, JobBody]
-    continue_on_step_failure: bool = False
     outputs: Mapping[str, OutputBody] = field(default_factory=dict)
 
 
 JobBody: TypeAlias = "CommandBody | PipelineBody | SweepBody"
 """What a submitted job is."""
 
-Component = Callable[[str], Mapping[str, Any]]
+_Inputs: TypeAlias = Mapping[str, InputBody]
+_Outputs: TypeAlias = Mapping[str, OutputBody]
+_Document: TypeAlias = Mapping[str, Any]
+
+Component = Callable[[str], _Document]
 """Function that returns the specification of a component by its id."""
 
 
@@ -139,7 +135,7 @@ class _Pipeline:
     component: Component
 
 
-def read_job(properties: Mapping[str, Any], component: Component) -> JobBody:
+def read_job(properties: _Document, component: Component) -> JobBody:
     """Parse the properties of a job document.
 
     Raises:
@@ -154,14 +150,14 @@ def read_job(properties: Mapping[str, Any], component: Component) -> JobBody:
         ) from error
 
 
-def _read_job(properties: Mapping[str, Any], component: Component) -> JobBody:
+def _read_job(properties: _Document, component: Component) -> JobBody:
     kind = properties.get("jobType")
     inputs, outputs = _inputs(properties), _outputs(properties)
     if kind == "Command":
-        return _command(properties, inputs=inputs, outputs=outputs, default_compute=None)
+        return _command(properties, inputs, outputs)
     if kind == "Sweep":
         trial = {key: value for key, value in {**properties, **_mapping(properties, "trial")}.items() if value}
-        return _sweep(properties, trial, inputs, outputs, default_compute=None)
+        return _sweep(properties, trial, inputs, outputs)
     if kind != "Pipeline":
         raise UsageError(
             f"The local workspace runs command jobs, pipelines and sweeps of them, but this job is of type {kind!r}. "
@@ -181,10 +177,10 @@ def _read_job(properties: Mapping[str, Any], component: Component) -> JobBody:
         declared = {name: {"value": f"${{{{parent.inputs.{name}}}}}"} for name in inputs}
         inputs = _bound_inputs(spec, {"inputs": declared}, _Pipeline((), inputs, {}, None, component))
     steps = _steps(spec, _Pipeline((), inputs, outputs, compute, component))
-    return PipelineBody(steps, bool(settings.get("continue_on_step_failure")), outputs)
+    return PipelineBody(steps, outputs)
 
 
-def _steps(spec: Mapping[str, Any], pipeline: _Pipeline) -> dict[str, JobBody]:
+def _steps(spec: _Document, pipeline: _Pipeline) -> dict[str, JobBody]:
     steps = {name: _step(name, node, pipeline) for name, node in _named(spec, "jobs").items()}
     if not steps:
         where = f"The pipeline {'.'.join(pipeline.path)!r}" if pipeline.path else "The pipeline"
@@ -192,7 +188,7 @@ def _steps(spec: Mapping[str, Any], pipeline: _Pipeline) -> dict[str, JobBody]:
     return steps
 
 
-def _step(name: str, node: Mapping[str, Any], pipeline: _Pipeline) -> JobBody:
+def _step(name: str, node: _Document, pipeline: _Pipeline) -> JobBody:
     kind = node.get("type")
     if kind not in ("command", "pipeline", "sweep"):
         raise UsageError(
@@ -218,8 +214,8 @@ def _step(name: str, node: Mapping[str, Any], pipeline: _Pipeline) -> JobBody:
         searched = _mapping(node, "search_space")
         step["command"] = as_searched(str(step["command"]), searched)
         fixed = {each: value for each, value in inputs.items() if each not in searched}
-        return _sweep(node, step, fixed, outputs, default_compute=pipeline.compute)
-    return _command(step, inputs=inputs, outputs=outputs, default_compute=pipeline.compute)
+        return _sweep(node, step, fixed, outputs, pipeline.compute)
+    return _command(step, inputs, outputs, pipeline.compute)
 
 
 def _filled(value: Any, literals: Mapping[str, str]) -> Any:
@@ -237,7 +233,7 @@ def _filled(value: Any, literals: Mapping[str, str]) -> Any:
     return literals[binding.name]
 
 
-def _bound_inputs(spec: Mapping[str, Any], node: Mapping[str, Any], pipeline: _Pipeline) -> dict[str, InputBody]:
+def _bound_inputs(spec: _Document, node: _Document, pipeline: _Pipeline) -> dict[str, InputBody]:
     declared, given = _named(spec, "inputs"), _mapping(node, "inputs")
     bound = {}
     for name, declaration in declared.items():
@@ -259,7 +255,7 @@ def _bound_inputs(spec: Mapping[str, Any], node: Mapping[str, Any], pipeline: _P
     return bound
 
 
-def _bound_outputs(spec: Mapping[str, Any], node: Mapping[str, Any], pipeline: _Pipeline) -> dict[str, OutputBody]:
+def _bound_outputs(spec: _Document, node: _Document, pipeline: _Pipeline) -> dict[str, OutputBody]:
     given = _mapping(node, "outputs")
     bound = {}
     for name, declaration in _named(spec, "outputs").items():
@@ -283,12 +279,11 @@ def _bound_outputs(spec: Mapping[str, Any], node: Mapping[str, Any], pipeline: _
 
 
 def _sweep(
-    properties: Mapping[str, Any],
-    trial: Mapping[str, Any],
-    inputs: Mapping[str, InputBody],
-    outputs: Mapping[str, OutputBody],
-    *,
-    default_compute: str | None,
+    properties: _Document,
+    trial: _Document,
+    inputs: _Inputs,
+    outputs: _Outputs,
+    compute: str | None = None,
 ) -> SweepBody:
     """Parse a sweep, given what is its own and what its trials are."""
     limits, objective = _mapping(properties, "limits"), _mapping(properties, "objective")
@@ -299,7 +294,7 @@ def _sweep(
             "early_termination."
         )
     command = {**trial, "limits": {"timeout": either(limits, "trialTimeout")}}
-    body = _command(command, inputs=inputs, outputs=outputs, default_compute=default_compute)
+    body = _command(command, inputs, outputs, compute)
     space = read_search_space(_mapping(properties, "searchSpace"), either(properties, "samplingAlgorithm"))
     with_values(body.command, dict.fromkeys(space.expressions, ""))  # refuses a name that the search space lacks
     most = int(either(limits, "maxTotalTrials") or _MOST_TRIALS)
@@ -315,11 +310,7 @@ def _sweep(
 
 
 def _command(
-    properties: Mapping[str, Any],
-    *,
-    inputs: Mapping[str, InputBody],
-    outputs: Mapping[str, OutputBody],
-    default_compute: str | None,
+    properties: _Document, inputs: _Inputs, outputs: _Outputs, default_compute: str | None = None
 ) -> CommandBody:
     resources = _mapping(properties, "resources")
     distribution = _mapping(properties, "distribution")
@@ -350,11 +341,11 @@ def _command(
     )
 
 
-def _inputs(properties: Mapping[str, Any]) -> dict[str, InputBody]:
+def _inputs(properties: _Document) -> dict[str, InputBody]:
     return {name: _input(value) for name, value in _named(properties, "inputs").items() if value is not None}
 
 
-def _outputs(properties: Mapping[str, Any]) -> dict[str, OutputBody]:
+def _outputs(properties: _Document) -> dict[str, OutputBody]:
     return {
         name: OutputBody(
             value.get("uri") or None,
@@ -366,24 +357,30 @@ def _outputs(properties: Mapping[str, Any]) -> dict[str, OutputBody]:
     }
 
 
-def _input(value: Mapping[str, Any]) -> InputBody:
+def _input(value: _Document) -> InputBody:
     if either(value, "jobInputType") == "literal":
         return InputBody(literal=text_of(value.get("value")))
     return InputBody(uri=str(value["uri"]), mode=_mode(value.get("mode"), "mount"))
 
 
 def _mode(value: object, default: Mode) -> Mode:
-    return default if value is None else _MODES[str(value).replace("_", "").lower()]
+    """Return the mode of a name such as ``ReadOnlyMount``, ``ro_mount`` or ``EvalDownload``."""
+    if value is None:
+        return default
+    for mode in _MODES:
+        if str(value).lower().endswith(mode):
+            return mode
+    raise ValueError(f"there is no mode {value!r}")
 
 
-def _mapping(value: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _mapping(value: _Document, name: str) -> dict[str, Any]:
     found = either(value, name) or {}
     if not isinstance(found, Mapping):
         raise UsageError(f"{name!r} of the job is {found!r:.100}. Give an object.")
     return dict(found)
 
 
-def _named(value: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _named(value: _Document, name: str) -> dict[str, Any]:
     """Return a mapping whose names become parts of paths."""
     found = _mapping(value, name)
     for each in found:
@@ -395,7 +392,7 @@ def _named(value: Mapping[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-def _variables(properties: Mapping[str, Any]) -> dict[str, str]:
+def _variables(properties: _Document) -> dict[str, str]:
     found = _mapping(properties, "environmentVariables")
     for name, value in found.items():
         if not isinstance(value, str) or "=" in name or "\0" in name + value:
@@ -406,13 +403,8 @@ def _variables(properties: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _seconds(text: object) -> float | None:
-    """Parse an ISO 8601 duration such as ``PT1H30M``, in seconds."""
-    if text is None:
-        return None
-    if isinstance(text, (int, float)):  # in the steps of pipelines
-        return float(text)
-    match = _DURATION.fullmatch(str(text))
-    if match is None:
-        raise UsageError(f"The timeout {text!r} is not an ISO 8601 duration such as PT1H.")
-    days, hours, minutes, seconds = (float(part or 0) for part in match.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    """Parse an ISO 8601 duration such as ``PT1H30M``, or the seconds that steps of pipelines have."""
+    try:
+        return None if text is None else _DURATION.validate_python(text).total_seconds()
+    except ValidationError as error:
+        raise UsageError(f"The timeout {text!r} is not an ISO 8601 duration such as PT1H.") from error

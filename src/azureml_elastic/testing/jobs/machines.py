@@ -115,8 +115,6 @@ class Machines:
             self._away[pool].clear()
 
 
-_FEWEST_COLUMNS = 2
-_MOST_COLUMNS = 3
 _NOTICE = timedelta(seconds=30)
 _NUMBER = r"\d+(?:\.\d+)?"
 _EVICTION = re.compile(
@@ -224,20 +222,15 @@ def read_trace(path: Path) -> tuple[Eviction, ...]:
         text = line.partition("#")[0].strip()
         if not text:
             continue
+        words = text.split(",")
         try:
-            evictions.append(_read(text))
+            if len(words) not in (2, 3):
+                raise ValueError(f"{len(words)} columns")  # noqa: TRY301 - with the line, as other errors of it
+            notice = float(words[2]) if words[2:] else _NOTICE
+            evictions.append(Eviction(node=int(words[1]), after=float(words[0]), notice=notice))
         except ValueError as error:
             raise UsageError(
                 f"Line {number} of {path} is not an eviction ({error}): {line!r}. Write seconds,node or "
                 "seconds,node,notice, such as 12.5,1,30."
             ) from error
     return tuple(evictions)
-
-
-def _read(text: str) -> Eviction:
-    """Parse one line."""
-    words = text.split(",")
-    if not _FEWEST_COLUMNS <= len(words) <= _MOST_COLUMNS:
-        raise ValueError(f"{len(words)} columns")
-    notice = float(words[2]) if len(words) == _MOST_COLUMNS else _NOTICE
-    return Eviction(node=int(words[1]), after=float(words[0]), notice=notice)

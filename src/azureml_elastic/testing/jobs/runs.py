@@ -101,6 +101,8 @@ class Run:
     """Name of the best trial of a sweep, and its value of the primary metric."""
     schedule: str | None = None
     """Name of the schedule that has submitted the run."""
+    begun: bool = False
+    """Whether the service has started the command job or the sweep."""
     status: Status = "NotStarted"
     created: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
     started: datetime | None = None

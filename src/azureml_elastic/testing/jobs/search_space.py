@@ -213,26 +213,19 @@ def with_values(text: str, values: Mapping[str, str]) -> str:
 
     def value(match: re.Match[str]) -> str:
         searched = _SEARCHED.fullmatch(match[1])
-        if searched is None:
-            return match[0]
-        if searched[1] not in values:
+        if searched is not None and searched[1] not in values:
             raise UsageError(
                 f"The expression {match[0]} refers to no value; the search space has: {', '.join(sorted(values))}."
             )
-        return values[searched[1]]
+        return match[0] if searched is None else values[searched[1]]
 
     return _EXPRESSION.sub(value, text)
 
 
 def as_searched(text: str, names: Collection[str]) -> str:
     """Return the text with ``${{inputs.x}}`` as ``${{search_space.x}}`` for each of these inputs."""
-
-    def value(match: re.Match[str]) -> str:
-        named = _NAMED.fullmatch(match[1])
-        searched = named is not None and named[1] == "inputs" and named[2] in names
-        return f"${{{{search_space.{named[2]}}}}}" if named is not None and searched else match[0]
-
-    return _EXPRESSION.sub(value, text)
+    searched = {f"inputs.{name}": f"${{{{search_space.{name}}}}}" for name in names}
+    return _EXPRESSION.sub(lambda match: searched.get(match[1], match[0]), text)
 
 
 def read_binding(value: object) -> Binding | None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from itertools import islice
 from typing import Any
 
 from azureml_elastic.errors import UsageError
@@ -27,19 +28,11 @@ _OUTPUT = re.compile(r"//jobs/([^/]+)/outputs/([^/]+)(?:/(?:paths/)?(.*))?")
 
 @dataclass
 class _Sweep:
-    """A sweep whose trials are being run: the points that are left, and the number of trials so far."""
+    """A sweep, and the numbers and points of the trials that are left."""
 
     body: SweepBody
-    points: Iterator[Mapping[str, str]]
-    begun: bool = False
-    trials: int = 0
+    left: Iterator[tuple[int, Mapping[str, str]]]
     exhausted: bool = False
-
-    def next_point(self) -> Mapping[str, str] | None:
-        """Return the point of the next trial; ``None`` if there is no further one."""
-        point = next(self.points, None) if self.trials < self.body.most_trials else None
-        self.exhausted = point is None
-        return point
 
 
 class Service(threading.Thread):
@@ -130,21 +123,17 @@ class Service(threading.Thread):
         """Make a plan's runs known, with an execution that is not started for each command."""
         jobs: Mapping[str, CommandJob] = plan.jobs
         self._executions.update({name: Execution(job, self.setting) for name, job in jobs.items()})
-        self._sweeps.update({name: _Sweep(body, body.space.points()) for name, body in plan.sweeps.items()})
+        for name, body in plan.sweeps.items():
+            self._sweeps[name] = _Sweep(body, enumerate(islice(body.space.points(), body.most_trials)))
         self._runs.add(*plan.runs)
 
     def _start(self, run: Run) -> None:
         """Start a command job or a sweep."""
+        run.begun = True
         if run.kind == "Command":
             self._executions[run.name].start()
         else:
             run.status = "Queued"
-            self._sweeps[run.name].begun = True
-
-    def _has_started(self, run: Run) -> bool:
-        if run.kind == "Command":
-            return self._executions[run.name].ident is not None
-        return self._sweeps[run.name].begun
 
     def _component(self, resource: str) -> Mapping[str, Any]:
         found = self._properties(resource)
@@ -189,7 +178,7 @@ class Service(threading.Thread):
             sweeps = dict(self._sweeps)
         for name, sweep in sweeps.items():
             run = self._runs.get(name)
-            if run is not None and sweep.begun and not run.over.is_set():
+            if run is not None and run.begun and not run.over.is_set():
                 self._advance_sweep(run, sweep)
         for run in self._runs.all():
             if run.kind == "Pipeline" and not run.over.is_set():
@@ -203,9 +192,8 @@ class Service(threading.Thread):
         failed = not pipeline.continues_on_failure and any(states[run.name] == "Failed" for run in steps)
         stops = failed or pipeline.cancel.is_set()
         for run in steps:
-            started, cancelled = self._has_started(run), run.cancel.is_set()
-            reads = (states[name] for name in run.reads)
-            match step_due(states[run.name], reads, started=started, cancelled=cancelled, stops=stops):
+            reads, cancelled = [states[name] for name in run.reads], run.cancel.is_set()
+            match step_due(states[run.name], reads, started=run.begun, cancelled=cancelled, stops=stops):
                 case "start":
                     self._start(run)
                 case "cancel":
@@ -235,15 +223,15 @@ class Service(threading.Thread):
             self._runs.cancel(run)
         running = sum(not trial.over.is_set() for trial in trials)
         while running < sweep.body.most_at_once and not (run.cancel.is_set() or sweep.exhausted):
-            point = sweep.next_point()
+            number, point = next(sweep.left, (0, None))
+            sweep.exhausted = point is None
             if point is None:
                 break
-            plan = self._planner.plan_trial(run, sweep.body, sweep.trials, point)
-            sweep.trials += 1
+            plan = self._planner.plan_trial(run, sweep.body, number, point)
             running += 1
             with self._lock:
                 self._add(plan)
-            self._executions[plan.runs[0].name].start()
+            self._start(plan.runs[0])
         if not running and (run.cancel.is_set() or sweep.exhausted):
             self._end_sweep(run, sweep.body)
 
