@@ -1,4 +1,7 @@
-"""Carry out schedules: ``python -m tests.support.schedules FIRST [LAST]``; one alone, or one that fails, is shown."""
+"""Carry out schedules: ``python -m tests.support.schedules FIRST [LAST]``; one alone, or one that fails, is shown.
+
+``--quiet`` shows only what does not hold, ``--first`` ends with the first schedule that fails.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,36 @@ import sys
 import time
 from collections import Counter
 
-from tests.support.schedules.schedule import Schedule, ViolationError
+from tests.support.schedules.fence import check_fence
+from tests.support.schedules.schedule import Schedule
 
 
-def main(first: int, last: int) -> int:
+def main(first: int, last: int, *, quiet: bool, only_first: bool) -> int:
     """Carry out the schedules of these seeds; return the number of those that fail."""
-    began, failed, counts = time.monotonic(), 0, Counter[str]()
+    began, failed, counts = time.process_time(), 0, Counter[str]()
+    longest: dict[str, float] = {}
     for seed in range(first, last + 1):
         schedule = Schedule(seed)
         try:
             schedule.run()
-        except ViolationError as error:
+            check_fence(seed)
+        except AssertionError as error:
             failed += 1
-            print("\n".join(schedule.world.trace()[-80:]), error, sep="\n")
+            print(*([] if quiet else schedule.world.trace()[-80:]), error, sep="\n", flush=True)
         counts += schedule.counts
+        name = schedule.family.name
+        longest[name] = max(longest.get(name, 0.0), round(schedule.standstill, 1))
         if first == last and not failed:
             print("\n".join(schedule.world.trace()))
-    seconds = time.monotonic() - began
-    print(f"{last - first + 1} schedules in {seconds:.0f} s, {failed} failed: {dict(counts)}")
+        if failed and only_first:
+            break
+    seconds = time.process_time() - began
+    print(f"{seed - first + 1} schedules in {seconds:.0f} CPU s, {failed} failed: {dict(counts)}")
+    print(f"longest standstill in seconds: {longest}")
     return failed
 
 
 if __name__ == "__main__":
-    numbers = [int(each) for each in sys.argv[1:]]
-    sys.exit(min(1, main(numbers[0], numbers[-1])))
+    numbers = [int(each) for each in sys.argv[1:] if each.isdigit()]
+    options = {*sys.argv[1:]}
+    sys.exit(min(1, main(numbers[0], numbers[-1], quiet="--quiet" in options, only_first="--first" in options)))

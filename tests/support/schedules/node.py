@@ -20,7 +20,7 @@ from azureml_elastic.node.core.pauses import BeatWatch, PauseDetector, SilenceLi
 from azureml_elastic.node.core.round import Member, NewestRound, Round, has_gone_back, reopened, restored, turn_of
 from azureml_elastic.node.core.training import State, Training
 from tests.support.schedules.workers import Group
-from tests.support.schedules.world import Connection
+from tests.support.schedules.world import Connection, DiedError
 
 if TYPE_CHECKING:
     from tests.support.schedules.schedule import Schedule
@@ -38,6 +38,14 @@ class Node:
         schedule: everything around it.
         name: name of the node.
         imports: seconds until it can train.
+
+    Attributes:
+        ends_at: when the worker of the round before has ended.
+        table_slow_until: until when its calls of the table take long.
+        held: step of the state in this process's memory.
+        heartbeat_seen: number of the round whose heartbeat it has read last.
+        done: rounds and members that have reported to this node's hub that their workers have ended well.
+        round_seen: the round's row with the version that it knows.
     """
 
     def __init__(self, schedule: Schedule, name: str, imports: float) -> None:
@@ -46,6 +54,11 @@ class Node:
         self.incarnation = f"{name}/{len(world.nodes)}"
         self.offset = world.random.uniform(0.0, 1e4)
         self.alive, self.frozen = True, False
+        self.ready_at = world.now + imports
+        self.ends_at = self.table_slow_until = 0.0
+        self.held = self.heartbeat_seen = self.last_round = self.beating = 0
+        self.done: set[tuple[int, str]] = set()
+        self.calls: list[float] = []
         self.limits, self.timings = schedule.limits, schedule.timings
         self.me = Member(name, self.incarnation, state="starting", host=name, hub_port=1, host_id=f"host-{name}")
         self.newest = NewestRound()
@@ -59,28 +72,23 @@ class Node:
         # on the way into a round
         self.joiner: Joiner | None = None
         self.watch: Connection | None = None
-        self.busy = False
+        self.busy = self.has_woken = self.has_left = False
         self.events: deque[on.Event] = deque()
-        self.has_woken = False
         self.round_version = -1
+        self.round_seen: Round | None = None
         self.written_version = -2
         # in a round
         self.round: Round | None = None
         self.entered = 0.0
         self.link: Connection | None = None
         self.reports = HubReports()
-        self.over = False
-        self.must_look = False
+        self.over = self.must_look = self.awaits_save = False
         self.training: Training | None = None
         self.group: Group | None = None
         self.inbox: deque[ev.TrainingEvent] = deque()
         self.seen: dict[type, object] = {}
         self.notice: ev.Noticed | None = None
         self.part: str | None = None
-        self.last_round = 0
-        self.has_left = False
-        self.calls: list[float] = []
-        self.beating = 0
         world.nodes.append(self)
         world.after(self.tick, self._on_tick)
         world.after(imports, lambda: self.when_running(self._join))
@@ -105,9 +113,10 @@ class Node:
     def freeze(self, seconds: float) -> None:
         """Stop the process for some time."""
         self.frozen = True
-        self.world.after(seconds, self._thaw)
+        self.world.after(seconds, self.thaw)
 
-    def _thaw(self) -> None:
+    def thaw(self) -> None:
+        """Have a frozen process go on."""
         self.frozen = False
         waiting, self._thawing = self._thawing, []
         self.world.random.shuffle(waiting) if self.world.random.random() < 0.3 else None
@@ -179,6 +188,7 @@ class Node:
             case messages.Watch():
                 self._perform_hub(state.watching(link.number, peer.name, peer.incarnation, message, self.clock))
             case messages.Done():
+                self.done.add((state.member_of(link.number)[1], peer.name))
                 self._perform_hub(state.done(link.number))
             case messages.Report() if (member := state.member_of(link.number)) is not None:
                 if self.round is not None and member[1] == self.round.number:
@@ -213,12 +223,14 @@ class Node:
         """Have the table do something, and go on with its result. This process may end before it or after it."""
         world = self.world
         self.calls.append(world.now)
+        before, after = world.table_takes()
+        before += 9.5 if world.now < self.table_slow_until else 0.0
 
         def carry_out() -> None:
             result = effect()
-            world.after(world.random.uniform(0.002, 0.008), lambda: self.when_running(lambda: then(result)))
+            world.after(after, lambda: self.when_running(lambda: then(result)))
 
-        when = world.table_answers_at(world.random.uniform(0.002, 0.008))
+        when = world.table_answers_at(before)
         world.at(when, lambda: carry_out() if self.alive or world.random.random() < 0.5 else None)
 
     def _read_round(self, known: Round | None) -> Round:
@@ -228,29 +240,34 @@ class Node:
         if has_gone_back(row, known):
             row = restored(row, known)
             table.write(self.world.now, self.name, row)
-        self.round_version = table.version
-        self.newest.observe(row)
+            self.written_version = table.version
+        self._see_row(row)
         return row
+
+    def _see_row(self, row: Round) -> None:
+        self.round_version, self.round_seen = self.world.table.version, row
+        self.newest.observe(row)
 
     def _replace_round(self, to: Round) -> bool:
         table = self.world.table
         if table.version != self.round_version:
             return False
+        later = to.state == "sealed" and self.heartbeat_seen >= to.number
+        self.schedule.require(not later, f"{self} seals {to.number}, but knows that {self.heartbeat_seen} has run")
         table.write(self.world.now, self.name, to)
-        self.round_version = self.written_version = table.version
-        self.newest.observe(to)
+        self.written_version = table.version
+        self._see_row(to)
         return True
 
     def _end_row(self, number: int, to: Round) -> bool:
         """Write the next version if the row still holds this sealed round, or has lost it."""
         known = self.newest.newest
         current = self.world.table.round or Round()
+        self._see_row(current)
         if (current.number, current.state) != (number, "sealed"):
             mine = known is not None and (known.number, known.state) == (number, "sealed")
             if not mine or not has_gone_back(current, known):
-                self.newest.observe(current)
                 return False
-        self.round_version = self.world.table.version
         return self._replace_round(to)
 
     # --- on the way into a round -------------------------------------------------------------------------------------
@@ -279,6 +296,10 @@ class Node:
 
     def wake(self) -> None:
         """Have this process look at once, unless it waits for the table."""
+        # Not now: who wakes it is another process, or in the middle of its own actions.
+        self.world.after(0.0, lambda: self.when_running(self._wake))
+
+    def _wake(self) -> None:
         self.has_woken = True
         if self.joiner is not None:
             self._go_on()
@@ -335,12 +356,24 @@ class Node:
         if self.joiner is joiner and not self.busy and joiner.deadline <= self.clock:
             self._feed(on.TimerFired())
 
+    def _may_crash(self, action: object) -> None:
+        """End here, between two actions, where the schedule has it so.
+
+        Raises:
+            DiedError: it ends, or has ended.
+        """
+        if self.alive and self.schedule.faults.crashes(self, action):
+            self.kill(silently=self.world.random.random() < 0.3)
+        if not self.alive:
+            raise DiedError
+
     def _call(self, joiner: Joiner, call: on.Call) -> None:
+        self._may_crash(call)
         answer = partial(self._answer, joiner)
         match call:
             case on.Prepare():
                 self.me = replace(self.me, state="waiting")
-                wrote = self.written_version == self.round_version and self.newest.newest == call.round
+                wrote = self.written_version == self.round_version and self.round_seen == call.round
                 answer(on.Prepared(replace(self.me, round=call.round.number, store_port=1), wrote))
             case on.TakeCandidates():
                 answer(on.CandidatesTaken(self.hub.watchers.candidates()))
@@ -359,7 +392,8 @@ class Node:
                 self._call_table(call, answer)
 
     def _call_table(self, call: on.Call, answer: Callable[[on.Event], object]) -> None:
-        table = self.world.table
+        world = self.world
+        table = world.table
         match call:
             case on.ReadRound():
                 known = self.newest.newest
@@ -370,11 +404,13 @@ class Node:
 
                 def read() -> on.Event:
                     row = table.round or Round()
-                    self.round_version = table.version
-                    self.newest.observe(row)
+                    self._see_row(row)
                     return on.RowsRead(row, {name: member.to_value() for name, member in table.members.items()})
 
-                self.call(read, answer)
+                if world.table_fails():
+                    world.after(10.0, lambda: self.when_running(lambda: answer(on.RowsUnavailable())))
+                else:
+                    self.call(read, answer)
             case on.WriteRow():
                 self.has_left = call.me.state == "left"
                 self.call(lambda: (table.members.__setitem__(self.name, call.me), on.RowWritten())[1], answer)
@@ -383,7 +419,12 @@ class Node:
             case on.EndRound():
                 self.call(lambda: on.RoundWritten(self._end_row(call.round.number, call.to)), answer)
             case on.ReadHeartbeat():
-                self.call(lambda: on.HeartbeatRead(str(table.heartbeat[1]), table.heartbeat[0]), answer)
+
+                def look() -> on.Event:
+                    self.heartbeat_seen, version = table.heartbeat
+                    return on.HeartbeatRead(str(version), self.heartbeat_seen)
+
+                self.call(look, answer)
             case on.ReadKey():
                 self.call(lambda: on.KeyRead(changed=False), answer)
 
@@ -407,7 +448,7 @@ class Node:
     def dial(self, to: Member, take: Callable, then: Callable[[Connection | None, bool], object]) -> None:
         """Connect to a hub; ``then`` gets the connection, or none and whether it was refused."""
         world = self.world
-        if world.hole(self.name, to.node) > world.now + _DEAD_CONNECT_SECONDS:
+        if world.hole_between(self.name, to.node) > world.now + _DEAD_CONNECT_SECONDS:
             world.after(_DEAD_CONNECT_SECONDS, lambda: self.when_running(lambda: then(None, False)))
             return
 
@@ -477,7 +518,7 @@ class Node:
             if (
                 other is None
                 or other.frozen
-                or self.world.hole(self.name, member.node) > self.world.now
+                or self.world.hole_between(self.name, member.node) > self.world.now
                 or other.last_round != round_.number
             ):
                 answers.append(None)
@@ -486,6 +527,7 @@ class Node:
         self.world.after(1.2, lambda: self.when_running(lambda: answer(on.MembersAnswered(answers))))
 
     def _perform(self, joiner: Joiner, action: on.Action) -> None:
+        self._may_crash(action)
         match action:
             case on.Offer():
                 self._perform_hub(self.hub.add_own(action.round, action.me))
@@ -517,7 +559,7 @@ class Node:
                 to = reopened(round_, "left before it could enter", lost=frozenset({self.name}))
                 self.world.table.write(self.world.now, self.name, to)
 
-        self.call(write, lambda _: self.leaves("left"))
+        self.call(write, lambda _: self._leaves_when_ended("left"))
 
     # --- in a round --------------------------------------------------------------------------------------------------
 
@@ -527,10 +569,20 @@ class Node:
         round_ = self.round
         self.schedule.entered(self, round_)
         self.seen = {}
+        # The workers of the round before hand over to those of this one, or save for them.
+        self.world.at(self.ends_at, lambda: self.when_running(partial(self._begins, round_)))
+
+    def _begins(self, round_: Round) -> None:
+        schedule = self.schedule
         self.training = Training(
-            round_, self.name, self.schedule.configuration, opens_session=True, entered=self.entered, now=self.clock
+            round_,
+            self.name,
+            schedule.configuration,
+            opens_session=schedule.opens_session,
+            entered=self.entered,
+            now=self.clock,
         )
-        self.group = self.schedule.group_of(round_)
+        self.group = schedule.group_of(round_)
         self.group.start(self)
         self._poll(self.training)
 
@@ -589,6 +641,7 @@ class Node:
                 self.seen[type(what)] = what
                 events.append(what)
         events += [each for each in received if isinstance(each, ev.FromLeader)] + votes
+        events += [each for each in received if isinstance(each, (ev.ProgramSaved, ev.WorkersHeld))]
         if self.notice is not None and self.seen.get(ev.Noticed) is None:
             self.seen[ev.Noticed] = self.notice
             events.append(self.notice)
@@ -599,6 +652,12 @@ class Node:
             if self.training is not training or self.busy:
                 return
             self._take_event(training, event)
+
+    def receive(self, event: ev.ProgramSaved | ev.WorkersHeld) -> None:
+        """Take what the worker of this node has done."""
+        if self.training is not None:
+            self.inbox.append(event)
+            self.wake()
 
     def _take_event(self, training: Training, event: ev.TrainingEvent) -> None:
         before = training.state
@@ -612,6 +671,7 @@ class Node:
             self._round_is_over(training)
 
     def _carry_out(self, training: Training, action: do.TrainingAction) -> None:
+        self._may_crash(action)
         match action:
             case do.ToMembers(body):
                 self._perform_hub(self.hub.to_members(messages.Broadcast(body)))
@@ -621,8 +681,16 @@ class Node:
                 self.group.ask(self, proposal)
             case do.TellWorkers(decision):
                 self.group.tell(self, decision)
-            case do.InterruptWorkers() | do.StopWorkers():
-                self.group.end(self)
+            case do.InterruptWorkers():
+                self._end_workers(None)
+            case do.StopWorkers(seconds):
+                self._end_workers(seconds)
+            case do.AwaitSave():
+                self.awaits_save = True
+            case do.ForgetSaves():
+                self.awaits_save = False
+            case do.HoldWorkers():
+                self.group.workers[self.incarnation].held = True
             case do.ReadFailures():
                 self._take_event(training, self.group.failures(self))
             case do.Strike(host):
@@ -636,6 +704,10 @@ class Node:
                         self._take_event(training, ev.RowWritten(mine, self._left_in_order()))
 
                 self._change_row(action, written)
+
+    def _end_workers(self, seconds: float | None) -> None:
+        self.ends_at = max(self.ends_at, self.world.now + self.group.end(self, seconds))
+        self.awaits_save = False
 
     def _left_in_order(self) -> frozenset[str]:
         """Return the members that never came and whose rows say that they have left."""
@@ -697,13 +769,16 @@ class Node:
 
     def _round_is_over(self, training: Training) -> None:
         self.training = None
-        self.group.end(self)
+        self._end_workers(None)
         if training.state is State.RECOVERING:
             self._join()
         elif training.state is State.LEFT:
-            self.leaves("left")
+            self._leaves_when_ended("left")
         else:
             self.leaves("succeeded" if training.state is State.SUCCEEDED else "failed")
+
+    def _leaves_when_ended(self, part: str) -> None:
+        self.world.at(self.ends_at, lambda: self.when_running(partial(self.leaves, part)))
 
     def leaves(self, part: str) -> None:
         """The process ends."""

@@ -6,9 +6,10 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from azureml_elastic.node.core.messages import Message
 from azureml_elastic.node.core.round import Member, Round
@@ -17,7 +18,17 @@ if TYPE_CHECKING:
     from azureml_elastic.node.core.pauses import BeatWatch
     from tests.support.schedules.node import Node
 
-__all__ = ["Connection", "Table", "World"]
+__all__ = ["Connection", "DiedError", "Table", "Version", "World"]
+
+_UNAVAILABLE = 0.3
+"""Share of the reads of a slow table that get no answer at all."""
+
+_SLOW = 0.4
+"""Share of its calls that take long, before they are carried out or after that."""
+
+
+class DiedError(Exception):
+    """A process ends between two of its actions."""
 
 
 class World:
@@ -36,7 +47,11 @@ class World:
         self._agenda: list[tuple[float, int, Callable[[], object]]] = []
         self._order = itertools.count()
         self.outages: list[tuple[float, float]] = []
-        self.holes: dict[frozenset[str], float] = {}
+        self.slow_until = 0.0
+        self.holes: dict[tuple[str, str], float] = {}
+        """Until when nothing passes from one node to another; what is sent meanwhile is sent again then."""
+        self.late = 0.04
+        """Share of the messages that come late."""
 
     def at(self, when: float, what: Callable[[], object]) -> None:
         """Have something happen at a moment."""
@@ -50,7 +65,8 @@ class World:
         """Let time pass up to a moment."""
         while self._agenda and self._agenda[0][0] <= until:
             self.now, _, what = heapq.heappop(self._agenda)
-            what()
+            with suppress(DiedError):
+                what()
         self.now = until
 
     def table_answers_at(self, seconds: float) -> float:
@@ -60,6 +76,18 @@ class World:
             if begins <= when < ends:
                 when = ends + self.random.uniform(0.0, 0.5)
         return when
+
+    def table_takes(self) -> tuple[float, float]:
+        """Return the seconds until a call of the table is carried out, and from then to its answer."""
+        before, after = self.random.uniform(0.002, 0.008), self.random.uniform(0.002, 0.008)
+        if self.now < self.slow_until and self.random.random() < _SLOW:
+            late = self.random.choice((0.3, 2.0, 9.5))
+            return (before + late, after) if self.random.random() < 0.5 else (before, after + late)
+        return before, after
+
+    def table_fails(self) -> bool:
+        """Return whether a call gets no answer."""
+        return self.now < self.slow_until and self.random.random() < _UNAVAILABLE
 
     def log(self, who: object, *what: object) -> None:
         """Keep what has happened, for a schedule that fails."""
@@ -79,9 +107,17 @@ class World:
         """Return the living process with this member's incarnation."""
         return next((node for node in self.nodes if node.incarnation == member.incarnation and node.alive), None)
 
-    def hole(self, one: str, other: str) -> float:
-        """Return until when nothing passes between two nodes; what is sent meanwhile is sent again then."""
-        return self.holes.get(frozenset((one, other)), 0.0)
+    def hole_between(self, one: str, other: str) -> float:
+        """Return until when two nodes cannot connect."""
+        return max(self.holes.get((one, other), 0.0), self.holes.get((other, one), 0.0))
+
+
+class Version(NamedTuple):
+    """What the round's row has held, when, and who has written it."""
+
+    when: float
+    node: str
+    round: Round
 
 
 @dataclass
@@ -93,20 +129,20 @@ class Table:
     members: dict[str, Member] = field(default_factory=dict)
     heartbeat: tuple[int, int] = (0, 0)
     """Number of the round, and version."""
-    versions: list[tuple[float, str, Round]] = field(default_factory=list)
-    """All that the round's row has held: when, who has written it, and what."""
+    versions: list[Version] = field(default_factory=list)
+    """All that the round's row has held."""
     went_back: bool = False
 
     def write(self, now: float, node: str, to: Round) -> None:
         """Write the round's row."""
         self.round, self.version = to, self.version + 1
-        self.versions.append((now, node, to))
+        self.versions.append(Version(now, node, to))
 
     def go_back(self, versions: int) -> None:
         """Lose the last writes of the round's row, or all with the heartbeat's."""
         self.went_back = True
         kept = self.versions[:-versions] if versions else []
-        self.round = kept[-1][2] if kept else None
+        self.round = kept[-1].round if kept else None
         self.version += 1
         if not kept:
             self.heartbeat, self.members = (0, self.heartbeat[1] + 1), {}
@@ -165,10 +201,12 @@ class Connection:
     def _at_other(self, by: str, what: Callable[[str], object]) -> None:
         """Have something happen at the other end, after all that this side has sent before."""
         to = "server" if by == "client" else "client"
-        hole = self.world.hole(self.client.name, self.server.name)
-        sent = max(self.world.now, hole)
-        self._last[by] = max(self._last[by], sent + self.world.random.uniform(0.0005, 0.003))
-        self.world.at(self._last[by], lambda: self._node(to).when_running(lambda: what(to)))
+        world, source, target = self.world, self._node(by), self._node(to)
+        sent = max(world.now, world.holes.get((source.name, target.name), 0.0))
+        is_late = world.random.random() < world.late
+        takes = world.random.uniform(0.0, 0.6) if is_late else world.random.uniform(0.0005, 0.003)
+        self._last[by] = max(self._last[by], sent + takes)
+        world.at(self._last[by], lambda: target.when_running(lambda: what(to)))
 
     def _arrives(self, at: str, message: Message) -> None:
         if at in self._over_for:

@@ -298,8 +298,10 @@ class Joiner:
 
     def _choose_another(self, mine: Candidacy, now: float) -> None:
         """Record that the connection to a hub has ended: after some times another one is chosen."""
-        ended = self._ended
-        if ended is not None and mine.points.connection_broke(ended.to, answered=ended.answered):
+        if (ended := self._ended) is not None:
+            mine.points.connection_broke(ended.to, answered=ended.answered)
+            # A frozen hub accepts once more. The seal that it has not sent on is in the row, and others would take this
+            # node for lost before it looks there by itself.
             mine.schedule.read_now(now)
 
     def _connect_failed(self, mine: Candidacy, failed: on.ConnectFailed, now: float) -> list[on.Action]:

@@ -103,8 +103,8 @@ class MeetingPoints:
                 return member
         return None
 
-    def connection_broke(self, member: Member, *, answered: bool) -> bool:
-        """Record that the connection to a node's hub has ended, and return whether the hub is not chosen again.
+    def connection_broke(self, member: Member, *, answered: bool) -> None:
+        """Record that the connection to a node's hub has ended; after some times the hub is not chosen again.
 
         Args:
             answered: whether the hub had sent anything; if not, the port belongs to another process.
@@ -114,7 +114,6 @@ class MeetingPoints:
             self._ended.add(member.incarnation)
         if not answered or count >= _TRIES:
             self._excluded.add(member.incarnation)
-        return member.incarnation in self._excluded
 
     def connect_failed(self, member: Member, *, refused: bool) -> bool:
         """Record that a node's hub cannot be reached, and return whether it could be before.

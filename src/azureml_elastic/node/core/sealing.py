@@ -126,8 +126,9 @@ def describe_partitions(ranked: Sequence[Member], sealed: Collection[str]) -> li
 def is_complete(round_: Round, members: Sequence[Member], limits: Limits) -> bool:
     """Return whether no further node needs to be waited for, given that the minimum is present.
 
-    That is so when the maximum is present, or every node that is known to be coming is: in the first round the nodes
-    that have announced themselves and still import, later the survivors of the round before. Quarantined and
+    That is so when every node that is known to be coming is present: in the first round the nodes that have announced
+    themselves and still import, later the survivors of the round before and the nodes that waited beside it. Where the
+    maximum is present, only these survivors are waited for. Quarantined and
     partitioned nodes are not waited for, and do not count towards the maximum. If the minimum is reached only with
     nodes that cannot reach each other, any other node is waited for.
     """
@@ -138,12 +139,13 @@ def is_complete(round_: Round, members: Sequence[Member], limits: Limits) -> boo
     if needed and any(member.node in partitioned for member in needed):
         return False
     excluded = {member.node for member in members if is_quarantined(member, limits)} | partitioned.keys()
-    if len(present - excluded) >= limits.maximum:
-        return True
     if round_.number == 1:
         coming = {member.node for member in members if member.state == "starting"}
     else:
         coming = set(round_.expected) - {member.node for member in members if member.state == "left"}
+    if len(present - excluded) >= limits.maximum:
+        # Nodes that waited may be faster than survivors, of which one alone may hold the newest state in memory.
+        coming &= {*round_.previous}
     return coming - excluded <= present
 
 

@@ -196,6 +196,16 @@ def test_a_candidate_whose_hub_ends_goes_to_the_next_one_and_is_the_first_in_the
     assert node.feed(on.ConnectFailed(refused=True, me=node.row)) == on.TakeCandidates(), "it is the first one now"
 
 
+def test_a_candidate_whose_hub_falls_silent_looks_whether_the_round_is_sealed():
+    """The hub's process is frozen: the kernel accepts another connection, and the seal never comes on it."""
+    node = Node(minimum=2)
+    node.candidate(a=member("a"), b=member("b"))
+    node.feed(on.Connected())
+    node.feed(on.HubSent(SealPosition()))
+    assert node.feed(on.LinkEnded()).to.node == "a"
+    assert node.feed(on.Connected()) == on.ReadRows()
+
+
 def test_a_node_that_reaches_no_hub_writes_that_it_cannot_before_it_tries_the_next():
     node = Node(minimum=2)
     node.candidate(a=member("a"), b=member("b"))

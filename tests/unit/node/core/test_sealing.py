@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
@@ -159,6 +160,15 @@ def test_a_quarantined_node_is_not_waited_for():
     round_ = Round(number=3, previous=("a", "b"), expected=("a", "b"))
     assert is_complete(round_, [waiting("a"), waiting("b", 2, number=2)], Limits(1, 3, 2))
     assert not is_complete(round_, [waiting("a"), waiting("b", 1, number=2)], Limits(1, 3, 2))
+
+
+def test_a_survivor_is_waited_for_although_spares_make_the_maximum_since_it_alone_may_hold_the_newest_state():
+    round_ = Round(number=3, previous=("a", "b"), expected=("a", "b", "x", "y"))
+    limit = Limits(1, 2)
+    assert not is_complete(round_, [waiting("x"), waiting("y")], limit)
+    assert not is_complete(round_, [waiting("a"), waiting("x")], limit), "the worker of a may be what has failed"
+    assert is_complete(round_, [waiting("a"), waiting("b")], limit), "x and y will not be members"
+    assert is_complete(round_, [waiting("a"), replace(waiting("b"), state="left"), waiting("x")], limit)
 
 
 def test_a_quarantined_node_does_not_replace_one_that_is_expected():
