@@ -82,6 +82,7 @@ def test_a_value_is_fetched_without_waiting():
 
 class Agent:
     holds_snapshots = True
+    hands_whole_over = True
 
     def __init__(self):
         self.interrupted = threading.Event()

@@ -180,10 +180,12 @@ def test_a_newcomer_costs_no_step(tmp_path, recovery):
 
 
 @both
-def test_the_worker_beside_a_killed_one_hands_over_on_a_lone_node(tmp_path, recovery):
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_worker_beside_a_killed_one_hands_over_on_a_lone_node(tmp_path, recovery, victim):
     policy = CheckpointPolicy(every_steps=1000)
     running = cluster(tmp_path, recovery, nodes=(1, 1), count=2, checkpoint=policy)
-    with meanwhile(lambda: os.kill(workers_at_step(tmp_path / "run" / "events", 25, "node-0").pids[1], signal.SIGKILL)):
+    events = tmp_path / "run" / "events"
+    with meanwhile(lambda: os.kill(workers_at_step(events, 25, "node-0").pids[victim], signal.SIGKILL)):
         report = running.run([*TO_THE_FAULT, "25"])
     assert_nothing_lost(report)
     assert restored_from(report) == {"memory"}

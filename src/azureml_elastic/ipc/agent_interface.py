@@ -134,6 +134,10 @@ class Agent(Protocol):
     holds_snapshots: bool
     """Whether the agent holds on to copies of the state; ``hand_over`` and the calls below are made only then."""
 
+    @property
+    def hands_whole_over(self) -> bool:
+        """Whether this worker hands over what all workers of the node have: the first of those that are left."""
+
     def hold_shard(self, descriptor: int, shard: ShardDescription) -> None:
         """Have the agent hold a shard of a snapshot until it is discarded.
 

@@ -268,7 +268,13 @@ class Decide:
 
 @dataclass(frozen=True)
 class Interrupt:
-    """The round is over: the worker hands its state over, and ends or parks."""
+    """The round is over: the worker hands its state over, and ends or parks.
+
+    Args:
+        whole: local rank of the worker that hands over the state which all workers of the node have.
+    """
+
+    whole: Count
 
 
 @dataclass(frozen=True)

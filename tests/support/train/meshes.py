@@ -120,6 +120,7 @@ class HoldingAgent(StandaloneAgent):
     """An agent that would hold snapshots."""
 
     holds_snapshots = True
+    hands_whole_over = True
 
 
 def snapshots_taken(folder, per_node, kinds, policies):

@@ -181,7 +181,8 @@ class LocalWorkers:
             # neither has anything left to break off.
             gone = self._round.stopped | self._parked
             targets = [connection for rank, connection in self._workers.items() if rank not in gone]
-        _send(targets, Interrupt())
+            whole = min(self._workers, default=0)
+        _send(targets, Interrupt(whole))
 
     def release(self) -> None:
         """Interrupt the workers, and have those that wait for a place, or will, hand their state over and end."""

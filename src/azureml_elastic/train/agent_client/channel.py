@@ -129,6 +129,7 @@ class ChannelAgent:
         self._changed = threading.Condition()
         self._boundaries: dict[int, _Boundary] = {}
         self._interrupted = False
+        self._whole = 0
         self._interrupt: Callable[[], None] = lambda: None
         self._leave: Callable[[], None] = lambda: None
         self._lost: Callable[[], None] = lambda: None
@@ -177,6 +178,11 @@ class ChannelAgent:
         self._send(messages.Step(step, samples))
         actions = {boundary.action for boundary in due if self._decision(boundary)}
         return next((action for action in _STRONGEST_FIRST if action in actions), None)
+
+    @property
+    def hands_whole_over(self) -> bool:
+        """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
+        return self._identity.local_rank == self._whole
 
     def when_interrupted(self, callback: Callable[[], None]) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
@@ -283,9 +289,10 @@ class ChannelAgent:
             )
         return bool(boundary.go)
 
-    def _on_interrupt(self) -> None:
+    def _on_interrupt(self, whole: int) -> None:
         with self._changed:
-            self._interrupted = True
+            if not self._interrupted:  # later the first ones have ended, because they have handed over
+                self._interrupted, self._whole = True, whole
             callback = self._interrupt
             self._changed.notify_all()
         callback()
@@ -310,7 +317,7 @@ class ChannelAgent:
                             del self._boundaries[message.boundary]
                         self._changed.notify_all()
             case messages.Interrupt():
-                self._on_interrupt()
+                self._on_interrupt(message.whole)
             case messages.Leave():
                 with self._changed:
                     self._released = True
@@ -319,7 +326,7 @@ class ChannelAgent:
             case messages.Assign():
                 with self._changed:
                     # The interruption was the last round's. One of the new round comes later, on this thread.
-                    self._interrupted = False
+                    self._interrupted, self._whole = False, 0
                     self._assignment = message
                     self._changed.notify_all()
 

@@ -46,6 +46,8 @@ class StandaloneAgent:
     stays = False
     holds_snapshots = False
 
+    hands_whole_over = False
+
     def __init__(self, storage: Storage, identity: WorkerIdentity, *, handles_signals: bool = True) -> None:
         self._storage = storage
         self._terminated = False

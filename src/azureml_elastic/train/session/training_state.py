@@ -343,8 +343,8 @@ class TrainingState:
         part = self._hands_part_over
         if not (self._agent.holds_snapshots and (part or self.holds_full_state)):
             return False
-        if not part and self._identity.local_rank != 0:
-            return True  # local rank 0 hands the same state over
+        if not part and not self._agent.hands_whole_over:
+            return True  # another worker of the node hands the same state over
         self._rate.begin()  # an update may have been stopped after the hook that scales its rate
         self.found.end_round(self._world.control.world_size)
         try:
@@ -431,7 +431,7 @@ class TrainingState:
                 snapshot = inherited.copied_into(self._in_place(inherited.state))
             self._apply(snapshot, live=live)
             if not live:
-                # A whole state is handed over by local rank 0 alone, with its own random generators.
+                # A whole state is handed over by one worker alone, with its own random generators.
                 continues = inherited is not None and same[control.rank] and self._identity.local_rank == 0
                 self._restore_random(inherited.random if inherited is not None and continues else None)
         if reference is not None and reference.step == self.steps:

@@ -37,6 +37,7 @@ COLLECTIVES = [
 
 class Agent:
     holds_snapshots = True
+    hands_whole_over = True
 
     def __init__(self):
         self.interrupted = threading.Event()
