@@ -37,7 +37,7 @@ from azureml_elastic.testing.forks.listener import NodeForks, open_fork_start
 from azureml_elastic.testing.jobs.followed_run import FollowedRun
 from azureml_elastic.testing.jobs.machines import Evicted, Eviction, Machines, Pool
 from azureml_elastic.testing.jobs.nodes import Setting
-from azureml_elastic.testing.jobs.runs import Run, Runs
+from azureml_elastic.testing.jobs.runs import Runs
 from azureml_elastic.testing.jobs.service import Service
 from azureml_elastic.testing.storage import Mirror, StorageAccount
 
@@ -271,9 +271,12 @@ class LocalWorkspace:
 
         Jobs that replaced lost nodes of a job that has completed may have been lost themselves, and are not among them.
         """
-        states = {run.name: self._runs.status(run) for run in self._runs.all() if run.over.is_set()}
-        first = {name: _replaced(self._runs.find(name)) for name in states}
-        return {name: state for name, state in states.items() if "Completed" not in (state, states.get(first[name]))}
+        ended = {run.name: run for run in self._runs.all() if run.over.is_set()}
+        states = {name: self._runs.status(run) for name, run in ended.items()}
+        first = {name: (run.body.get("environmentVariables") or {}).get(FIRST_JOB) for name, run in ended.items()}
+        return {
+            name: state for name, state in states.items() if "Completed" not in (state, states.get(str(first[name])))
+        }
 
     def wait(self, name: str, timeout: timedelta | float | str | None = None) -> str:
         """Wait for the end of a job and return its state, seconds before ``jobs.stream`` would.
@@ -337,11 +340,6 @@ def _claimed(folder: Path, stack: contextlib.ExitStack) -> Path:
     link = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=_PREFIX)), "files")
     link.symlink_to(folder)
     return link
-
-
-def _replaced(run: Run) -> str:
-    """Return the name of the job whose lost node a job replaces, empty for any other job."""
-    return str((run.body.get("environmentVariables") or {}).get(FIRST_JOB) or "")
 
 
 def _client() -> MLClient:

@@ -3,7 +3,7 @@
 import pytest
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.testing.jobs.search_space import Binding, expand, read_binding, with_values
+from azureml_elastic.testing.jobs.search_space import expand, read_binding, with_values
 
 INPUTS = {"data": "/mnt/data", "lr": "0.1"}
 
@@ -34,9 +34,11 @@ def test_an_expression_without_a_value_is_refused(text):
 
 
 def test_a_step_is_bound_to_its_pipeline_or_to_another_step():
-    assert read_binding("${{parent.inputs.data}}") == Binding("inputs", "data")
-    assert read_binding("${{ parent.outputs.model }}") == Binding("outputs", "model")
-    assert read_binding("${{parent.jobs.first.outputs.model}}") == Binding("outputs", "model", "first")
+    own = {"step": None}
+    assert read_binding("${{parent.inputs.data}}").groupdict() == {"kind": "inputs", "name": "data", **own}
+    assert read_binding("${{ parent.outputs.model }}").groupdict() == {"kind": "outputs", "name": "model", **own}
+    of_a_step = {"kind": "outputs", "name": "model", "step": "first"}
+    assert read_binding("${{parent.jobs.first.outputs.model}}").groupdict() == of_a_step
     assert read_binding("0.1") is None
     assert read_binding(None) is None
 

@@ -128,7 +128,12 @@ class Schedules:
             case "GET", "":
                 return document(self._document(name, schedules[name]))
             case "DELETE", "":
-                return self._delete(name, enabled=schedules[name]["isEnabled"])
+                if schedules[name]["isEnabled"]:
+                    advice = f"Disable it first: ml_client.schedules.begin_disable({name!r})."
+                    raise UsageError(f"The schedule {name!r} is enabled. {advice}")
+                with self._lock:
+                    self._schedules.pop(name, None)
+                return Answer(200)
             case "POST", "trigger":
                 return self._trigger(name, schedules[name])
         return unsupported(request)
@@ -166,15 +171,6 @@ class Schedules:
         check_limits(job)
         self.service.check(job)
         return {**action, "jobDefinition": job}
-
-    def _delete(self, name: str, *, enabled: bool) -> Answer:
-        if enabled:
-            raise UsageError(
-                f"The schedule {name!r} is enabled. Disable it first: ml_client.schedules.begin_disable({name!r})."
-            )
-        with self._lock:
-            self._schedules.pop(name, None)
-        return Answer(200)
 
     def _trigger(self, name: str, held: dict[str, Any]) -> Answer:
         if not held["isEnabled"]:

@@ -20,6 +20,9 @@ TRACKING_PATH = "/mlflow/v1.0"
 """Path of the tracking API on the workspace's data plane, followed by the workspace id."""
 
 _CALL = re.compile(r".*/api/2\.0/mlflow/(.+)")
+_SINGLE = {"runs/log-metric": "metrics", "runs/log-parameter": "params", "runs/set-tag": "tags"}
+"""Calls that log one entry of a batch, with its field there."""
+
 _ACTIVE = "RUNNING"
 _STATUSES = {"Completed": "FINISHED", "Failed": "FAILED", "Canceled": "KILLED"}
 
@@ -39,7 +42,7 @@ class Tracking:
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
         self._logged: dict[str, Logged] = {}
-        self._times: dict[tuple[str, str], list[int]] = {}
+        self._history: dict[tuple[str, str], list[dict[str, Any]]] = {}
         self._lock = threading.Lock()
 
     def logged(self, name: str) -> Logged:
@@ -67,10 +70,10 @@ class Tracking:
             if call == "runs/update":
                 return document({"run_info": self._info(run)})
             if call == "metrics/get-history":
-                return document({"metrics": self._history(run.name, str(fields.get("metric_key")))})
-            batch = _batch(call, fields)
-            if batch is not None:
-                return self._log(run.name, batch)
+                with self._lock:
+                    return document({"metrics": self._history.get((run.name, str(fields.get("metric_key"))), [])})
+            if call == "runs/log-batch" or call in _SINGLE:
+                return self._log(run.name, {_SINGLE[call]: [fields]} if call in _SINGLE else fields)
         return _refusal(
             404, "ENDPOINT_NOT_FOUND", f"The local workspace has no {request.method} {request.path} of MLflow."
         )
@@ -97,24 +100,16 @@ class Tracking:
             logged.tags.update(tags)
             for metric, step, number, time in metrics:
                 logged.metrics.setdefault(metric, []).append((step, number))
-                self._times.setdefault((name, metric), []).append(time)
+                each = {"key": metric, "step": step, "value": number, "timestamp": time}
+                self._history.setdefault((name, metric), []).append(each)
         return document({})
-
-    def _history(self, name: str, key: str) -> list[dict[str, Any]]:
-        with self._lock:
-            values = self._logged.get(name, Logged()).metrics.get(key, [])
-            times = self._times.get((name, key), [])
-            return [
-                {"key": key, "step": step, "value": value, "timestamp": time}
-                for (step, value), time in zip(values, times, strict=True)
-            ]
 
     def _data(self, name: str) -> dict[str, Any]:
         logged = self.logged(name)
         return {
             "params": [{"key": key, "value": value} for key, value in logged.parameters.items()],
             "tags": [{"key": key, "value": value} for key, value in logged.tags.items()],
-            "metrics": [self._history(name, key)[-1] for key in logged.metrics],
+            "metrics": [self._history[name, key][-1] for key in logged.metrics],
         }
 
     def _info(self, run: Run) -> dict[str, Any]:
@@ -130,12 +125,6 @@ class Tracking:
             "lifecycle_stage": "active",
         }
         return info if run.ended is None else {**info, "end_time": _milliseconds(run.ended)}
-
-
-def _batch(call: str, fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the call as one that logs a batch; ``None`` for another call."""
-    kinds = {"runs/log-metric": "metrics", "runs/log-parameter": "params", "runs/set-tag": "tags"}
-    return fields if call == "runs/log-batch" else {kinds[call]: [fields]} if call in kinds else None
 
 
 def _milliseconds(time: Any) -> int:

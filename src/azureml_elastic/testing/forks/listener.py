@@ -199,7 +199,8 @@ class NodeForks:
         """
         proc = Path(f"/proc/{pid}")
         words = [os.fsdecode(word) for word in (proc / "cmdline").read_bytes().split(b"\0")[:-1]]
-        environ = _environment(proc)
+        pairs = [os.fsdecode(line).partition("=") for line in (proc / "environ").read_bytes().split(b"\0") if line]
+        environ = {name: value for name, _, value in pairs}
         folder = (proc / "cwd").readlink()
         # The interpreter of the wrapper and its options come first.
         own = next((at for at, word in enumerate(words) if word.startswith(f"{self.folder}/")), 0)
@@ -255,11 +256,6 @@ def _first_lines(interpreter: str) -> str:
     return f"#!/bin/sh\n'''exec' {shlex.quote(interpreter)} {options} \"$0\" \"$@\"\n' '''"
 
 
-def _environment(proc: Path) -> dict[str, str]:
-    pairs = [os.fsdecode(line).partition("=") for line in (proc / "environ").read_bytes().split(b"\0") if line]
-    return {name: value for name, _, value in pairs}
-
-
 def _has_ended(link: socket.socket) -> bool:
     """Return whether a wrapper has ended, which sends nothing until it has an answer."""
     return bool(select.select([link], [], [], 0)[0])
@@ -287,11 +283,7 @@ def _wait(process: ForkedProcess, link: socket.socket) -> int:
 
 
 def _check_library(archive: str, server: ForkServer, folder: Path) -> None:
-    """Check that a node would import what the server has imported.
-
-    Raises:
-        ForkRefused: it would not.
-    """
+    """Raise ``ForkRefused`` unless a node would import what the server has imported."""
     # By ctime: what installs a package may set another time of modification, such as that in its archive.
     if any(path.stat().st_ctime >= server.began for path in _PACKAGE.rglob("*.py")):
         raise ForkRefused("the installed library was changed after it was imported")
@@ -308,11 +300,7 @@ def _check_library(archive: str, server: ForkServer, folder: Path) -> None:
 
 
 def _check_inherited(proc: Path, server: ForkServer) -> None:
-    """Check that a process has what the server has of that which a new process takes over.
-
-    Raises:
-        ForkRefused: something differs.
-    """
+    """Raise ``ForkRefused`` unless a process has what the server has of that which a new process takes over."""
     wanted = _inherited(proc)
     try:
         there = _inherited(Path(f"/proc/{server.pid}"))

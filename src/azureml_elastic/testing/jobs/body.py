@@ -152,7 +152,8 @@ def read_job(properties: _Document, component: Component) -> JobBody:
 
 def _read_job(properties: _Document, component: Component) -> JobBody:
     kind = properties.get("jobType")
-    inputs, outputs = _inputs(properties), _outputs(properties)
+    inputs = {name: _input(value) for name, value in _named(properties, "inputs").items()}
+    outputs = _bound_outputs(properties, properties, _Pipeline((), inputs, {}, None, component))
     if kind == "Command":
         return _command(properties, inputs, outputs)
     if kind == "Sweep":
@@ -225,12 +226,12 @@ def _filled(value: Any, literals: Mapping[str, str]) -> Any:
     binding = read_binding(value)
     if binding is None:
         return value
-    if binding.kind != "inputs" or binding.name not in literals:
+    if binding["kind"] != "inputs" or binding["name"] not in literals:
         raise UsageError(
             f"The local workspace cannot set a field of a step to {value!r}, which is none of the pipeline's literal "
             f"inputs: {', '.join(sorted(literals)) or 'none'}."
         )
-    return literals[binding.name]
+    return literals[binding["name"]]
 
 
 def _bound_inputs(spec: _Document, node: _Document, pipeline: _Pipeline) -> dict[str, InputBody]:
@@ -240,13 +241,13 @@ def _bound_inputs(spec: _Document, node: _Document, pipeline: _Pipeline) -> dict
         value = given.get(name)
         binding = None if value is None else read_binding(value.get("value", value.get("uri")))
         mode = None if value is None else value.get("mode") or declaration.get("mode")
-        if binding is not None and binding.step is not None:
-            source = Reference((*pipeline.path, binding.step), binding.name)
+        if binding is not None and binding["step"] is not None:
+            source = Reference((*pipeline.path, binding["step"]), binding["name"])
             bound[name] = InputBody(mode=_mode(mode, "mount"), reference=source)
-        elif binding is not None and binding.kind == "outputs":
+        elif binding is not None and binding["kind"] == "outputs":
             raise UsageError(f"The input {name!r} of a step is bound to an output of its own pipeline. Give a step's.")
-        elif binding is not None and binding.name in pipeline.inputs:
-            parent = pipeline.inputs[binding.name]
+        elif binding is not None and binding["name"] in pipeline.inputs:
+            parent = pipeline.inputs[binding["name"]]
             bound[name] = replace(parent, mode=_mode(mode, parent.mode))
         elif value is not None and binding is None:
             bound[name] = _input({**value, "mode": mode})
@@ -261,19 +262,19 @@ def _bound_outputs(spec: _Document, node: _Document, pipeline: _Pipeline) -> dic
     for name, declaration in _named(spec, "outputs").items():
         value = given.get(name) or {}
         binding = read_binding(value.get("value", value.get("uri")))
-        kind = str(declaration.get("type") or "uri_folder")
+        kind = str(declaration.get("type") or either(declaration, "jobOutputType") or "uri_folder")
         mode = value.get("mode") or declaration.get("mode")
         if binding is None:
             bound[name] = OutputBody(value.get("uri") or None, _mode(mode, "mount"), kind)
             continue
-        parent = pipeline.outputs.get(binding.name)
-        if binding.kind != "outputs" or binding.step is not None or parent is None:
+        parent = pipeline.outputs.get(binding["name"])
+        if binding["kind"] != "outputs" or binding["step"] is not None or parent is None:
             raise UsageError(
                 f"The output {name!r} of a step is bound to {value.get('value', value.get('uri'))!r}, which is none of "
                 f"its pipeline's outputs: {', '.join(sorted(pipeline.outputs)) or 'none'}."
             )
         bound[name] = OutputBody(
-            mode=_mode(mode, parent.mode), type=kind, reference=Reference(pipeline.path, binding.name)
+            mode=_mode(mode, parent.mode), type=kind, reference=Reference(pipeline.path, binding["name"])
         )
     return bound
 
@@ -341,22 +342,6 @@ def _command(
     )
 
 
-def _inputs(properties: _Document) -> dict[str, InputBody]:
-    return {name: _input(value) for name, value in _named(properties, "inputs").items() if value is not None}
-
-
-def _outputs(properties: _Document) -> dict[str, OutputBody]:
-    return {
-        name: OutputBody(
-            value.get("uri") or None,
-            _mode(value.get("mode"), "mount"),
-            str(either(value, "jobOutputType") or "uri_folder"),
-        )
-        for name, value in _named(properties, "outputs").items()
-        if value is not None
-    }
-
-
 def _input(value: _Document) -> InputBody:
     if either(value, "jobInputType") == "literal":
         return InputBody(literal=text_of(value.get("value")))
@@ -381,8 +366,8 @@ def _mapping(value: _Document, name: str) -> dict[str, Any]:
 
 
 def _named(value: _Document, name: str) -> dict[str, Any]:
-    """Return a mapping whose names become parts of paths."""
-    found = _mapping(value, name)
+    """Return what is given of a mapping whose names become parts of paths."""
+    found = {each: held for each, held in _mapping(value, name).items() if held is not None}
     for each in found:
         if not _NAME.fullmatch(each):
             raise UsageError(

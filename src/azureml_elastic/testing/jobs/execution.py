@@ -51,21 +51,11 @@ class Execution(threading.Thread):
                 run.error = ("PreemptionError", "The machine of this job was preempted.")
             run.status = "Finalizing"
             self._upload()
-            run.ended = datetime.now(timezone.utc)
-            # After the time of the end: clients read the record as soon as the state is final.
-            run.status = "Completed" if ended == "completed" else "Canceled" if run.cancel.is_set() else "Failed"
+            run.end("Completed" if ended == "completed" else "Canceled" if run.cancel.is_set() else "Failed")
         except UsageError as error:
-            self._fail("UserError", str(error))
+            run.end("Failed", ("UserError", str(error)))
         except Exception:  # noqa: BLE001 - a thread's error would be lost, and the job would never end
-            self._fail("SystemError", traceback.format_exc())
-        finally:
-            # Last: who waits for it reads the state, the error and the outputs.
-            run.over.set()
-
-    def _fail(self, code: str, message: str) -> None:
-        self.job.run.error = (code, message)
-        self.job.run.ended = datetime.now(timezone.utc)
-        self.job.run.status = "Failed"
+            run.end("Failed", ("SystemError", traceback.format_exc()))
 
     def _attempt(self) -> Verdict:
         """Run the job once on new machines; a cancelled attempt counts as failed."""

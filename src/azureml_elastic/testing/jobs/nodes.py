@@ -32,19 +32,15 @@ _FOREIGN_NAMES = frozenset(
 )
 
 
-def node_variables(
-    shared: Mapping[str, str],
-    run: Run,
-    body: CommandBody,
-    machine: Machine,
-    inputs: Mapping[str, str],
-    outputs: Mapping[str, str],
+def _node_variables(
+    job: CommandJob, setting: Setting, machine: Machine, inputs: Mapping[str, str], outputs: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the environment of a node's processes: that of this process without the variables of other jobs or nodes.
 
-    The job's own variables take precedence over all others but the machine's address. ``shared`` has the variables of
-    all nodes; ``inputs`` and ``outputs`` have paths, and literals, by name.
+    The job's own variables take precedence over all others but those of the machine. ``inputs`` and ``outputs`` have
+    paths, and literals, by name.
     """
+    run = job.run
     context = {
         "cluster_name": machine.pool,
         "gpu_count": 0,
@@ -53,7 +49,7 @@ def node_variables(
     }
     return {
         **inherited_variables(),
-        **shared,
+        **setting.variables,
         "PATH": f"{Path(sys.executable).parent}:{UserEnvironment.read().path or '/usr/bin:/bin'}",
         "AZUREML_RUN_ID": run.name,
         "AZUREML_ROOT_RUN_ID": run.root,
@@ -66,8 +62,9 @@ def node_variables(
         "AZUREML_CR_COMPUTE_CONTEXT": json.dumps(context),
         **{f"AZURE_ML_INPUT_{name}": value for name, value in inputs.items()},
         **{f"AZURE_ML_OUTPUT_{name}": value for name, value in outputs.items()},
-        **body.environment_variables,
+        **job.body.environment_variables,
         LOCAL_ADDRESS: machine.address,
+        SCHEDULED_EVENTS: setting.metadata.address(machine.name),
     }
 
 
@@ -82,7 +79,7 @@ def inherited_variables() -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", **kept, "PYTHONUNBUFFERED": "1"}  # all nodes share this machine's cores
 
 
-def distribution_variables(body: CommandBody, number: int, local: int, master: tuple[str, int]) -> dict[str, str]:
+def _distribution_variables(body: CommandBody, number: int, local: int, master: tuple[str, int]) -> dict[str, str]:
     """Return the variables of torch.distributed for a process, if the job has a distribution."""
     if not body.distributed:
         return {}
@@ -218,15 +215,12 @@ def start_node(job: CommandJob, setting: Setting, number: int, machine: Machine,
         outputs[name] = str(path)
     # The line feed ends what the last line of a command may leave open, such as a comment.
     command = ("/bin/bash", "-c", f"cd {shlex.quote(str(folder))} && {{ {expand(body.command, inputs, outputs)}\n}}")
-    variables = {
-        **node_variables(setting.variables, job.run, body, machine, inputs, outputs),
-        SCHEDULED_EVENTS: setting.metadata.address(machine.name),
-    }
+    variables = _node_variables(job, setting, machine, inputs, outputs)
     if setting.wrappers is not None:
         variables["PATH"] = f"{setting.wrappers}{os.pathsep}{variables['PATH']}"
     processes = [
         setting.processes.start(
-            f"{machine.name}-{local}", command, {**variables, **distribution_variables(body, number, local, master)}
+            f"{machine.name}-{local}", command, {**variables, **_distribution_variables(body, number, local, master)}
         )
         for local in range(body.processes)
     ]

@@ -91,17 +91,6 @@ class Planner:
         }
         return _Job(self, run, trial).plan()
 
-    def check_pool(self, body: CommandBody) -> None:
-        """Raise ``UsageError`` unless a command's compute exists and has enough machines."""
-        pool = self.pools.get(body.compute)
-        if pool is None:
-            raise UsageError(f"The local workspace has no compute {body.compute!r}. Give it one by pools= or --pool.")
-        if body.nodes > pool.nodes:
-            raise UsageError(
-                f"The job requests {body.nodes} nodes at once, above the limit of {pool.nodes} of the compute "
-                f"{body.compute!r}; it would wait for ever. Give the pool more nodes, or the job fewer."
-            )
-
 
 class _Job:
     """A submitted job while it is planned: its runs and bodies by path."""
@@ -155,7 +144,14 @@ class _Job:
 
     def _command(self, run: Run, body: CommandBody) -> CommandJob:
         """Resolve a command's pool and data."""
-        self._planner.check_pool(body)
+        pool = self._planner.pools.get(body.compute)
+        if pool is None:
+            raise UsageError(f"The local workspace has no compute {body.compute!r}. Give it one by pools= or --pool.")
+        if body.nodes > pool.nodes:
+            raise UsageError(
+                f"The job requests {body.nodes} nodes at once, above the limit of {pool.nodes} of the compute "
+                f"{body.compute!r}; it would wait for ever. Give the pool more nodes, or the job fewer."
+            )
         inputs: dict[str, InputBody] = {}
         reads = set()
         for name, value in body.inputs.items():

@@ -127,6 +127,15 @@ class Run:
         """Whether the steps of a pipeline continue after the failure of one."""
         return bool((self.body.get("settings") or {}).get("continue_on_step_failure"))
 
+    def end(self, status: Status, error: tuple[str, str] | None = None) -> None:
+        """Make a final state known."""
+        self.error = error or self.error
+        self.ended = datetime.now(timezone.utc)
+        # After the time of the end: clients read the record as soon as the state is final.
+        self.status = status
+        # Last: who waits for it reads the state, the error and the outputs.
+        self.over.set()
+
     def relabel(self, changes: Mapping[str, Any]) -> None:
         """Change what a submitted job is called, and whether it is archived (``hidden``); tags are added."""
         self.body.update({name: changes[name] for name in _TEXTS if changes.get(name) is not None})
@@ -171,10 +180,9 @@ class Runs:
 
     def all(self) -> list[Run]:
         """Return the submitted runs, without the steps of pipelines and the trials of sweeps."""
-        with self._lock:
-            return [run for run in self._runs.values() if run.parent is None]
+        return self.children(None)
 
-    def children(self, name: str) -> list[Run]:
+    def children(self, name: str | None) -> list[Run]:
         """Return the steps of a pipeline, or the trials of a sweep, in order."""
         with self._lock:
             return [run for run in self._runs.values() if run.parent == name]

@@ -162,19 +162,6 @@ _SEARCHED = re.compile(r"search_space\.([\w.]+)")
 _BOUND = re.compile(r"parent\.(?:jobs\.(?P<step>[\w-]+)\.)?(?P<kind>inputs|outputs)\.(?P<name>[\w.]+)")
 
 
-@dataclass(frozen=True)
-class Binding:
-    """What an input or output of a step is bound to.
-
-    Args:
-        step: name of the step in the same pipeline that has it; ``None`` for the pipeline itself.
-    """
-
-    kind: Literal["inputs", "outputs"]
-    name: str
-    step: str | None = None
-
-
 def expand(text: str, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> str:
     """Return the text with each expression replaced by its value.
 
@@ -228,8 +215,10 @@ def as_searched(text: str, names: Collection[str]) -> str:
     return _EXPRESSION.sub(lambda match: searched.get(match[1], match[0]), text)
 
 
-def read_binding(value: object) -> Binding | None:
+def read_binding(value: object) -> re.Match[str] | None:
     """Return what ``${{parent.inputs.x}}`` or ``${{parent.jobs.step.outputs.x}}`` refers to, ``None`` for plain values.
+
+    The groups are the ``kind``, its ``name``, and the ``step`` that has it, ``None`` for the pipeline itself.
 
     Raises:
         UsageError: the value is another expression.
@@ -243,4 +232,4 @@ def read_binding(value: object) -> Binding | None:
             f"The local workspace does not support the binding {value!r}. Bind to ${{{{parent.inputs.<name>}}}}, "
             "${{parent.outputs.<name>}} or ${{parent.jobs.<step>.outputs.<name>}}."
         )
-    return Binding("inputs" if bound["kind"] == "inputs" else "outputs", bound["name"], bound["step"])
+    return bound

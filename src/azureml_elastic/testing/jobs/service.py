@@ -199,9 +199,7 @@ class Service(threading.Thread):
                 case "cancel":
                     self._runs.cancel(run)
                 case "skip":
-                    run.ended = datetime.now(timezone.utc)
-                    run.status = "Canceled"
-                    run.over.set()
+                    run.end("Canceled")
         for run in reversed(inside):  # the inner ones first
             children = self._runs.children(run.name)
             if run.kind != "Pipeline" or run.over.is_set():
@@ -243,9 +241,7 @@ class Service(threading.Thread):
         best = None if run.best is None else self._runs.get(run.best[0])
         if best is not None:
             self._hand_on(best, run)
-        run.ended = datetime.now(timezone.utc)
-        run.status = "Canceled" if run.cancel.is_set() else "Completed" if completed else "Failed"
-        run.over.set()
+        run.end("Canceled" if run.cancel.is_set() else "Completed" if completed else "Failed")
 
     def _hand_on(self, trial: Run, sweep: Run) -> None:
         """Copy the outputs of the best trial to where those of its sweep are read."""
