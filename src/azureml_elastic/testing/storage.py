@@ -263,7 +263,9 @@ class Mirror:
     def store(self, location: Location, source: Path | None = None) -> None:
         """Upload the mirror's changed files and delete the blobs of its deleted ones; or upload a node's files."""
         root = self.path(location) if source is None else source
-        files = {location: root} if root.is_file() else _below(root, location)
+        paths = [path for path in sorted(root.rglob("*")) if path.is_file()]
+        below = {location / path.relative_to(root).as_posix(): path for path in paths}
+        files = {location: root} if root.is_file() else below
         with self._lock, self._storage.container(location.container) as client:
             for found, path in files.items():
                 with contextlib.suppress(FileNotFoundError):  # running nodes may delete it meanwhile
@@ -292,9 +294,3 @@ def _mark(path: Path) -> tuple[int, int]:
 def _tag(blob: BlobProperties) -> str:
     """Return a blob's etag without the quotes that headers have and listings do not."""
     return str(blob.etag).strip('"')
-
-
-def _below(folder: Path, location: Location) -> dict[Location, Path]:
-    return {
-        location / path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()
-    }

@@ -39,9 +39,6 @@ class Gateway(Server):
     """A context manager that runs the proxy on a free port of this machine.
 
     Each gateway has a certificate authority of its own, whose keys never leave this process.
-
-    Args:
-        own: handler of plain requests to the gateway itself.
     """
 
     def __init__(self, hosts: dict[str, Callable[[Request], Answer]], own: Callable[[Request], Answer]) -> None:

@@ -63,15 +63,10 @@ class History:
                 return document({"value": [self._record(child) for child in self.runs.children(run.name)]})
             if (match[2] or "").startswith("/serviceinstances"):
                 return document({"instances": _service_instances(run)})
-            return document(self._details(run) if match[2] else self._record(run))
+            names = [*run.logs, *([_PROGRESS_LOGS[run.kind]] if run.kind in _PROGRESS_LOGS else [])]
+            logs = {name: f"https://{API_HOST}/logs/{quote(run.name)}/{quote(name)}" for name in names}
+            return document({**self._record(run), **({"logFiles": logs} if match[2] else {})})
         raise NotFound(f"The local workspace has no {request.method} {path}.")
-
-    def _details(self, run: Run) -> dict[str, Any]:
-        names = [*run.logs, *([_PROGRESS_LOGS[run.kind]] if run.kind in _PROGRESS_LOGS else [])]
-        return {
-            **self._record(run),
-            "logFiles": {name: f"https://{API_HOST}/logs/{quote(run.name)}/{quote(name)}" for name in names},
-        }
 
     def _record(self, run: Run) -> dict[str, Any]:
         status = self.runs.status(run)
@@ -170,11 +165,9 @@ _EMPTY_OF_COMMAND: dict[str, Any] = {
     "parameters": {},
 }
 _RESOURCES: dict[str, Any] = {
+    **dict.fromkeys(("instanceType", "properties", "dockerArgs")),
     "instanceCount": 1,
-    "instanceType": None,
-    "properties": None,
     "shmSize": "2g",
-    "dockerArgs": None,
 }
 _EMPTY_OF_SERVICE: dict[str, Any] = dict.fromkeys(("port", "status", "errorMessage", "properties", "nodes"))
 _EMPTY_OF_OUTPUT: dict[str, Any] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
@@ -36,9 +36,20 @@ _LONGEST_TEXTS = {"displayName": 256, "experimentName": 256, "description": 5000
 _MOST_ENTRIES = 50
 _LONGEST_KEY = 100
 _LONGEST_VALUE = 1000
-_SHM_SIZE = re.compile(r"0*[1-9]\d*[bkmg]", re.ASCII | re.IGNORECASE)
-_TIERS = ("Null", "Spot", "Basic", "Standard", "Premium")
-_COMPUTE = re.compile(r"/subscriptions/[^/]+/resourceGroups/[^/]+/providers/[^/]+/workspaces/[^/]+/computes/[^/]+")
+_FORMS = (
+    (
+        ("computeId",),
+        r"(?:/subscriptions/[^/]+/resourceGroups/[^/]+/providers/[^/]+/workspaces/[^/]+/computes/[^/]+)?",
+        "is not the id of a compute, /subscriptions/.../computes/<name>",
+    ),
+    (("resources", "shmSize"), r"0*[1-9]\d*[bkmgBKMG]", "is not a number above 0 and one of the units b, k, m and g"),
+    (
+        ("queueSettings", "jobTier"),
+        "Null|Spot|Basic|Standard|Premium",
+        "is none of Null, Spot, Basic, Standard, Premium",
+    ),
+)
+"""Fields of jobs and steps, what matches their values, and what is said of others."""
 
 
 def check_limits(properties: Mapping[str, Any]) -> None:
@@ -52,8 +63,14 @@ def check_limits(properties: Mapping[str, Any]) -> None:
             raise UsageError(f"{name} has {len(str(properties[name]))} characters, above the limit of {longest}.")
     for name in ("tags", "properties"):
         _check_entries(name, properties.get(name))
-    for job in _jobs(properties):
-        _check_job(job)
+    steps = properties.get("jobs")
+    for job in (properties, *(steps.values() if isinstance(steps, Mapping) else ())):
+        for path, form, wrong in _FORMS:
+            value: Any = job
+            for name in path:
+                value = either(value, name) if isinstance(value, Mapping) else None
+            if value is not None and not re.fullmatch(form, str(value), re.ASCII):
+                raise UsageError(f"{path[-1]}={value!r:.200} {wrong}.")
 
 
 def _check_entries(field: str, entries: object) -> None:
@@ -69,34 +86,9 @@ def _check_entries(field: str, entries: object) -> None:
             )
 
 
-def _jobs(properties: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the job, and the steps of a pipeline."""
-    yield properties
-    steps = properties.get("jobs")
-    yield from (step for step in (steps.values() if isinstance(steps, Mapping) else ()) if isinstance(step, Mapping))
-
-
-def _check_job(job: Mapping[str, Any]) -> None:
-    compute = job.get("computeId")
-    if compute and not _COMPUTE.fullmatch(str(compute)):
-        raise UsageError(f"computeId={compute!r:.200} is not the id of a compute, /subscriptions/.../computes/<name>.")
-    size = _part(job, "resources", "shmSize")
-    if size is not None and not _SHM_SIZE.fullmatch(str(size)):
-        raise UsageError(f"shmSize={size!r:.100} is not a number above 0 and one of the units b, k, m and g.")
-    tier = _part(job, "queueSettings", "jobTier")
-    if tier is not None and tier not in _TIERS:
-        raise UsageError(f"jobTier={tier!r:.100} is none of {', '.join(_TIERS)}.")
-
-
-def _part(job: Mapping[str, Any], name: str, field: str) -> Any:
-    held = either(job, name)
-    return either(held, field) if isinstance(held, Mapping) else None
-
-
 _VIEWS = {"EnabledOnly": (True,), "DisabledOnly": (False,), "All": (True, False)}
 _POLL_MS = "20"
 """Time after which a client asks whether a schedule is there."""
-_TRIGGERS = ("Cron", "Recurrence")
 
 
 @dataclass
@@ -140,8 +132,8 @@ class Schedules:
 
     def _put(self, name: str, properties: dict[str, Any], *, new: bool) -> Answer:
         kind = (properties.get("trigger") or {}).get("triggerType")
-        if kind not in _TRIGGERS:
-            raise UsageError(f"The schedule's trigger is of type {kind!r}. Give one of {', '.join(_TRIGGERS)}.")
+        if kind not in ("Cron", "Recurrence"):
+            raise UsageError(f"The schedule's trigger is of type {kind!r}. Give one of Cron, Recurrence.")
         held = {
             **properties,
             "action": self._action(properties.get("action") or {}),
@@ -338,15 +330,15 @@ class Resources:
         return document({"value": [self._job_document(run) for run in found]})
 
     def _submitted(self, name: str, body: dict[str, Any], version: str) -> Answer:
-        known = self.runs.get(name)
-        if known is not None:
-            return self._updated(known, properties_of(body), version)
+        properties = properties_of(body)
+        if known := self.runs.get(name):
+            return self._updated(known, properties, version)
         if not _JOB_NAME.fullmatch(name):
             raise UsageError(
                 f"{name!r} is not the name of a job. Use letters, digits, '-', '_' and '.', and at most 255 of them."
             )
-        check_limits(properties_of(body))
-        self.service.submit(name, properties_of(body))
+        check_limits(properties)
+        self.service.submit(name, properties)
         return document(self._job_document(self.runs.find(name), version), 201)
 
     def _updated(self, run: Run, properties: dict[str, Any], version: str) -> Answer:

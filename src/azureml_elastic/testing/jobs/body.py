@@ -34,14 +34,10 @@ _DURATION = TypeAdapter(timedelta)
 
 @dataclass(frozen=True)
 class Reference:
-    """An output of a job that is part of the submitted one.
-
-    Args:
-        path: names of the steps that lead to the job; empty for the submitted one.
-        name: name of the output.
-    """
+    """An output of a job that is part of the submitted one."""
 
     path: tuple[str, ...]
+    """Names of the steps that lead to the job; empty for the submitted one."""
     name: str
 
 

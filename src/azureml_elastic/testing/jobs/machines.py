@@ -46,11 +46,7 @@ class Pool(ConfigModel):
 
 
 def parse_pool(text: str) -> tuple[str, Pool]:
-    """Parse a pool of the command line: ``name=nodes``, optionally with ``:tier`` and ``:<provisioning seconds>s``.
-
-    Args:
-        text: pool such as ``spot=6``, ``sure=2:dedicated`` or ``sure=2:dedicated:5s``.
-    """
+    """Parse a pool of the command line, such as ``spot=6``, ``sure=2:dedicated`` or ``sure=2:dedicated:5s``."""
     match = _POOL.fullmatch(text.strip())
     if match is None:
         raise UsageError(

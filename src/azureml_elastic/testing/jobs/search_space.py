@@ -192,11 +192,7 @@ def expand(text: str, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> 
 
 
 def with_values(text: str, values: Mapping[str, str]) -> str:
-    """Return the text with each ``${{search_space.x}}`` replaced by its value.
-
-    Raises:
-        UsageError: there is no such value.
-    """
+    """Return the text with each ``${{search_space.x}}`` replaced by its value; raises ``UsageError`` without one."""
 
     def value(match: re.Match[str]) -> str:
         searched = _SEARCHED.fullmatch(match[1])
@@ -218,10 +214,8 @@ def as_searched(text: str, names: Collection[str]) -> str:
 def read_binding(value: object) -> re.Match[str] | None:
     """Return what ``${{parent.inputs.x}}`` or ``${{parent.jobs.step.outputs.x}}`` refers to, ``None`` for plain values.
 
-    The groups are the ``kind``, its ``name``, and the ``step`` that has it, ``None`` for the pipeline itself.
-
-    Raises:
-        UsageError: the value is another expression.
+    The groups are the ``kind``, its ``name``, and the ``step`` that has it, ``None`` for the pipeline itself. Another
+    expression raises ``UsageError``.
     """
     if not isinstance(value, str) or "${{" not in value:
         return None

@@ -15,7 +15,7 @@ from azureml_elastic.errors import UsageError
 from azureml_elastic.testing.jobs.body import JobBody, PipelineBody, SweepBody, read_job
 from azureml_elastic.testing.jobs.execution import Execution
 from azureml_elastic.testing.jobs.machines import Evicted, Eviction, Target, due
-from azureml_elastic.testing.jobs.nodes import CommandJob, Node, Setting
+from azureml_elastic.testing.jobs.nodes import Node, Setting
 from azureml_elastic.testing.jobs.planning import Plan, Planner, step_due
 from azureml_elastic.testing.jobs.runs import Run, Runs
 from azureml_elastic.testing.jobs.search_space import best_trial
@@ -36,11 +36,7 @@ class _Sweep:
 
 
 class Service(threading.Thread):
-    """Thread that starts the steps of pipelines and the trials of sweeps, and evicts machines, until it is closed.
-
-    Args:
-        metrics: function that returns the metrics of a run: for each of them its steps and values.
-    """
+    """Thread that starts the steps of pipelines and the trials of sweeps, and evicts machines, until it is closed."""
 
     def __init__(
         self,
@@ -95,11 +91,7 @@ class Service(threading.Thread):
         self._plan("job", properties)
 
     def submit(self, name: str, properties: dict[str, Any], schedule: str | None = None) -> None:
-        """Start a job, given the properties of its document.
-
-        Args:
-            schedule: name of the schedule that submits it.
-        """
+        """Start a job, given the properties of its document and the schedule that submits it."""
         plan, body = self._plan(name, properties)
         first = plan.runs[0]
         first.schedule = schedule
@@ -121,8 +113,7 @@ class Service(threading.Thread):
 
     def _add(self, plan: Plan) -> None:
         """Make a plan's runs known, with an execution that is not started for each command."""
-        jobs: Mapping[str, CommandJob] = plan.jobs
-        self._executions.update({name: Execution(job, self.setting) for name, job in jobs.items()})
+        self._executions.update({name: Execution(job, self.setting) for name, job in plan.jobs.items()})
         for name, body in plan.sweeps.items():
             self._sweeps[name] = _Sweep(body, enumerate(islice(body.space.points(), body.most_trials)))
         self._runs.add(*plan.runs)
