@@ -7,9 +7,9 @@ page "Service limits in Azure Machine Learning", the forms those that the models
 
 from __future__ import annotations
 
+import itertools
 import re
-import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
@@ -99,35 +99,32 @@ class Schedules:
     service: Service
     runs: Runs
     _schedules: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Properties by name."""
-    _triggered: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    """Properties by name; each is replaced as a whole, so that no lock is needed."""
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def answer(self, request: Request, path: str) -> Answer:
         """Return the response to a request for a path below the workspace."""
         name, _, action = path.removeprefix("/schedules").strip("/").partition("/")
-        with self._lock:
-            schedules = dict(self._schedules)
         if not name:
             states = _VIEWS.get(request.query.get("listViewType", ""), (True,))
-            listed = [name for name, held in schedules.items() if held["isEnabled"] in states]
-            return document({"value": [self._document(name, schedules[name]) for name in listed]})
+            listed = [item for item in self._schedules.copy().items() if item[1]["isEnabled"] in states]
+            return document({"value": [self._document(*item) for item in listed]})
+        held = self._schedules.get(name)
         if request.method == "PUT" and not action:
-            return self._put(name, properties_of(request.json()), new=name not in schedules)
-        if name not in schedules:
+            return self._put(name, properties_of(request.json()), new=held is None)
+        if held is None:
             raise NotFound(f"The local workspace has no schedule {name!r}.")
         match request.method, action:
             case "GET", "":
-                return document(self._document(name, schedules[name]))
+                return document(self._document(name, held))
             case "DELETE", "":
-                if schedules[name]["isEnabled"]:
+                if held["isEnabled"]:
                     advice = f"Disable it first: ml_client.schedules.begin_disable({name!r})."
                     raise UsageError(f"The schedule {name!r} is enabled. {advice}")
-                with self._lock:
-                    self._schedules.pop(name, None)
+                self._schedules.pop(name, None)
                 return Answer(200)
             case "POST", "trigger":
-                return self._trigger(name, schedules[name])
+                return self._trigger(name, held)
         return unsupported(request)
 
     def _put(self, name: str, properties: dict[str, Any], *, new: bool) -> Answer:
@@ -140,8 +137,7 @@ class Schedules:
             "isEnabled": properties.get("isEnabled") is not False,
             "provisioningState": "Succeeded",
         }
-        with self._lock:
-            self._schedules[name] = held
+        self._schedules[name] = held
         # azure-ai-ml before 1.35 reads one response only once, so that the end must be in that to another request.
         going_on = self._document(name, {**held, "provisioningState": "Creating" if new else "Updating"})
         answer = document(going_on, 201 if new else 200)
@@ -169,11 +165,8 @@ class Schedules:
             raise UsageError(
                 f"The schedule {name!r} is disabled. Enable it first: ml_client.schedules.begin_enable({name!r})."
             )
-        with self._lock:
-            self._triggered += 1
-            number = self._triggered
         # With the number, as a schedule may be triggered twice in a second.
-        job = f"{name}-{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{number}"
+        job = f"{name}-{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{next(self._numbers)}"
         self.service.submit(job, dict(held["action"]["jobDefinition"]), name)
         return document({"scheduleActionType": "CreateJob", "submissionId": job})
 
