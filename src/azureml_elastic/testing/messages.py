@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,12 @@ class Request:
             return urlsplit(self.target)
         except ValueError as error:
             raise UsageError(f"The target {self.target!r} is not a URL: {error}.") from error
+
+    @property
+    def sdk(self) -> tuple[int, int]:
+        """The release of azure-ai-ml that has sent the request; for any other client the newest."""
+        release = re.match(r"azure-ai-ml/(\d+)\.(\d+)", self.headers.get("user-agent", ""))
+        return (sys.maxsize, 0) if release is None else (int(release[1]), int(release[2]))
 
     def json(self) -> dict[str, Any]:
         """Return the body as a JSON object, empty for an empty body; raises ``UsageError`` for another body."""

@@ -25,6 +25,7 @@ _RUNS = r".*/workspaces/[^/]+(?:/experiment(?:id)?s/[^/]+)?/"
 _ASSET = "azureml-output"
 _SEPARATORS = 2
 _SNAKE_CASE_SINCE = (1, 35)
+_CAMEL_CASE = {"uri_folder": "UriFolder", "uri_file": "UriFile", "mltable": "MLTable"}
 _PROGRESS_LOGS = {"Pipeline": "logs/azureml/executionlogs.txt", "Sweep": "azureml-logs/hyperdrive.txt"}
 """Names of the logs in which clients look for the progress of what consists of other runs."""
 
@@ -48,7 +49,7 @@ class History:
             log = self._log(self.runs.find(match[1]), match[2])
             return Answer(200, (("Content-Type", "text/plain; charset=utf-8"),), log)
         if path.endswith("/rundata"):
-            return self._data(str(request.json().get("runId")), request.headers.get("user-agent", ""))
+            return self._data(str(request.json().get("runId")), request.sdk)
         if path.endswith("/dataversion/batchGetResolvedUris"):
             return document({"values": self._resolved(request.json().get("values"))})
         if match := re.fullmatch(_RUNS + r"runs/([^/]+)(/details|/children|/serviceinstances/\d+)?", path):
@@ -101,10 +102,11 @@ class History:
                 return child.error[0], f"{what} failed. {child.error[1]}"
         return "UserError", "The job failed."
 
-    def _data(self, name: str, client: str) -> Answer:
+    def _data(self, name: str, sdk: tuple[int, int]) -> Answer:
         record = self._record(self.runs.find(name))
         for output in record["outputs"].values():
-            output["type"] = _kind_for(client, output["type"])
+            if sdk < _SNAKE_CASE_SINCE:
+                output["type"] = _CAMEL_CASE.get(output["type"], output["type"])
         return document({"runMetadata": record})
 
     def _resolved(self, assets: object) -> dict[str, Any]:
@@ -146,14 +148,6 @@ def _service_instances(run: Run) -> dict[str, Any]:
         }
         for name, service in (run.body.get("services") or {}).items()
     }
-
-
-def _kind_for(client: str, kind: str) -> str:
-    """Return an output type in the client's spelling: azure-ai-ml before 1.35 expects ``UriFolder``."""
-    release = re.match(r"azure-ai-ml/(\d+)\.(\d+)", client)
-    if release is None or (int(release[1]), int(release[2])) >= _SNAKE_CASE_SINCE:
-        return kind
-    return {"uri_folder": "UriFolder", "uri_file": "UriFile", "mltable": "MLTable"}.get(kind, kind)
 
 
 _FIRST_WITH_LISTS = "2025-01-01-preview"

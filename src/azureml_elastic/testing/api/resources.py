@@ -177,6 +177,9 @@ class Schedules:
 ARM_HOST = "management.azure.com"
 
 _LOCATION = "westeurope"
+_KEYS_SINCE = (1, 33)
+"""First release of azure-ai-ml that takes the key of a datastore for its signature."""
+
 _JOB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 _WHAT_RUNS = ("jobType", "command", "codeId", "environmentId", "jobs", "trial", "searchSpace")
 """Fields of a job that cannot be changed once it is submitted."""
@@ -279,7 +282,10 @@ class Resources:
         if parts[0] not in DATASTORES:
             raise NotFound(f"The local workspace has no datastore {parts[0]!r}.")
         if parts[1:] == ["listSecrets"]:
-            # Never a signature, which azure-ai-ml takes for a key when it streams the log of a command job.
+            # Of a signature azure-ai-ml makes a key when it streams the log of a command job; releases that know no key
+            # of a datastore do not.
+            if request.sdk < _KEYS_SINCE:
+                return document({"secretsType": "Sas", "sasToken": self.storage.blob_signature})
             return document({"secretsType": "AccountKey", "key": self.storage.key})
         return document(self._datastore_document(parts[0])) if request.method == "GET" else unsupported(request)
 
