@@ -26,6 +26,7 @@ ARGUMENTS = (
 @pytest.mark.parametrize("program", ["train.py", "-m train"])
 def test_each_worker_receives_its_own_arguments(tmp_path, monkeypatch, preload, program):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOGLEVEL", "DEBUG")  # says how workers are started
     (tmp_path / "train.py").write_text(SCRIPT)
     cluster = LocalCluster(
         (1, 1),

@@ -27,6 +27,7 @@ def test_each_worker_of_a_job_receives_its_own_arguments(script):
         code="src",
         command=f"python train.py {ARGUMENTS} | tee log.txt",
         inputs={"text": "%{worker:RANK}"},
+        environment_variables={"LOGLEVEL": "DEBUG"},  # says how workers are started
         environment="anything@latest",
         compute="cluster",
         resources=ElasticResources(min_instance_count=2, max_instance_count=2),
