@@ -448,11 +448,12 @@ def check_style(session: nox.Session) -> None:
     session.run("lint-imports", env={"PYTHONPATH": "src"})
     session.run("python", "tools/vocabulary.py")
     session.run("python", "tools/environment.py")
+    session.run("python", "tools/budget.py")
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, formatting, the import contracts, the vocabulary and where the environment is read."""
+    """Check style, formatting, import contracts, vocabulary, where the environment is read, and that nothing grows."""
     install(session, *nox.project.dependency_groups(PYPROJECT, "lint"))
     check_style(session)
 
