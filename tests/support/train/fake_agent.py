@@ -100,7 +100,7 @@ class AssigningAgent(FakeAgent):
         """Send the end of the round to all but the victim, whose agent is lost with it."""
         for connection in self.server.connections:
             if connection.state["local_rank"] != victim:
-                connection.send({"op": "interrupt"})
+                connection.send({"op": "interrupt", "whole": 0})
 
     def _assign(self):
         if self.size == 0 or len(self.waiting) < self.size:
