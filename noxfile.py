@@ -251,7 +251,7 @@ def attack(session: nox.Session) -> None:
 
 @nox.session(tags=[FULL])
 def mutations(session: nox.Session) -> None:
-    """Break what is guaranteed, one behaviour at a time, and verify that the tests notice."""
+    """Break what is guaranteed, one behaviour at a time, and verify that the tests or random schedules notice."""
     install_wheel(session, "all", groups=("test",))
     session.run("python", "tools/mutations.py", *session.posargs)
 

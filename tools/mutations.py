@@ -1,8 +1,8 @@
 """Break behaviours that are guaranteed, one at a time, and verify that the tests notice each.
 
 ``python tools/mutations.py [NAME ...]`` works on a copy of the tree. For each mutation it runs the tests that shall
-notice it, all of which ``python -m nox`` runs, too. The exit code is 1 where a mutation survives, and 2 where the tests
-fail without any.
+notice it, all of which ``python -m nox`` runs, too, and random schedules of all nodes for what a node decides. The exit
+code is 1 where a mutation survives, and 2 where the tests fail without any.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("pyproject.toml", "noxfile.py", "README.md", "mkdocs.yml")
+SCHEDULES = 1250
+"""Number of random schedules that must notice a mutation of what a node decides."""
+
 PARTS = ("src", "tests", "benchmarks", "samples", "docs", "tools", *FILES)
 
 
@@ -32,13 +35,17 @@ class Mutation:
         old: text that occurs once in the module.
         new: text in its place.
         tests: tests that must fail, below ``tests``.
+        by_schedules: whether the random schedules of ``tests/support/schedules`` must fail, too.
+        harmless: why they need not, which they do not.
     """
 
     name: str
     file: str
     old: str
     new: str
-    tests: tuple[str, ...]
+    tests: tuple[str, ...] = ()
+    by_schedules: bool = False
+    harmless: str = ""
 
 
 SIMULATION = "unit/node/rendezvous/test_simulation.py"
@@ -64,6 +71,7 @@ MUTATIONS = (
         "return beats.is_lost(last_received, now)",
         "return False",
         ("unit/node/core/test_hub_state.py",),
+        by_schedules=True,
     ),
     Mutation(
         "names-for-incarnations",
@@ -78,6 +86,7 @@ MUTATIONS = (
         "return self._paused_since(now - 2 * timeout) >= timeout - 2 * self._interval",
         "return False",
         ("unit/node/core/test_pauses.py",),
+        by_schedules=True,
     ),
     Mutation(
         "pauses-taught-by-none",
@@ -129,6 +138,7 @@ MUTATIONS = (
         'if row is not None and row.value["round"] > self._number:',
         'if row is not None and row.value["round"] > self._number + 1000:',
         ("unit/node/table/test_checkpoint_pointer.py",),
+        by_schedules=True,
     ),
     Mutation(
         "cursor-off-by-one",
@@ -284,6 +294,7 @@ MUTATIONS = (
         "return self._members <= self._stopped.keys() and not all(",
         "return bool(self._stopped) and not all(",
         ("unit/node/core/test_step_boundary.py",),
+        by_schedules=True,
     ),
     Mutation(
         "a-stopped-leaver-is-a-loss",
@@ -327,6 +338,167 @@ MUTATIONS = (
         '"".join(f"{line}\\n" for line in lines)',
         ("unit/node/agent/test_worker_output.py",),
     ),
+    # What a node decides, which random schedules of all nodes notice.
+    Mutation(
+        "seal-below-minimum",
+        "node/core/sealing.py",
+        "if len(inside) < self._limits.minimum or me not in names:",
+        "if not inside or me not in names:",
+        by_schedules=True,
+    ),
+    Mutation(
+        "seal-waits-for-nobody",
+        "node/core/sealing.py",
+        "    return coming - excluded <= present\n",
+        "    return True\n",
+        by_schedules=True,
+    ),
+    Mutation(
+        "seal-ignores-a-later-heartbeat",
+        "node/core/joiner.py",
+        "case on.HeartbeatRead() if event.round >= self.round.number:",
+        "case on.HeartbeatRead() if False:",
+        by_schedules=True,
+    ),
+    Mutation(
+        "seal-blind-to-the-rows",
+        "node/core/sealing.py",
+        "all_are_here = {*self._round.expected} <= here | {me.node}",
+        "all_are_here = True",
+        by_schedules=True,
+        harmless="who has written the round does without the rows for 0.1 s, and seals then only with all whom it "
+        "expects, or with the maximum and all survivors: the rows would say the same.",
+    ),
+    Mutation(
+        "go-by-one-yes",
+        "node/core/boundary.py",
+        "self.leaving = all(reply.ok for reply in replies)",
+        "self.leaving = any(reply.ok for reply in replies)",
+        by_schedules=True,
+    ),
+    Mutation(
+        "free-to-go-unstopped",
+        "node/core/training.py",
+        "return leavers if self._leader is None else leavers & self._leader.coordinator.stopped",
+        "return leavers",
+        by_schedules=True,
+    ),
+    Mutation(
+        "notice-for-ever",
+        "node/core/boundary.py",
+        "return self.notice is not None and now >= self.notice.until",
+        "return False",
+        by_schedules=True,
+    ),
+    Mutation(
+        "silence-too-short",
+        "node/core/pauses.py",
+        "self.shortest = min(self.timeout, max(self.timeout / 3, _LOST_BEATS * self.tick))",
+        "self.shortest = self.tick",
+        by_schedules=True,
+    ),
+    Mutation(
+        "charge-nothing",
+        "node/core/failures.py",
+        "charge=0 if free else 1",
+        "charge=0",
+        by_schedules=True,
+    ),
+    Mutation(
+        "charge-one-too-few",
+        "node/core/failures.py",
+        "elif not free and charged > max_restarts:",
+        "elif not free and charged >= max_restarts:",
+        by_schedules=True,
+    ),
+    Mutation(
+        "charge-at-once",
+        "node/core/training.py",
+        "self._until = self._now + (0.0 if killed else _SETTLE_SECONDS)",
+        "self._until = self._now",
+        by_schedules=True,
+    ),
+    Mutation(
+        "charges-forgotten",
+        "node/core/round.py",
+        "failures=failures or aged(round_.failures, seconds),",
+        "failures=failures,",
+        by_schedules=True,
+    ),
+    Mutation(
+        "strike-for-a-leaver",
+        "node/core/restarts.py",
+        "return [member for member in gone if member.node not in leaving]",
+        "return gone",
+        by_schedules=True,
+    ),
+    Mutation(
+        "spare-for-ever",
+        "node/core/joiner.py",
+        'return self._give_round_up("has stopped writing its heartbeat")',
+        "pass",
+        by_schedules=True,
+    ),
+    Mutation(
+        "closing-by-rank-0-alone",
+        "node/core/training.py",
+        "(0.0 if self.leads else _CLOSING_SECONDS)",
+        "(0.0 if self.leads else 1e9)",
+        by_schedules=True,
+    ),
+    Mutation(
+        "row-back-in-time",
+        "node/core/joiner.py",
+        "if has_gone_back(read.round, self.round):",
+        "if False:",
+        ("unit/node/core/test_joiner.py",),
+        by_schedules=True,
+        harmless="the candidate seals over the older row, which no other node may have changed. That a later round has "
+        "run shows in the heartbeat, which it reads before; that this one has, in rank 0's next look at the row.",
+    ),
+    Mutation(
+        "accepts-any-round",
+        "node/core/round.py",
+        "if (round_.number, round_.state) not in following:",
+        "if False:",
+        by_schedules=True,
+        harmless="nodes send what the row has held, and what follows is a compare-and-swap with the row, or a read.",
+    ),
+    Mutation(
+        "closed-is-no-loss",
+        "node/core/hub_state.py",
+        "return [*actions, *self._lose([peer.node])]",
+        "return actions",
+        by_schedules=True,
+    ),
+    Mutation(
+        "absent-for-ever",
+        "node/core/hub_state.py",
+        "absent = sorted(self._names() - here) if is_late else []",
+        "absent = []",
+        by_schedules=True,
+    ),
+    Mutation(
+        "done-is-lost",
+        "node/core/hub_state.py",
+        "lost = tuple(node for node in nodes if node not in self._lost | self._done)",
+        "lost = tuple(node for node in nodes if node not in self._lost)",
+        by_schedules=True,
+    ),
+    Mutation(
+        "late-member-gets-no-proposal",
+        "node/core/hub_state.py",
+        "            self._early.append(message)\n",
+        "            pass\n",
+        by_schedules=True,
+    ),
+    Mutation(
+        "all-done-by-one",
+        "node/core/hub_state.py",
+        "return self.to_members(messages.AllDone()) if self._names() <= self._done else []",
+        "return self.to_members(messages.AllDone())",
+        by_schedules=True,
+    ),
 )
 
 
@@ -344,14 +516,35 @@ def run_tests(copy: Path, tests: tuple[str, ...]) -> bool:
     return done.returncode == 0
 
 
+def run_schedules(copy: Path) -> str:
+    """Run random schedules of the copy; return what does not hold in the first one that fails, empty for nothing."""
+    words = [sys.executable, "-m", "tests.support.schedules", "0", str(SCHEDULES - 1), "--quiet", "--first"]
+    environ = {**os.environ, "PYTHONPATH": str(copy / "src")}
+    done = subprocess.run(words, cwd=copy, env=environ, capture_output=True, text=True, check=False)
+    if not done.returncode:
+        return ""
+    # A machine that raises has failed, too.
+    return next(iter(done.stdout.splitlines()), "") or done.stderr.splitlines()[-1]
+
+
+def judge(copy: Path, mutation: Mutation) -> tuple[bool, str]:
+    """Return whether a mutation survives what shall notice it, and what the schedules say."""
+    said = run_schedules(copy) if mutation.by_schedules else ""
+    survives = mutation.by_schedules and not said and not mutation.harmless
+    return survives or (bool(mutation.tests) and run_tests(copy, mutation.tests)), said
+
+
 def main() -> int:
     """Apply the mutations and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutations to apply, by default all")
     parser.add_argument("--no-baseline", action="store_true", help="do not run the tests without a mutation first")
+    parser.add_argument("--schedules", action="store_true", help="only what random schedules notice, and only by them")
     arguments = parser.parse_args()
     chosen = [each for each in MUTATIONS if not arguments.names or each.name in arguments.names]
-    survivors = []
+    if arguments.schedules:
+        chosen = [replace(each, tests=()) for each in chosen if each.by_schedules]
+    survivors, said_by = [], list[str]()
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         copy = Path(folder)
         for part in PARTS:
@@ -362,7 +555,8 @@ def main() -> int:
                 shutil.copy2(source, copy / part)
         if not arguments.no_baseline:
             tests = tuple(dict.fromkeys(test for each in chosen for test in each.tests))
-            if not run_tests(copy, tests):
+            holds = not any(each.by_schedules for each in chosen) or not run_schedules(copy)
+            if not holds or (tests and not run_tests(copy, tests)):
                 print("The tests fail without any mutation.", file=sys.stderr)
                 return 2
         for each in chosen:
@@ -374,13 +568,16 @@ def main() -> int:
                 )
             start = time.monotonic()
             path.write_text(text.replace(each.old, each.new))
-            survives = run_tests(copy, each.tests)
+            survives, said = judge(copy, each)
             path.write_text(text)
             survivors += [each.name] if survives else []
-            print(
-                f"{'SURVIVES' if survives else 'noticed':9} {each.name} ({time.monotonic() - start:.0f} s)", flush=True
-            )
-    print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutations are noticed.")
+            said_by += [each.name] if said else []
+            harmless = each.harmless and not said and not each.tests
+            verdict = "SURVIVES" if survives else "harmless" if harmless else "noticed"
+            print(f"{verdict:9} {each.name} ({time.monotonic() - start:.0f} s) {said[:200]}", flush=True)
+    print(f"{len(survivors)} of {len(chosen)} mutations survive.")
+    if by_schedules := [each for each in chosen if each.by_schedules]:
+        print(f"Random schedules notice {len(said_by)} of {len(by_schedules)}.")
     return 1 if survivors else 0
 
 

@@ -17,7 +17,16 @@ from azureml_elastic.node.core.hub_state import Close, HubReports, HubState, Hub
 from azureml_elastic.node.core.joiner import Joiner, JoinState
 from azureml_elastic.node.core.joining import greeting_of
 from azureml_elastic.node.core.pauses import BeatWatch, PauseDetector, SilenceLimit
-from azureml_elastic.node.core.round import Member, NewestRound, Round, has_gone_back, reopened, restored, turn_of
+from azureml_elastic.node.core.round import (
+    Member,
+    NewestRound,
+    Round,
+    has_gone_back,
+    is_same_round,
+    reopened,
+    restored,
+    turn_of,
+)
 from azureml_elastic.node.core.training import State, Training
 from tests.support.schedules.workers import Group
 from tests.support.schedules.world import Connection, DiedError
@@ -59,9 +68,12 @@ class Node:
         self.held = self.heartbeat_seen = self.last_round = self.beating = 0
         self.done: set[tuple[int, str]] = set()
         self.calls: list[float] = []
+        self._pending: list[float] = []
+        self._waited_at = float("-inf")
         self.limits, self.timings = schedule.limits, schedule.timings
         self.me = Member(name, self.incarnation, state="starting", host=name, hub_port=1, host_id=f"host-{name}")
         self.newest = NewestRound()
+        self._rejoin = self.timings.rejoin_timeout.total_seconds()
         self.tick = self.timings.heartbeat_interval.total_seconds() / 2
         self.silence = SilenceLimit(self.timings)
         self.hub = HubState(self.limits, self.timings, self.clock, self.silence)
@@ -219,19 +231,34 @@ class Node:
 
     # --- the table ---------------------------------------------------------------------------------------------------
 
-    def call(self, effect: Callable[[], object], then: Callable[[object], object]) -> None:
+    def call(self, effect: Callable[[], object], then: Callable[[object], object], *, seconds: float = 0.0) -> None:
         """Have the table do something, and go on with its result. This process may end before it or after it."""
         world = self.world
-        self.calls.append(world.now)
+        began = world.now
+        self.calls.append(began)
+        self._pending.append(began)
         before, after = world.table_takes()
+        before += seconds
         before += 9.5 if world.now < self.table_slow_until else 0.0
 
         def carry_out() -> None:
             result = effect()
-            world.after(after, lambda: self.when_running(lambda: then(result)))
+            world.after(after, lambda: self.when_running(lambda: answered(result)))
+
+        def answered(result: object) -> None:
+            self._pending.remove(began)
+            if world.now - began > self._rejoin:
+                self._waited_at = world.now
+            then(result)
 
         when = world.table_answers_at(before)
         world.at(when, lambda: carry_out() if self.alive or world.random.random() < 0.5 else None)
+
+    @property
+    def waits_for_table(self) -> bool:
+        """Whether others do not wait for this node any more, because a call of the table takes so long."""
+        now = self.world.now
+        return now - self._waited_at < self._rejoin or any(now - began > self._rejoin for began in self._pending)
 
     def _read_round(self, known: Round | None) -> Round:
         """Read the round's row, and restore it if it is older than what was known."""
@@ -392,8 +419,7 @@ class Node:
                 self._call_table(call, answer)
 
     def _call_table(self, call: on.Call, answer: Callable[[on.Event], object]) -> None:
-        world = self.world
-        table = world.table
+        table = self.world.table
         match call:
             case on.ReadRound():
                 known = self.newest.newest
@@ -407,8 +433,8 @@ class Node:
                     self._see_row(row)
                     return on.RowsRead(row, {name: member.to_value() for name, member in table.members.items()})
 
-                if world.table_fails():
-                    world.after(10.0, lambda: self.when_running(lambda: answer(on.RowsUnavailable())))
+                if self.world.table_fails():
+                    self.call(on.RowsUnavailable, answer, seconds=10.0)
                 else:
                     self.call(read, answer)
             case on.WriteRow():
@@ -635,13 +661,14 @@ class Node:
         seen = self._status()
         received, self.inbox = list(self.inbox), deque()
         workers, votes = self.group.report(self)
-        events: list[ev.TrainingEvent] = [each for each in received if isinstance(each, ev.FromMember)]
+        own = [each for each in received if isinstance(each, (ev.ProgramSaved, ev.WorkersHeld))]
+        early, others = ev.in_order([each for each in received if each not in own])
+        events: list[ev.TrainingEvent] = [*early]
         for what in (seen, workers):
             if self.seen.get(type(what)) != what:
                 self.seen[type(what)] = what
                 events.append(what)
-        events += [each for each in received if isinstance(each, ev.FromLeader)] + votes
-        events += [each for each in received if isinstance(each, (ev.ProgramSaved, ev.WorkersHeld))]
+        events += others + votes + own
         if self.notice is not None and self.seen.get(ev.Noticed) is None:
             self.seen[ev.Noticed] = self.notice
             events.append(self.notice)
@@ -798,8 +825,7 @@ class Node:
             if table.heartbeat[0] > number:
                 return False
             table.heartbeat = (number, table.heartbeat[1] + 1)
-            row = table.round or Round()
-            return (row.number, row.state) == (number, "sealed")
+            return is_same_round(table.round or Round(), self.round)
 
         def beaten(holds: object) -> None:
             if not holds:

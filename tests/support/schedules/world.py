@@ -132,6 +132,8 @@ class Table:
     versions: list[Version] = field(default_factory=list)
     """All that the round's row has held."""
     went_back: bool = False
+    emptied: bool = False
+    """Whether it has lost all of its rows, the heartbeat's too."""
 
     def write(self, now: float, node: str, to: Round) -> None:
         """Write the round's row."""
@@ -145,6 +147,7 @@ class Table:
         self.round = kept[-1].round if kept else None
         self.version += 1
         if not kept:
+            self.emptied = True
             self.heartbeat, self.members = (0, self.heartbeat[1] + 1), {}
 
 
@@ -203,7 +206,7 @@ class Connection:
         to = "server" if by == "client" else "client"
         world, source, target = self.world, self._node(by), self._node(to)
         sent = max(world.now, world.holes.get((source.name, target.name), 0.0))
-        is_late = world.random.random() < world.late
+        is_late = source is not target and world.random.random() < world.late
         takes = world.random.uniform(0.0, 0.6) if is_late else world.random.uniform(0.0005, 0.003)
         self._last[by] = max(self._last[by], sent + takes)
         world.at(self._last[by], lambda: target.when_running(lambda: what(to)))

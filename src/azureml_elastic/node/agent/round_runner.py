@@ -114,8 +114,9 @@ class RoundObserver:
     def look(self, training: Training, store: RoundStore) -> Iterator[ev.TrainingEvent]:
         """Yield what has happened since the last call, and at the end that time has passed.
 
-        What members have sent comes before what is known of the round: who has stopped may be gone. That comes before
-        what this node's workers have done: their end may be a lost node's fault.
+        What members have sent, and what rank 0 has decided, comes before what is known of the round: who has stopped,
+        or leaves as decided, may be gone. That comes before what this node's workers have done: their end may be a lost
+        node's fault.
         """
         seen = self._rdzv.status()
         messages = self._rdzv.inbox.take(self._rdzv.membership.last_round)  # with all that a lost member has sent
@@ -127,18 +128,15 @@ class RoundObserver:
         report = replace(report, importing=self._workers.importing)
         if training.runs_engine and training.are_all(report.finished) and self._is_new("ended"):
             yield ev.ProgramEnded()  # whatever has happened to other nodes since
-        for message in messages:
-            if isinstance(message, ev.FromMember):
-                yield message
+        early, others = ev.in_order(messages)
+        yield from early
         if seen != self._round:
             self._round = seen
             yield seen
         if report != self._report:
             self._report = report
             yield report
-        for message in messages:
-            if isinstance(message, ev.FromLeader):
-                yield message
+        yield from others
         for local_rank, vote in votes:
             yield ev.WorkerVoted(local_rank, vote)
         yield from self._look_at_notice()

@@ -410,6 +410,8 @@ class HubState:
 
     def _lose(self, nodes: Iterable[str], absent: Collection[str] = ()) -> list[HubAction]:
         """Record losses, of members that have never connected in particular; return what sends them to the others."""
+        if self._was_given_up:
+            return []  # who has ended its connection lives, and is not absent: this node is the one that is lost
         lost = tuple(node for node in nodes if node not in self._lost | self._done)
         never_connected = tuple(node for node in lost if node in absent)
         self._lost.update(lost)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from azureml_elastic.ipc.agent_messages import BroadcastBody, HangLesson, ReportBody, Vote
+from azureml_elastic.ipc.agent_messages import BroadcastBody, Decision, HangLesson, ReportBody, Vote
 from azureml_elastic.node.core.failures import Failure
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "WorkerVoted",
     "WorkersHeld",
     "WorkersSeen",
+    "in_order",
 ]
 
 
@@ -160,6 +161,22 @@ class FromMember:
 
     node: str
     body: ReportBody
+
+
+def in_order(messages: Sequence[FromMember | FromLeader]) -> tuple[list[FromMember | FromLeader], list[FromLeader]]:
+    """Return the messages that a member takes before what is known of the round and of its workers, and those after.
+
+    Who has stopped, or leaves at a step that is decided, may be gone already. A proposal comes after the report of the
+    workers, who are asked.
+    """
+    early: list[FromMember | FromLeader] = []
+    others: list[FromLeader] = []
+    for message in messages:
+        if isinstance(message, FromLeader) and not isinstance(message.body, Decision):
+            others.append(message)
+        else:
+            early.append(message)
+    return early, others
 
 
 @dataclass(frozen=True)

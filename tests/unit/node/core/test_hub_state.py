@@ -190,6 +190,8 @@ def test_a_member_that_ends_its_connection_after_a_pause_of_this_process_is_not_
     hub.now += 2.5
     assert hub.close("b") == []
     assert hub.state.view(hub.now) == HubView(was_given_up=True)
+    assert hub.tick(ticks=20) == [], "nor is it absent, although all had to be here long ago"
+    assert hub.state.view(hub.now) == HubView(was_given_up=True)
     assert hub.state.enter(replace(SEALED, number=2), hub.now)
     assert not hub.state.view(hub.now).was_given_up
 

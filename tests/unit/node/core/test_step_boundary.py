@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from azureml_elastic.ipc.agent_messages import Decision, NodesWait, Prepare, Vote
+from azureml_elastic.ipc.agent_messages import Decision, NodesWait, Prepare, Stopped, Vote
 from azureml_elastic.ipc.worker_messages import Decide
 from azureml_elastic.node.core import training_actions as do
 from azureml_elastic.node.core import training_events as ev
@@ -220,6 +220,12 @@ def test_a_leaver_that_is_lost_before_it_has_stopped_ends_the_boundary_as_a_loss
     reopen = reopened(round_.sees("a", lost=frozenset({"b"})))
     assert (reopen.reason, reopen.lost) == ("lost b", {"b"})
     assert reopened(round_.sees("c", over=True)).lost == {"b"}
+
+
+def test_a_decision_is_taken_before_the_loss_of_who_leaves_by_it_and_a_proposal_after_the_workers_report():
+    decision, proposal = ev.FromLeader(Decision(1, True, ("c",))), ev.FromLeader(Prepare(2, 9, "leave"))
+    stopped = ev.FromMember("b", Stopped())
+    assert ev.in_order([decision, proposal, stopped]) == ([decision, stopped], [proposal])
 
 
 @pytest.mark.parametrize("stopped", ["", "c", "bc"])
