@@ -98,7 +98,7 @@ def test_a_hang_is_a_pause_since_the_last_step():
     (recovery,) = recoveries(events)
     assert (recovery.round, recovery.resumed, recovery.since, recovery.seconds) == (1, 2, "last step", 310)
     board = Board()
-    board.add("a")
+    board.expect("a")
     board.apply(events[:3])
     assert board.nodes["a"].state == "hung"
     assert describe(events[2]) == (
