@@ -1,7 +1,7 @@
 """Draw the states of a node and of a worker's step into their pages: ``python docs/draw_states.py``.
 
-The states are those of the machines' enums. The arrows of a node are what nodes did in a thousand random schedules of
-faults; those of a step are all that its calls do. ``python docs/draw_states.py step`` draws the step alone.
+The states are those of the machines' enums. The arrows of a node are what nodes did in four thousand random schedules
+of faults; those of a step are all that its calls do. ``python docs/draw_states.py step`` draws the step alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "internals" / "node.md"
 STEP_PAGE = ROOT / "docs" / "internals" / "worker.md"
 
-SCHEDULES = 1000
+SCHEDULES = 4000
 RARE = 3
 """An arrow that fewer transitions have gone is left out."""
 

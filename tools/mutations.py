@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("pyproject.toml", "noxfile.py", "README.md", "mkdocs.yml")
-SCHEDULES = 1250
+SCHEDULES = 1000
 """Number of random schedules that must notice a mutation of what a node decides."""
 
 PARTS = ("src", "tests", "benchmarks", "samples", "docs", "tools", *FILES)
