@@ -97,7 +97,8 @@ def test_an_elastic_run_of_the_same_size_is_never_slower_than_restarts(trace):
         limit_seconds=9e5,
     )
     restarted, elastic = simulate(same, "restart"), simulate(same, "elastic")
-    assert elastic.seconds <= restarted.seconds + 5.5  # a survivor, which may hold the state, is waited for so long
+    wait = 5 + 10 * DURATIONS.step_time(trace.machines)  # for a survivor with the state; steps that this puts at risk
+    assert elastic.seconds <= restarted.seconds + 0.5 + elastic.restarts * wait
 
 
 @given(traces(), st.integers(1, 1000))
