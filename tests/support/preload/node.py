@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from starting import gone, preload_server
+from starting import preload_server
 
 from azureml_elastic.node.agent.worker_group import worker_environments
 from azureml_elastic.node.agent.worker_processes import WorkerSet
@@ -35,9 +35,7 @@ def main(script: str, folder: Path) -> None:
         print(name, workers.forked, codes, flush=True)
         if name == "forked":
             os.kill(server.pid, signal.SIGKILL)
-            while not gone(server.pid):
-                time.sleep(0.01)
-    server.close()
+            server.close()  # or another process takes its place, and may have made the imports by then
 
 
 if __name__ == "__main__":
