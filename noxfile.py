@@ -28,7 +28,7 @@ OLD_TORCH = (("3.10", "2.6.0"), ("3.11", "2.7.1"), ("3.12", "2.8.0"), ("3.13", N
 """Each supported Python, with one of the oldest supported releases of torch or with that of the constraints."""
 
 OLD_TORCH_TESTS = (
-    "integration/node/preload/test_round_store.py",
+    "integration/forks/test_round_store.py",
     "runs/test_plain_scripts.py::test_what_a_script_saves_on_sigterm_is_what_the_next_round_continues_from",
     "stacks/test_transformers.py::test_a_run_with_faults_is_the_same_training",
     "stacks/test_accelerate.py::test_weights_do_not_depend_on_the_world_size",
@@ -297,7 +297,7 @@ def stacks(session: nox.Session) -> None:
     paths = (
         "tests/stacks",
         "tests/trainers",
-        "tests/unit/node/preload/test_rank_at_import.py",
+        "tests/unit/forks/test_rank_at_import.py",
         f"--ignore=tests/{T5_SAMPLE}",
     )
     session.run("python", "-m", "pytest", *(session.posargs or THREE), *paths)

@@ -19,11 +19,11 @@ NAMES = frozenset({"environ", "environb", "getenv", "getenvb", "putenv", "unsete
 EXCEPTIONS: Mapping[str, str] = {
     f"{PACKAGE}/local/fork_server/node.py": "gives a fork the environment of its node",
     f"{PACKAGE}/local/fork_server/server.py": "compares it before and after imports, writes what /proc shows",
-    f"{PACKAGE}/node/preload/import_loader.py": "modules refer to the object, whose reads it notes",
-    f"{PACKAGE}/node/preload/plain_start/sitecustomize.py": "its interpreter may have no package",
-    f"{PACKAGE}/node/preload/script_runner.py": "gives a fork the environment of its worker",
-    f"{PACKAGE}/node/preload/server.py": "compares it before and after the imports of a script",
-    f"{PACKAGE}/node/preload/stack_imports.py": "reads it when a script is about to import a stack",
+    f"{PACKAGE}/forks/import_loader.py": "modules refer to the object, whose reads it notes",
+    f"{PACKAGE}/forks/plain_start/sitecustomize.py": "its interpreter may have no package",
+    f"{PACKAGE}/forks/script_runner.py": "gives a fork the environment of its worker",
+    f"{PACKAGE}/forks/server.py": "compares it before and after the imports of a script",
+    f"{PACKAGE}/forks/stack_imports.py": "reads it when a script is about to import a stack",
     f"{PACKAGE}/submit/runtime/start.py": "makes the package importable",
     f"{PACKAGE}/testing/forks/wrapper.py": "imports nothing, each command of a job would wait for it",
 }

@@ -213,10 +213,10 @@ MUTATIONS = (
     ),
     Mutation(
         "secret-of-the-early-start",
-        "node/preload/client.py",
+        "forks/client.py",
         "withheld = {secret, variables.AZURE_STORAGE_CONNECTION_STRING}",
         "withheld: set[str] = set()",
-        ("unit/node/preload/test_early_start.py",),
+        ("unit/forks/test_early_start.py",),
     ),
     Mutation(
         "a-mount-unavailable",

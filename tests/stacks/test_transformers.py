@@ -72,7 +72,7 @@ def test_workers_that_no_preload_server_forks(run_script, tmp_path):
 
 
 def test_the_integration_can_be_switched_off(run_script, tmp_path, monkeypatch):
-    """For all stacks by the same variable; see ``tests/unit/node/preload/test_stack_imports.py``."""
+    """For all stacks by the same variable; see ``tests/unit/forks/test_stack_imports.py``."""
     monkeypatch.setenv("AZUREML_ELASTIC_INTEGRATIONS", "off")
     run = run_script(tmp_path / "run", "--pause", "0", "--epochs", "1", nodes=(2, 2))
     assert run.report.audit is None

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from azureml_elastic.forks import import_loader, script_runner
 from azureml_elastic.local.fork_server.server import Server
-from azureml_elastic.node.preload import import_loader, script_runner
 from tests.support.leaving import leaving
 
 __all__ = ["become_script"]

@@ -17,9 +17,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from azureml_elastic.forks import script_runner
 from azureml_elastic.local.fork_server import node
 from azureml_elastic.local.fork_server.server import Server
-from azureml_elastic.node.preload import script_runner
 
 __all__ = ["become_node", "leaving"]
 

@@ -7,7 +7,7 @@ import importlib
 import pkgutil
 
 from azureml_elastic import node, train
-from azureml_elastic.node.preload import import_loader
+from azureml_elastic.forks import import_loader
 
 for package in (node, train):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".", onerror=lambda _: None):

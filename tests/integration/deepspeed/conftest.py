@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 
-from azureml_elastic.node.preload.import_loader import LATER_OF_PACKAGES
+from azureml_elastic.forks.import_loader import LATER_OF_PACKAGES
 from tests.support import worlds
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -16,7 +16,7 @@ import logging, sys
 from azureml_elastic.log_lines import write_log_lines
 write_log_lines(sys.argv[1])
 logging.getLogger("azureml_elastic.node.agent.agent").info("Round 1: rank 0 of 1 node, 1 worker.")
-logging.getLogger("azureml_elastic.node.preload.client").debug("a detail")
+logging.getLogger("azureml_elastic.forks.client").debug("a detail")
 logging.getLogger("azure.core.pipeline").warning("another package")
 logging.getLogger("azure.core.pipeline").debug("a detail of another package")
 """

@@ -22,9 +22,9 @@ import psutil
 from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.config.command.program import Program
 from azureml_elastic.environment.user import UserEnvironment
+from azureml_elastic.forks.command import outermost, without_threads
 from azureml_elastic.local.node_start import NODE_COMMAND, AgentProcess, CommandStart, NodeStart
 from azureml_elastic.local.processes import MARKER
-from azureml_elastic.node.preload.command import outermost, without_threads
 
 __all__ = [
     "COMMAND",

@@ -18,11 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from azureml_elastic.forks import script_runner, stack_imports
+from azureml_elastic.forks import server as preload_server
 from azureml_elastic.local.fork_server.client import COMMAND, ForkedProcess, read_early
 from azureml_elastic.local.fork_server.server import Server
 from azureml_elastic.local.processes import MARKER
-from azureml_elastic.node.preload import script_runner, stack_imports
-from azureml_elastic.node.preload import server as preload_server
 
 __all__ = ["become_node"]
 
@@ -62,8 +62,8 @@ def become_node(request: dict[str, Any], descriptors: list[int], server: Server)
     preload = _Preload(ours, ForkedProcess(waiting, ["preload server"]), server, gathered, announced)
 
     def run() -> None:
+        from azureml_elastic.forks.client import PreloadServer
         from azureml_elastic.node.__main__ import main
-        from azureml_elastic.node.preload.client import PreloadServer
 
         sys.argv[:] = ["-m", *request["argv"]]
         sys.orig_argv[:] = [sys.executable, "-m", "azureml_elastic.node", *request["argv"]]

@@ -38,11 +38,11 @@ from typing import Any, NoReturn
 
 from azureml_elastic.config.command.program import Program, opens_session
 from azureml_elastic.environment import names as variables
+from azureml_elastic.forks import import_loader, script_runner, stack_imports
+from azureml_elastic.forks.import_loader import leftover_threads, trial_fork, why_unsafe
+from azureml_elastic.forks.import_scan import find_imports
 from azureml_elastic.local.fork_server.client import GO
 from azureml_elastic.local.processes import MARKER
-from azureml_elastic.node.preload import import_loader, script_runner, stack_imports
-from azureml_elastic.node.preload.import_loader import leftover_threads, trial_fork, why_unsafe
-from azureml_elastic.node.preload.import_scan import find_imports
 
 __all__ = ["Become", "Server", "serve"]
 
@@ -53,7 +53,7 @@ _AGENT = (
     "azureml_elastic.node.agent.worker_processes",
     "azureml_elastic.node.table.sqlite",
     "azureml_elastic.ipc.tls",
-    "azureml_elastic.node.preload.store_server",
+    "azureml_elastic.forks.store_server",
     "torch.distributed",
 )
 """What agents with a table in a file import, also late and in functions; and torch, for their preload servers."""

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from azureml_elastic.forks.state_lookups import Lookups
 from azureml_elastic.ledger.events import Metrics, Progress, RanksConnecting, StateSaved
 from azureml_elastic.node.agent.saved_files import scan
-from azureml_elastic.node.preload.state_lookups import Lookups
 from azureml_elastic.node.records.event_recorder import Recorder
 
 __all__ = ["EventRate", "MetricsLog", "ObservationLog", "ProgressLog"]

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
+from azureml_elastic.forks.optimizer_steps import Steps, ask_to_stop, read_steps
+from azureml_elastic.forks.state_lookups import Lookups, read_lookups
 from azureml_elastic.node.agent.saved_files import (
     SavedFiles,
     is_state_file,
@@ -19,8 +21,6 @@ from azureml_elastic.node.agent.saved_files import (
     stop_between_saves,
 )
 from azureml_elastic.node.core.boundary import SaveRule
-from azureml_elastic.node.preload.optimizer_steps import Steps, ask_to_stop, read_steps
-from azureml_elastic.node.preload.state_lookups import Lookups, read_lookups
 
 __all__ = ["NewcomerWatch", "SaveWatch", "describe_wait", "name_lookups"]
 

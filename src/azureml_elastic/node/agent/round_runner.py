@@ -11,6 +11,7 @@ from typing import Any
 
 from azureml_elastic.config import Plan
 from azureml_elastic.config.exit_codes import FAILED
+from azureml_elastic.forks.state_lookups import read_lookups
 from azureml_elastic.ipc.worker_messages import Leave
 from azureml_elastic.ledger.events import HangDetected, HostStruck, RoundReopened, RunEnded, WorkerFailed
 from azureml_elastic.node.agent.channel import Channel
@@ -29,7 +30,6 @@ from azureml_elastic.node.hangs.detector import HangDetector
 from azureml_elastic.node.hangs.stack_dump import StackReporter, Worker
 from azureml_elastic.node.hangs.waiting import waited_lines
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
-from azureml_elastic.node.preload.state_lookups import read_lookups
 from azureml_elastic.node.records.event_recorder import Recorder
 from azureml_elastic.node.rendezvous.link import Assignment
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous

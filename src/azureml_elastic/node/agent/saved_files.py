@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from azureml_elastic.node.preload.state_lookups import Lookups
+from azureml_elastic.forks.state_lookups import Lookups
 
 __all__ = ["SavedFiles", "Scan", "is_state_file", "is_stopped", "resume", "scan", "stop_between_saves"]
 

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from azureml_elastic.forks.optimizer_steps import read_steps
+from azureml_elastic.forks.state_lookups import Lookups, read_lookups
 from azureml_elastic.ledger.events import TrainsWithoutSession
 from azureml_elastic.node.agent.newcomer_watch import name_lookups
-from azureml_elastic.node.preload.optimizer_steps import read_steps
-from azureml_elastic.node.preload.state_lookups import Lookups, read_lookups
 
 __all__ = ["SessionWatch", "describe_restarts"]
 

@@ -29,10 +29,10 @@ import psutil
 
 from azureml_elastic.config.command.program import Program
 from azureml_elastic.environment.node import NodeEnvironment
+from azureml_elastic.forks.client import ForkedWorker, ForkRefused, PreloadServer
+from azureml_elastic.forks.stack_imports import for_plain_start
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.failures.classification import FailedWorker
-from azureml_elastic.node.preload.client import ForkedWorker, ForkRefused, PreloadServer
-from azureml_elastic.node.preload.stack_imports import for_plain_start
 from azureml_elastic.plurals import counted
 from azureml_elastic.private_folder import make_private
 
@@ -332,7 +332,7 @@ class WorkerSet:
 
     Each worker leads a session and a process group, to which signals are sent, so that they also reach the processes
     that it has started. The variable ``TORCHELASTIC_ERROR_FILE`` names the file to which the exception that ends a
-    worker is written, see :mod:`~azureml_elastic.node.preload.uncaught_error`.
+    worker is written, see :mod:`~azureml_elastic.forks.uncaught_error`.
 
     Args:
         folder: folder for their output, emptied; each local rank has a folder in it.

@@ -2,7 +2,7 @@
 
 ``docs/explanation/failures.md`` describes the kinds. Pure functions, but for the files that they read.
 
-The exception that ended a worker is in its error file (see :mod:`azureml_elastic.node.preload.uncaught_error`). Of a
+The exception that ended a worker is in its error file (see :mod:`azureml_elastic.forks.uncaught_error`). Of a
 worker without one, which a signal or a program of another kind has ended, standard error is parsed: the output of the
 ``traceback`` and ``faulthandler`` modules: chained tracebacks, syntax errors without a header, and stacks of crashed
 processes. The prefix ``[rank<n>]:`` of torch's exception hook is removed.

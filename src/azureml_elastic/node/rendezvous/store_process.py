@@ -20,8 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from azureml_elastic.forks.client import PreloadServer
 from azureml_elastic.node.core.training_actions import Reopen
-from azureml_elastic.node.preload.client import PreloadServer
 from azureml_elastic.node.rendezvous.link import Assignment
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 
@@ -132,7 +132,7 @@ class StoreProcess(RoundStore):
             if server is not None:
                 self._forked = server.fork_store(host, port, *descriptors)
             if self._forked is None:
-                module = "azureml_elastic.node.preload.store_server"
+                module = "azureml_elastic.forks.store_server"
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", module, host, str(port), *map(str, descriptors)],
                     stdin=subprocess.DEVNULL,

@@ -24,6 +24,7 @@ from azureml_elastic.environment import names as variables
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.environment.process import change, set_defaults
 from azureml_elastic.errors import MissingExtra, NodeLeaving, RunFailed, RunSucceeded
+from azureml_elastic.forks.client import PreloadServer, begin_preload
 from azureml_elastic.ipc import Connection
 from azureml_elastic.ipc.message import ShardDescription
 from azureml_elastic.ledger.events import HealthChecked, NodeLeft, NodeStarted
@@ -49,7 +50,6 @@ from azureml_elastic.node.hangs.detector import HangDetector
 from azureml_elastic.node.hangs.stack_dump import StackReporter
 from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
-from azureml_elastic.node.preload.client import PreloadServer, begin_preload
 from azureml_elastic.node.publishing.publisher import open_publishing
 from azureml_elastic.node.records.event_recorder import Recorder
 from azureml_elastic.node.rendezvous.context import LocalNode, Surroundings

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 
-from azureml_elastic.node.preload import import_loader
+from azureml_elastic.forks import import_loader
 
 _AGENT = (
     "azureml_elastic.node.azure.credentials",

@@ -6,8 +6,8 @@ from datetime import timedelta
 
 import pytest
 
+from azureml_elastic.forks.state_lookups import Lookups
 from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch, describe_wait
-from azureml_elastic.node.preload.state_lookups import Lookups
 
 LOOKUPS = Lookups(frozenset({"/data/train.npz", "/data/a", "/out/last.pt"}), frozenset({"/out"}))
 WAITING = frozenset({"node-2"})

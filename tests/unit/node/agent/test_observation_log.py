@@ -8,9 +8,9 @@ import time
 
 import pytest
 
+from azureml_elastic.forks.state_lookups import Lookups
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.node.agent.event_logs import ObservationLog
-from azureml_elastic.node.preload.state_lookups import Lookups
 from azureml_elastic.node.records.event_recorder import Recorder
 
 

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from azureml_elastic.environment import names as variables
+from azureml_elastic.forks.state_lookups import Lookups, record
 from azureml_elastic.node.agent.newcomer_watch import SaveWatch
 from azureml_elastic.node.agent.saved_files import SavedFiles, Scan, is_state_file, scan, stop_between_saves
-from azureml_elastic.node.preload.state_lookups import Lookups, record
 from tests.support.waiting import until
 
 

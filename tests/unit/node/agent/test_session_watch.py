@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from azureml_elastic.forks.state_lookups import Lookups
 from azureml_elastic.ledger.events import TrainsWithoutSession
 from azureml_elastic.node.agent.session_watch import SessionWatch, describe_restarts
-from azureml_elastic.node.preload.state_lookups import Lookups
 
 
 class Node:

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from azureml_elastic.environment import names as variables
+from azureml_elastic.forks.stack_imports import for_plain_start
 from azureml_elastic.memory import OomKillCounter
 from azureml_elastic.node.core.failures import Failure
 from azureml_elastic.node.failures.classification import (
@@ -31,7 +32,6 @@ from azureml_elastic.node.failures.classification import (
     root_cause,
     signature_of,
 )
-from azureml_elastic.node.preload.stack_imports import for_plain_start
 
 ENDINGS = Path(__file__).parent / "worker_output"
 NAMES = sorted(path.stem for path in ENDINGS.glob("*.txt"))

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from azureml_elastic.environment import names as variables
-from azureml_elastic.node.preload.stack_imports import ATTACHMENTS, for_plain_start, is_off
+from azureml_elastic.forks.stack_imports import ATTACHMENTS, for_plain_start, is_off
 
 SHOW = """
 import json, os, sys

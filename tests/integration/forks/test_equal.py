@@ -13,10 +13,10 @@ import sys
 
 import pytest
 
+from tests.support.forks.starting import ENVIRON, preload_server, run_forked, run_plain
 from tests.support.paths import SUPPORT
-from tests.support.preload.starting import ENVIRON, preload_server, run_forked, run_plain
 
-HERE = SUPPORT / "preload"
+HERE = SUPPORT / "forks"
 
 PROBES = [name for name in runpy.run_path(str(HERE / "probe.py"))["PROBES"] if name not in {"draw", "recurse", "wait"}]
 

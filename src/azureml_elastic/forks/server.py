@@ -20,7 +20,7 @@ The agent starts the server before its own imports and sends the environment onc
 imports torch, where the script does so first and does not set variables that torch reads; ``excluded`` is ``null``. A
 server that replaces itself by one that imports less has the environment already, and its reasons in ``excluded``.
 
-A process that serves a round's store is a fork, too (see :mod:`~azureml_elastic.node.preload.store_server`). It ends
+A process that serves a round's store is a fork, too (see :mod:`~azureml_elastic.forks.store_server`). It ends
 with its control connection, and nobody asks for its exit code. All workers of a round wait for it, so that a server
 which has been asked for one forks the next one in advance, while it is idle.
 
@@ -48,10 +48,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from azureml_elastic.node.preload import import_loader, optimizer_steps, script_runner, stack_imports, state_lookups
-from azureml_elastic.node.preload.command import plain_command, replace_excluded
-from azureml_elastic.node.preload.import_loader import Rehearsal, leftover_threads, trial_fork, why_unsafe
-from azureml_elastic.node.preload.import_scan import early_imports, find_imports
+from azureml_elastic.forks import import_loader, optimizer_steps, script_runner, stack_imports, state_lookups
+from azureml_elastic.forks.command import plain_command, replace_excluded
+from azureml_elastic.forks.import_loader import Rehearsal, leftover_threads, trial_fork, why_unsafe
+from azureml_elastic.forks.import_scan import early_imports, find_imports
 
 __all__ = ["EarlierImports", "serve"]
 
@@ -372,7 +372,7 @@ class _Server:
                 self._close_descriptors()
                 for number in _IGNORED:
                     signal.signal(number, signal.SIG_IGN)  # for the agent to act on, which ends this process
-                from azureml_elastic.node.preload.store_server import serve_when_asked
+                from azureml_elastic.forks.store_server import serve_when_asked
 
                 serve_when_asked(theirs)
             finally:

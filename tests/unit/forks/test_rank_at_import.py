@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from azureml_elastic.node.preload.import_loader import set_rank, watched
+from azureml_elastic.forks.import_loader import set_rank, watched
 
 HOLDER = "lightning_utilities.core.rank_zero"
 READER = "lightning.fabric.utilities.rank_zero"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from azureml_elastic.environment import names as variables
-from azureml_elastic.node.preload.stack_imports import for_plain_start
-from azureml_elastic.node.preload.state_lookups import Lookups, read_lookups
+from azureml_elastic.forks.stack_imports import for_plain_start
+from azureml_elastic.forks.state_lookups import Lookups, read_lookups
 
 SHOW = "\nprint(os.getpid())\n"
 

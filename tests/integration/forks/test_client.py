@@ -18,14 +18,14 @@ import pytest
 from torch.distributed import TCPStore
 
 from azureml_elastic.config.command.program import Program
+from azureml_elastic.forks import client
+from azureml_elastic.forks.client import ForkRefused, PreloadServer
+from azureml_elastic.forks.import_loader import open_devices
 from azureml_elastic.node.failures.classification import FailedWorker
-from azureml_elastic.node.preload import client
-from azureml_elastic.node.preload.client import ForkRefused, PreloadServer
-from azureml_elastic.node.preload.import_loader import open_devices
+from tests.support.forks.starting import ENVIRON, gone, preload_server, run_forked, wait_for_text
 from tests.support.paths import ROOT, SUPPORT
-from tests.support.preload.starting import ENVIRON, gone, preload_server, run_forked, wait_for_text
 
-HERE = SUPPORT / "preload"
+HERE = SUPPORT / "forks"
 PROBE = str(HERE / "probe.py")
 
 
@@ -50,8 +50,8 @@ def waiting(process, folder, **more):
 
 LATE_SIGNAL = """
 import os, signal, socket, sys, threading, time
-from azureml_elastic.node.preload.command import OUTERMOST
-from azureml_elastic.node.preload.server import EarlierImports, _Server
+from azureml_elastic.forks.command import OUTERMOST
+from azureml_elastic.forks.server import EarlierImports, _Server
 
 sys.orig_argv = [sys.executable, "-c", OUTERMOST, "0", "{}", "script", "none.py"]
 agent, link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -346,7 +346,7 @@ def test_an_unsafe_preload_server_refuses_at_once(tmp_path, text, options, reaso
 
 
 def test_the_end_of_the_agent_is_noticed_in_the_middle_of_an_import(tmp_path, monkeypatch):
-    monkeypatch.setattr("azureml_elastic.node.preload.client._END_SECONDS", 60.0)
+    monkeypatch.setattr("azureml_elastic.forks.client._END_SECONDS", 60.0)
     site, importing = tmp_path / "site", tmp_path / "importing"
     (site / "slow-1.dist-info").mkdir(parents=True)
     (site / "slow.py").write_text(f"import time\nopen({str(importing)!r}, 'w').write('yes')\ntime.sleep(600)\n")

@@ -27,7 +27,7 @@ from typing import Any
 from wrapt import register_post_import_hook
 
 from azureml_elastic.environment import names as variables
-from azureml_elastic.node.preload.optimizer_steps import on_backward
+from azureml_elastic.forks.optimizer_steps import on_backward
 
 __all__ = ["Lookups", "read_lookups", "record"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from azureml_elastic.config.command.program import Program
-from azureml_elastic.node.preload.client import PreloadServer
+from azureml_elastic.forks.client import PreloadServer
 
 END_SECONDS = 300.0
 ENVIRON = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}

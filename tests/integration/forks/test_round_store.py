@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
+from azureml_elastic.forks.store_server import libuv_listens, listening_store
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.failures.classification import store_failure
-from azureml_elastic.node.preload.store_server import libuv_listens, listening_store
 from azureml_elastic.node.rendezvous.link import Assignment
 from azureml_elastic.node.rendezvous.store_process import StoreProcess
+from tests.support.forks.starting import preload_server
 from tests.support.paths import SUPPORT
-from tests.support.preload.starting import preload_server
 from tests.support.waiting import until
 
 SECONDS = timedelta(seconds=60)
@@ -28,7 +28,7 @@ SECONDS = timedelta(seconds=60)
 
 @pytest.fixture(scope="module")
 def server():
-    with contextlib.closing(preload_server(SUPPORT / "preload" / "probe.py")) as process:
+    with contextlib.closing(preload_server(SUPPORT / "forks" / "probe.py")) as process:
         assert process.wait_ready(120), process.refusal
         yield process
 

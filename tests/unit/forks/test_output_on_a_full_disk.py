@@ -7,7 +7,7 @@ import sys
 
 WORKER = """
 import os, sys
-from azureml_elastic.node.preload.script_runner import adopt_descriptors
+from azureml_elastic.forks.script_runner import adopt_descriptors
 adopt_descriptors(os.open("/dev/full", os.O_WRONLY), os.dup(2))
 print("x" * 100_000, flush=True)
 os.dup2(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), 1)  # there is space again

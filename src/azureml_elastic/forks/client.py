@@ -21,7 +21,7 @@ from typing import IO, Any
 from azureml_elastic.config.command.program import Program
 from azureml_elastic.environment import names as variables
 from azureml_elastic.environment.node import NodeEnvironment
-from azureml_elastic.node.preload.command import changed, changed_for_torch, lasting, server_command, without_threads
+from azureml_elastic.forks.command import changed, changed_for_torch, lasting, server_command, without_threads
 
 __all__ = ["ForkRefused", "ForkedWorker", "PreloadServer", "begin_preload", "start_early"]
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from azureml_elastic.environment import names as variables
+from azureml_elastic.forks.optimizer_steps import Steps, ask_to_stop, read_steps
 from azureml_elastic.node.agent.saved_files import is_stopped, resume
-from azureml_elastic.node.preload.optimizer_steps import Steps, ask_to_stop, read_steps
 from tests.support.node_server import Script, run_script
 from tests.support.waiting import until
 
 HEAD = """
 import os
-from azureml_elastic.node.preload.optimizer_steps import count_steps
+from azureml_elastic.forks.optimizer_steps import count_steps
 count_steps(os.environ)
 import torch
 import torch.distributed as dist

@@ -46,14 +46,14 @@ try:
 except SystemExit:
     raise
 except BaseException:
-    __import__("sys").modules["azureml_elastic.node.preload.script_runner"].on_uncaught()
+    __import__("sys").modules["azureml_elastic.forks.script_runner"].on_uncaught()
     raise
 else:
-    __import__("sys").modules["azureml_elastic.node.preload.script_runner"].on_end()
+    __import__("sys").modules["azureml_elastic.forks.script_runner"].on_end()
 """
 
 
-OUTERMOST = outermost("azureml_elastic.node.preload")
+OUTERMOST = outermost("azureml_elastic.forks")
 """Code that the preload server runs."""
 
 _WAIT = "null"

@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 
-from azureml_elastic.node.preload.import_scan import Import, find_imports
+from azureml_elastic.forks.import_scan import Import, find_imports
 
 
 @pytest.fixture

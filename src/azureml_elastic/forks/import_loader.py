@@ -29,8 +29,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
-from azureml_elastic.node.preload.command import is_per_worker
-from azureml_elastic.node.preload.import_scan import Import
+from azureml_elastic.forks.command import is_per_worker
+from azureml_elastic.forks.import_scan import Import
 from azureml_elastic.plurals import counted
 
 __all__ = [

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from azureml_elastic.config.command.program import dotted_name, parse_quietly
-from azureml_elastic.node.preload.command import READ_BY_TORCH, is_read_late
+from azureml_elastic.forks.command import READ_BY_TORCH, is_read_late
 
 __all__ = [
     "UNKNOWN",

@@ -16,11 +16,11 @@ from torch.distributed.elastic.multiprocessing.api import PContext
 from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.config.command.program import parse_program
 from azureml_elastic.node.agent.worker_processes import WorkerSet
+from tests.support.forks.starting import ENVIRON
 from tests.support.paths import SUPPORT
-from tests.support.preload.starting import ENVIRON
 from tests.support.waiting import until
 
-HERE = SUPPORT / "preload"
+HERE = SUPPORT / "forks"
 
 WORKER = """
 import json, os, sys, time

@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType, TracebackType
 from typing import Any, NoReturn
 
-from azureml_elastic.node.preload import uncaught_error
-from azureml_elastic.node.preload.stack_imports import for_plain_start
+from azureml_elastic.forks import uncaught_error
+from azureml_elastic.forks.stack_imports import for_plain_start
 
 __all__ = [
     "adopt_descriptors",

@@ -16,9 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from azureml_elastic.environment import names as variables
+from azureml_elastic.forks.stack_imports import for_plain_start
+from azureml_elastic.forks.uncaught_error import add_file_name, find_file
 from azureml_elastic.node.failures.classification import ExceptionInfo, signature_of
-from azureml_elastic.node.preload.stack_imports import for_plain_start
-from azureml_elastic.node.preload.uncaught_error import add_file_name, find_file
 
 
 def load_open(path, load):
