@@ -112,8 +112,8 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * (1 - 1e-9))
-    # Quotients are rounded: 0.3 / 0.1 is a little less than 3.
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    # Quotients are rounded: 0.3 / 0.1 is a little less than 3. A step may be five times as large as the largest value.
+    first, last = math.floor(low / step + 1e-10), math.ceil(high / step - 1e-10)
     return [round(index * step, 12 - math.floor(math.log10(step))) for index in range(first, last + 1)]
 
 

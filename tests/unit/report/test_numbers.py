@@ -4,7 +4,7 @@ import math
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from azureml_elastic.report.cells import (
@@ -52,6 +52,7 @@ def test_durations(seconds, text):
 
 
 @given(st.floats(-1e12, 1e12), st.floats(-1e12, 1e12), st.integers(1, 8))
+@example(900.0, -499999999601.0, 1)
 def test_ticks_enclose_the_values_in_rising_order(one, other, count):
     low, high = sorted((one, other))
     ticks = nice_ticks(low, high, count)
