@@ -128,7 +128,7 @@ class ElasticRun:
         self._limits, self._parameters, self._timings = limits, parameters, timings or RendezvousTimings()
         self._grace = PreemptionPolicy().grace.total_seconds()
         self._round = Round()
-        self._seal_timer = self._new_seal_timer()
+        self._seal_timer = SealTimer(self._round, self._limits, self._timings)
         self._phase: _Phase = "open"
         self._sealed_at = 0.0
         self._cause: Cause = "scale-up"
@@ -169,9 +169,15 @@ class ElasticRun:
         self._break(name, cause)
         self.nodes.end(name, self.now)
         if self._phase == "open":
-            self._try_seal()
+            seconds = SilenceLimit(self._timings).shortest if silent else 0.0
+            self._timers.add(self.now + exact(seconds), lambda: self._is_gone(name))  # until then it is waited for
         elif name in self._lost:
             self._detect(silent=silent)
+
+    def _is_gone(self, name: str) -> None:
+        if self._phase == "open":
+            self._lost.add(name)
+            self._try_seal()
 
     def freeze(self, name: str, seconds: float) -> None:
         """Stop the process of a node for a time. If no other member notices it by then, training goes on."""
@@ -258,16 +264,11 @@ class ElasticRun:
         elif self._phase == "broken" and not self._survivors:
             self._detect(silent=True)
 
-    def _new_seal_timer(self) -> SealTimer:
-        return SealTimer(self._round, self._limits, self._timings)
-
     def _try_seal(self) -> None:
         """Seal the open round if its first candidate would do so now."""
         number = self._round.number
-        rows = [
-            Member(node.name, node.name, "waiting" if node.ready else "starting", number)
-            for node in self.nodes.values()
-        ]
+        rows = [Member(name, name, "left", number) for name in self._lost - self.nodes.keys()]
+        rows += [Member(name, name, "waiting" if it.ready else "starting", number) for name, it in self.nodes.items()]
         # What the candidates would see in the table.
         ranked = candidates(self._round, rows)
         self._wake = math.inf
@@ -280,7 +281,7 @@ class ElasticRun:
         """Let the members of a sealed round get ready for its first step."""
         self._round, self._sealed_at, self._phase = sealed, self.now, "entering"
         self._members = [member.node for member in sealed.members]
-        self._leavers, self._boundary = {}, None
+        self._lost, self._leavers, self._boundary = set(), {}, None
         # A member without the newest state gets it from one that has it. If all of those are lost, the checkpoint is
         # read.
         self._holders &= set(self._members)
@@ -322,8 +323,7 @@ class ElasticRun:
             self._timers.add(later(max(since.values()), debounce), self._look_at_spares)
 
     def _propose_boundary(self) -> None:
-        if self._boundary is None:
-            self._boundary = self.training.steps + 1
+        self._boundary = self._boundary or self.training.steps + 1
 
     def _has_stopped(self) -> None:
         """Go on after the last step before a boundary, or the last one of the run."""
@@ -395,7 +395,7 @@ class ElasticRun:
         spares = [node.name for node in self._spares]
         seconds = self.now - self._sealed_at
         self._round = reopened(self._round, reason, self._lost, spares, seconds=seconds)
-        self._seal_timer = self._new_seal_timer()
+        self._seal_timer = SealTimer(self._round, self._limits, self._timings)
         self._phase, self._cause, self._boundary = "open", cause, None
         self._lost, self._leavers, self._members = set(), {}, []
         for name in spares:

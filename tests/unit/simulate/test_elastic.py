@@ -170,16 +170,17 @@ def test_a_short_freeze_holds_the_run_up_and_a_long_one_ends_the_round():
     assert sum(seconds(run).values()) == run.accounts.delivered
 
 
-def test_below_the_minimum_the_survivors_wait():
+@pytest.mark.parametrize(("lost", "come", "recover"), [("a", "c", 4 + 25), ("ab", "cd", 2 + 50)])
+def test_below_the_minimum_the_survivors_wait_and_nobody_for_one_of_them_that_is_lost_too(lost, come, recover):
     run = ElasticRun(100, Limits(2, 2), DURATIONS, CheckpointPolicy(every=None))
     run.add("a")
     run.add("b")
     run.advance(step=50)
-    run.lose("a", silent=False)
+    for name in lost:
+        run.lose(name, silent=False)
+        run.advance()
+    for name in come:
+        run.add(name)
     run.advance()
-    assert run.training.steps == 50
-    run.add("c")
-    run.advance()
-    assert run.over
-    assert run.training.lost_steps == 0
-    assert run.now == 12 + 25 + 30 + 4 + 25 + 7
+    assert run.training.lost_steps == 50 * (lost == "ab")
+    assert run.now == 12 + 25 + 30 + recover + 7

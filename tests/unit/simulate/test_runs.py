@@ -89,16 +89,10 @@ def test_a_run_that_is_given_up_is_accounted_too(trace, limit):
 @settings(deadline=None, max_examples=200)
 def test_an_elastic_run_of_the_same_size_is_never_slower_than_restarts(trace):
     """Both train on all machines or not at all, with the same checkpoints, and are as quick to see a change."""
-    same = scenario(
-        trace,
-        trace.machines,
-        checkpoint=CheckpointPolicy(every=None, every_steps=10),
-        timings=PROMPT,
-        limit_seconds=9e5,
-    )
+    policy = CheckpointPolicy(every=None, every_steps=10)
+    same = scenario(trace, trace.machines, checkpoint=policy, timings=PROMPT, limit_seconds=9e5)
     restarted, elastic = simulate(same, "restart"), simulate(same, "elastic")
-    wait = 5 + 10 * DURATIONS.step_time(trace.machines)  # for a survivor with the state; steps that this puts at risk
-    assert elastic.seconds <= restarted.seconds + 0.5 + (restarted.restarts + 1) * wait
+    assert elastic.seconds <= restarted.seconds + 0.5
 
 
 @given(traces(), st.integers(1, 1000))
