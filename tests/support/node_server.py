@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from azureml_elastic.config.command.program import parse_program
 from azureml_elastic.environment import names as variables
 from azureml_elastic.local.fork_server.client import ForkedProcess, ForkServer, ForkStart, Imports, read_early
 from azureml_elastic.local.node_start import AgentProcess, NodeStart
 from azureml_elastic.local.processes import set_subreaper
+from azureml_elastic.program.command import parse_program
 from tests.support.paths import ROOT
 
 __all__ = ["DYING", "FORKED", "WATCHED", "Script", "StartAt", "forked_with", "run_script"]

@@ -95,8 +95,8 @@ def local(
 
     The run continues when nodes are lost and grows when nodes are added; its report is in the run's folder.
     """
-    from azureml_elastic.config.command.program import parse_program, require_script
     from azureml_elastic.local.run_end import command_exit_code
+    from azureml_elastic.program.command import parse_program, require_script
 
     counts = parse_nodes(nodes)
     if counts[1] > MOST_NODES:

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from azureml_elastic.config.command.program import Program
 from azureml_elastic.environment import names as variables
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.forks.command import changed, changed_for_torch, lasting, server_command, without_threads
+from azureml_elastic.program.command import Program
 
 __all__ = ["ForkRefused", "ForkedWorker", "PreloadServer", "begin_preload", "start_early"]
 

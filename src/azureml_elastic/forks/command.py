@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from azureml_elastic.config.command.program import Program
+from azureml_elastic.program.command import Program
 
 __all__ = [
     "OUTERMOST",

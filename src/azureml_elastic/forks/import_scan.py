@@ -23,8 +23,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-from azureml_elastic.config.command.program import dotted_name, parse_quietly
 from azureml_elastic.forks.command import READ_BY_TORCH, is_read_late
+from azureml_elastic.program.source import dotted_name, parse_quietly
 
 __all__ = [
     "UNKNOWN",

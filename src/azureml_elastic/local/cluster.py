@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import signal
 import tempfile
@@ -27,8 +28,6 @@ from azureml_elastic.config import (
     TableRendezvous,
 )
 from azureml_elastic.config.base import positive_duration
-from azureml_elastic.config.command.program import Program, opens_session, parse_program
-from azureml_elastic.config.command.worker_variables import refuse_changing, words_with_placeholders
 from azureml_elastic.config.exit_codes import FAILED
 from azureml_elastic.config.plan import EarlierRun
 from azureml_elastic.environment.names import AZURE_STORAGE_CONNECTION_STRING as CONNECTION_STRING
@@ -47,16 +46,12 @@ from azureml_elastic.local.view import UntilBroken, View
 from azureml_elastic.node.table.checkpoint_pointer import CHECKPOINT_KEY
 from azureml_elastic.node.table.sqlite import SqliteTable
 from azureml_elastic.private_folder import make_private
+from azureml_elastic.program.command import Program, parse_program
+from azureml_elastic.program.fixed_ranks import describe_fixed_ranks
+from azureml_elastic.program.source import opens_session, program_modules
+from azureml_elastic.program.worker_variables import refuse_changing, words_with_placeholders
 
-__all__ = [
-    "NODE_COMMAND",
-    "LocalCluster",
-    "continued_runs",
-    "find_earlier_run",
-    "new_run_dir",
-    "prepare_run_dir",
-    "require_space",
-]
+_LOG = logging.getLogger(__name__)
 
 
 def find_earlier_run(folder: Path) -> EarlierRun:
@@ -269,7 +264,7 @@ class LocalCluster:
                 schedule=self.chaos or Schedule(),
                 view=stack.enter_context(UntilBroken(self.view)),
                 signals=signals,
-                opens_session=not self.distribution.runs_engine and _opens_session(argv),
+                opens_session=self._opens_session(argv),
                 continued=continued_runs(self.resume_from),
             )
             try:
@@ -310,6 +305,16 @@ class LocalCluster:
             program,
             {name: value for name, value in UserEnvironment.read().for_nodes().items() if name != CONNECTION_STRING},
         )
+
+    def _opens_session(self, argv: Sequence[str]) -> bool:
+        """Return whether a program uses this library, and warn where it has ranks or an address of its own."""
+        program = None if self.distribution.runs_engine else _parse(argv)
+        if program is None:
+            return False
+        modules = list(program_modules(program))
+        if fixed := describe_fixed_ranks(modules, Path.cwd()):
+            _LOG.warning("%s", fixed)
+        return opens_session(modules)
 
     def plan(self, table: TableChoice, paths: Paths) -> Plan:
         """Return the plan that the nodes receive."""
@@ -368,12 +373,6 @@ def _exit_code(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
     return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else FAILED
-
-
-def _opens_session(argv: Sequence[str]) -> bool:
-    """Return whether a program uses this library; false where a node command of another kind takes other words."""
-    program = _parse(argv)
-    return program is not None and opens_session(program)
 
 
 def _parse(argv: Sequence[str]) -> Program | None:

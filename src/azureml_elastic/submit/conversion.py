@@ -15,14 +15,16 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from azureml_elastic.config.distribution import ElasticDistribution
 from azureml_elastic.config.resources import ElasticResources
 from azureml_elastic.errors import SubmitError, needs_extra
+from azureml_elastic.program.translation import Launched, read_launcher, refuse_launcher
+from azureml_elastic.submit.expressions import with_literals
 from azureml_elastic.submit.fields import given_fields, translated
-from azureml_elastic.submit.launchers import Launched, read_launcher, refuse_launcher
 from azureml_elastic.submit.local_files import SCHEME
 from azureml_elastic.submit.sdk_hooks import component_of, fields_of_command, plain_command_job, plain_sweep_job
 
@@ -129,12 +131,13 @@ def _without_launcher(
     command: str, inputs: Mapping[str, Any], distribution: ElasticDistribution | Mapping[str, Any] | None
 ) -> Launched:
     """Return the command without its launcher, and the distribution fields from the launcher's options."""
-    launched = read_launcher(command, inputs)
+    literals = partial(with_literals, inputs=inputs)
+    launched = read_launcher(command, literals)
     if launched is None:
         return Launched(command)
     if launched.refused:
-        given = None if distribution is None else ElasticDistribution.model_validate(translated(distribution))
-        refuse_launcher(command, inputs, given)
+        given = ElasticDistribution.model_validate(translated(distribution or {}))
+        refuse_launcher(command, given, literals)
     return launched
 
 

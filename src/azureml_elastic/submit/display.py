@@ -8,10 +8,10 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from azureml_elastic.config.command.program import find_program, parse_program
 from azureml_elastic.config.presets import connection
 from azureml_elastic.config.resources import SERVERLESS, NodePool
 from azureml_elastic.errors import CommandError
+from azureml_elastic.program.command import find_program, parse_program
 from azureml_elastic.submit.fields import JobFields
 
 

@@ -10,9 +10,9 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from azureml_elastic.config.command.program import FoundProgram
-from azureml_elastic.config.command.worker_variables import Translated, refuse_changing, with_placeholders
 from azureml_elastic.errors import CommandError
+from azureml_elastic.program.command import FoundProgram
+from azureml_elastic.program.worker_variables import Translated, refuse_changing, with_placeholders
 from azureml_elastic.submit.fields import JobFields, field_of
 
 _OTHER_EXPRESSION = re.compile(r"\$\{\{(?!\s*(?:inputs|outputs)\.)\s*([\w.]*).*?\}\}", re.ASCII)

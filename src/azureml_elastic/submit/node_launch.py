@@ -12,10 +12,10 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from azureml_elastic.config.command.program import FoundProgram, parse_program
 from azureml_elastic.config.frozen import is_fields
 from azureml_elastic.environment.names import PLAN
 from azureml_elastic.errors import SubmitError, needs_extra
+from azureml_elastic.program.command import FoundProgram, parse_program
 from azureml_elastic.submit.expressions import translated_command
 from azureml_elastic.submit.fields import JobFields, field_of
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 import re
+from functools import partial
 from pathlib import Path, PurePosixPath
 
-from azureml_elastic.config.command.fixed_ranks import describe_fixed_ranks, find_fixed_ranks
-from azureml_elastic.config.command.launchers import instead_of
-from azureml_elastic.config.command.launching import find_launching
-from azureml_elastic.config.command.program import FoundProgram, find_program, parse_program, program_files
 from azureml_elastic.environment import names as variables
 from azureml_elastic.errors import CommandError, SubmitError
 from azureml_elastic.masking import named_secrets
 from azureml_elastic.plurals import counted
-from azureml_elastic.submit.expressions import check_expressions, translated_command
+from azureml_elastic.program.command import FoundProgram, find_program, parse_program
+from azureml_elastic.program.fixed_ranks import describe_fixed_ranks
+from azureml_elastic.program.launching import refuse_launching
+from azureml_elastic.program.source import program_modules
+from azureml_elastic.program.translation import refuse_launcher
+from azureml_elastic.submit.expressions import check_expressions, translated_command, with_literals
 from azureml_elastic.submit.fields import JobFields, field_of
-from azureml_elastic.submit.launchers import refuse_launcher, without_launcher
 from azureml_elastic.submit.local_files import SCHEME, describe_upload
 from azureml_elastic.submit.sdk_hooks import Ignored
 
@@ -68,11 +69,10 @@ def check(job: JobFields) -> FoundProgram:
     if job.resources.effective_placement == "fan_out":
         _check_fan_out(job)
     check_expressions(job.command, job.inputs, job.outputs, reserved=RESERVED_PREFIX)
-    refuse_launcher(job.command, job.inputs, job.distribution)
+    refuse_launcher(job.command, job.distribution, partial(with_literals, inputs=job.inputs))
     found = find_program(job.command)
     _check_script(job, found)
-    _check_launching(job, found)
-    _warn_of_fixed_ranks(job, found)
+    _check_text(job, found)
     _warn_of_large_uploads(job)
     translated_command(job, found)  # for what it refuses
     _warn_of_secrets(job)
@@ -218,27 +218,16 @@ def _check_checkpoint_path(job: JobFields) -> None:
         )
 
 
-def _check_launching(job: JobFields, found: FoundProgram) -> None:
-    """Refuse a program that is given another program, as a launcher is, or starts a launcher or a cluster itself."""
+def _check_text(job: JobFields, found: FoundProgram) -> None:
+    """Check that the program is no launcher by its text, and warn where it has ranks or an address of its own."""
     folder = _code_folder(job)
     if folder is None:
         return
-    program = parse_program([found.program])
-    launching = find_launching(program, folder, runs_engine=job.distribution.runs_engine)
-    if launching is None:
-        return
-    if launching.starts:
-        name = launching.starts[0].rpartition("/")[2]
-        raise CommandError(
-            f"{launching.where} {launching.what}, so that {program.target!r} is a launcher of its own on each node; "
-            f"{instead_of(name, launching.starts[1:])}"
-        )
-    raise CommandError(
-        f"{program.target!r} is given the program {launching.given!r}, as a launcher is ({launching.where} "
-        f"{launching.what}); the elastic agent takes the launcher's place and starts the workers itself. Give "
-        f"command={without_launcher(found, launching)!r}, and process_count_per_instance, the number of workers of a "
-        "node, to ElasticDistribution. A program that only prepares each worker can call runpy.run_path()."
-    )
+    runs_engine = job.distribution.runs_engine
+    modules = list(program_modules(parse_program([found.program]), folder))
+    refuse_launching(found, folder, modules, runs_engine=runs_engine)
+    if not runs_engine and (fixed := describe_fixed_ranks(modules, folder)):
+        _LOG.warning("%s", fixed)
 
 
 def _warn_of_secrets(job: JobFields) -> None:
@@ -248,16 +237,6 @@ def _warn_of_secrets(job: JobFields) -> None:
             "can read it. Let the script read it from a key vault, for which the nodes have an identity.",
             name,
         )
-
-
-def _warn_of_fixed_ranks(job: JobFields, found: FoundProgram) -> None:
-    """Warn where the program's text has ranks or an address of its own."""
-    folder = _code_folder(job)
-    if job.distribution.runs_engine or folder is None:
-        return
-    fixed = find_fixed_ranks(program_files(parse_program([found.program]), folder))
-    if fixed:
-        _LOG.warning("%s", describe_fixed_ranks(fixed, folder))
 
 
 def _warn_of_large_uploads(job: JobFields) -> None:

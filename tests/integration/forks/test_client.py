@@ -17,11 +17,11 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from azureml_elastic.config.command.program import Program
 from azureml_elastic.forks import client
 from azureml_elastic.forks.client import ForkRefused, PreloadServer
 from azureml_elastic.forks.import_loader import open_devices
 from azureml_elastic.node.failures.classification import FailedWorker
+from azureml_elastic.program.command import Program
 from tests.support.forks.starting import ENVIRON, gone, preload_server, run_forked, wait_for_text
 from tests.support.paths import ROOT, SUPPORT
 

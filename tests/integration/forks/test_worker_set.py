@@ -14,8 +14,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing.api import PContext
 
 from azureml_elastic.config import ElasticDistribution
-from azureml_elastic.config.command.program import parse_program
 from azureml_elastic.node.agent.worker_processes import WorkerSet
+from azureml_elastic.program.command import parse_program
 from tests.support.forks.starting import ENVIRON
 from tests.support.paths import SUPPORT
 from tests.support.waiting import until

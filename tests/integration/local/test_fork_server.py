@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from azureml_elastic.config import CheckpointPolicy
-from azureml_elastic.config.command.program import parse_program
 from azureml_elastic.ledger.events import Progress
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.local.cluster import LocalCluster
@@ -23,6 +22,7 @@ from azureml_elastic.local.fork_server.client import ForkRefused, ForkServer, Fo
 from azureml_elastic.local.node_start import NODE_COMMAND
 from azureml_elastic.local.processes import MARKER, set_subreaper
 from azureml_elastic.local.view import View
+from azureml_elastic.program.command import parse_program
 from tests.support.paths import PROGRAMS
 from tests.support.waiting import until
 from tests.support.whole_runs import GATHERING, after_gathering

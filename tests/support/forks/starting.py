@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from azureml_elastic.config.command.program import Program
 from azureml_elastic.forks.client import PreloadServer
+from azureml_elastic.program.command import Program
 
 END_SECONDS = 300.0
 ENVIRON = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}

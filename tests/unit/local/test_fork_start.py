@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from azureml_elastic.config import ElasticDistribution
-from azureml_elastic.config.command.program import parse_program
 from azureml_elastic.local.fork_server.client import ForkedProcess, are_forked, read_early
+from azureml_elastic.program.command import parse_program
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,11 @@ from typing import IO, Any
 import psutil
 
 from azureml_elastic.config import ElasticDistribution
-from azureml_elastic.config.command.program import Program
 from azureml_elastic.environment.user import UserEnvironment
 from azureml_elastic.forks.command import outermost, without_threads
 from azureml_elastic.local.node_start import NODE_COMMAND, AgentProcess, CommandStart, NodeStart
 from azureml_elastic.local.processes import MARKER
+from azureml_elastic.program.command import Program
 
 __all__ = [
     "COMMAND",

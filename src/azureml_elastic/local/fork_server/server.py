@@ -36,13 +36,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from azureml_elastic.config.command.program import Program, opens_session
 from azureml_elastic.environment import names as variables
 from azureml_elastic.forks import import_loader, script_runner, stack_imports
 from azureml_elastic.forks.import_loader import leftover_threads, trial_fork, why_unsafe
 from azureml_elastic.forks.import_scan import find_imports
 from azureml_elastic.local.fork_server.client import GO
 from azureml_elastic.local.processes import MARKER
+from azureml_elastic.program.command import Program
+from azureml_elastic.program.source import opens_session, program_modules
 
 __all__ = ["Become", "Server", "serve"]
 
@@ -188,7 +189,7 @@ class Server:
 
     def _attach_integrations(self, program: Program) -> None:
         """Attach the integrations before the stack is imported, where the node's agent will want them."""
-        off = program.kind == "script" and opens_session(program)
+        off = program.kind == "script" and opens_session(program_modules(program))
         environ = {variables.INTEGRATIONS: "off" if off else "", **os.environ, variables.CHANNEL: ""}
         stack_imports.register(environ)
         self.attached = not stack_imports.is_off(environ)

@@ -27,7 +27,6 @@ from urllib.parse import quote
 
 import psutil
 
-from azureml_elastic.config.command.program import Program
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.forks.client import ForkedWorker, ForkRefused, PreloadServer
 from azureml_elastic.forks.stack_imports import for_plain_start
@@ -35,6 +34,7 @@ from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.failures.classification import FailedWorker
 from azureml_elastic.plurals import counted
 from azureml_elastic.private_folder import make_private
+from azureml_elastic.program.command import Program
 
 __all__ = ["OutputCopier", "WorkerSet", "Workers", "remove_stale_locks"]
 

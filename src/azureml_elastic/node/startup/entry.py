@@ -17,8 +17,6 @@ import psutil
 
 from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory, LocalSnapshots
 from azureml_elastic.config import ElasticDistribution, Plan
-from azureml_elastic.config.command.fixed_ranks import describe_fixed_ranks, find_fixed_ranks
-from azureml_elastic.config.command.program import Program, opens_session, program_files, require_script
 from azureml_elastic.config.exit_codes import UNHEALTHY
 from azureml_elastic.environment import names as variables
 from azureml_elastic.environment.node import NodeEnvironment
@@ -58,6 +56,8 @@ from azureml_elastic.node.replacement.on_node import start_replacement_thread
 from azureml_elastic.node.table import Table, open_table
 from azureml_elastic.node.table.opening import connection_string_variable
 from azureml_elastic.node.table.server_time import ServerClock
+from azureml_elastic.program.command import Program, require_script
+from azureml_elastic.program.source import opens_session, program_modules
 
 __all__ = ["run_node"]
 
@@ -212,8 +212,6 @@ class _Node(Surroundings):
     def run(self) -> int:
         """Take part in the run and return the exit code."""
         exit_code, reason = 1, "an error of the agent"
-        # A program of hundreds of files takes seconds to read, for a warning alone.
-        threading.Thread(target=self._warn_of_fixed_ranks, name="fixed-ranks", daemon=True).start()
         try:
             exit_code, reason = self._take_part(self._agent())
             self._channel.ended_well = exit_code == 0
@@ -221,11 +219,6 @@ class _Node(Surroundings):
             number = self._rendezvous.membership.last_round
             self._recorder.record(NodeLeft, number, reason=reason, exit_code=exit_code)
         return exit_code
-
-    def _warn_of_fixed_ranks(self) -> None:
-        """Say where the program has ranks or an address of its own, with which its workers do not find each other."""
-        if not self._plan.distribution.runs_engine and (fixed := find_fixed_ranks(program_files(self._program))):
-            _LOG.warning("%s", describe_fixed_ranks(fixed, Path.cwd()))
 
     def _take_part(self, agent: NodeAgent) -> tuple[int, str]:
         """Return the exit code and why the node ends."""
@@ -290,7 +283,7 @@ class _Node(Surroundings):
         _require_torch()
         distribution = self._plan.distribution
         identity, rendezvous, channel, preemption = self._identity, self._rendezvous, self._channel, self._preemption
-        opens = not distribution.runs_engine and opens_session(self._program)
+        opens = self._opens_session
         stays = distribution.keeps_processes(opens_session=opens)
         if distribution.recovery == "in_process" and not stays:
             _LOG.warning(_NO_SESSION_STAYS, self._program.target)
@@ -337,10 +330,11 @@ class _Node(Surroundings):
         Whatever else this process starts inherits the same, and MLflow's clients in its threads read it.
         """
         plan, program = self._plan, self._program
+        self._opens_session = not plan.distribution.runs_engine and opens_session(program_modules(program))
         secret = connection_string_variable(opened, plan.rendezvous)
         withheld = dict.fromkeys(withheld_variables(secret, plan.checkpoint.path))
         change({**inherited_variables(self._identity, self._channel.path, environment), **withheld})
-        if plan.distribution.runs_engine or (program.kind == "script" and opens_session(program)):
+        if plan.distribution.runs_engine or (program.kind == "script" and self._opens_session):
             set_defaults({variables.INTEGRATIONS: "off"})  # the script has a session of its own, or needs none
         return NodeEnvironment.read()
 

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from azureml_elastic.config.command.program import Program
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import UsageError
+from azureml_elastic.program.command import Program
 
 __all__ = ["SharedOutputs"]
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from azureml_elastic.config.command.program import parse_program
 from azureml_elastic.environment.names import FIRST_NODE
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import UsageError
 from azureml_elastic.node.startup.shared_outputs import SharedOutputs
+from azureml_elastic.program.command import parse_program
 
 
 @pytest.fixture

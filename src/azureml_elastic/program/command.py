@@ -1,199 +1,32 @@
-"""The Python program that a job starts, and its files.
+"""The Python program that a job starts.
 
 At submission, :func:`find_program` locates the program in the job's shell command, which may also prepare the node
 (``pip install -r r.txt && python train.py | tee log``); the rest of the command is left to the shell unchanged. On the
 node, :func:`parse_program` parses the words into which the shell has split the program.
-
-Its files are its own, and those of the local modules that it imports. Nothing is executed.
 """
 
 from __future__ import annotations
 
-import ast
-import gc
 import os
 import shlex
 import sys
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from azureml_elastic.config.command.launchers import (
-    LAUNCHER_MODULES,
-    LAUNCHERS,
-    NEXT_STEP,
-    command_name,
-    instead_of,
-    is_assignment,
-    is_interpreter,
-    is_keyword,
-    is_program,
-    is_shell_text,
-    no_program,
-    program_start,
-    starts_cluster,
-)
-from azureml_elastic.config.command.shell import fill, runs_in_background, simple_commands
 from azureml_elastic.errors import CommandError
+from azureml_elastic.program.launchers import NAMES, NEXT_STEP, command_name, instead_of, starts_cluster
+from azureml_elastic.program.prefixes import is_assignment, is_interpreter, is_keyword, is_program, program_start
+from azureml_elastic.program.shell import fill, runs_in_background, simple_commands
 
-__all__ = [
-    "FoundProgram",
-    "Program",
-    "dotted_name",
-    "find_program",
-    "full_name",
-    "imported_names",
-    "left_to_the_shell",
-    "opens_session",
-    "parse_program",
-    "parse_quietly",
-    "program_files",
-    "require_script",
-]
-
+_SHELLS = frozenset({"bash", "dash", "sh", "zsh"})
 _QUOTES = frozenset("'\"\\")
 _FLAGS = frozenset("bBdEIOPqRsSuvx")
 _FLAGS_WITH_VALUE = frozenset("WX")
 _PRINTS = frozenset({"-V", "-VV", "--version", "-h", "--help"})
 _WAITS = frozenset({"fg", "wait"})
 _LOOPS = (["for"], ["until"], ["while"])
-
-
-def program_files(program: Program, folder: Path | None = None) -> Iterator[tuple[Path, bytes]]:
-    """Yield the files that a program consists of, with their text, its own first; none if that cannot be found.
-
-    Imports inside functions count as well. Local modules are those below the folder that Python puts first on the path:
-    the script's folder, or the working directory for ``python -m``. Those of an installed program are the modules of
-    its own package.
-
-    Args:
-        folder: working directory of the program, which has no installed programs here; ``None`` for that of this
-            process, on whose path installed programs are.
-    """
-    if program.kind == "script":
-        main = (folder or Path()) / program.target
-        root = within = main.parent
-    else:
-        parts = program.target.split(".")
-        root = within = folder or Path()
-        main = root.joinpath(*parts).with_suffix(".py")
-        below = root.joinpath(*parts, "__main__.py")
-        if not main.is_file() and folder is not None:
-            main = below
-        elif not main.is_file() and (installed := _installed(parts)) is not None:
-            main, root = installed
-            within = root / parts[0]
-    if not main.is_file():
-        return
-    seen: set[Path] = set()
-    pending = [main]
-    while pending:
-        path = pending.pop()
-        if path in seen:
-            continue
-        seen.add(path)
-        try:
-            text = path.read_bytes()
-        except OSError:
-            continue
-        yield path, text
-        pending.extend(found for found in _local_imports(text, path, root) if found.is_relative_to(within))
-
-
-def opens_session(program: Program) -> bool:
-    """Return whether a program, or a local module that it imports, mentions this library; true without its file."""
-    texts = [text for _, text in program_files(program)]
-    return not texts or any(b"azureml_elastic" in text for text in texts)
-
-
-def dotted_name(node: ast.AST) -> str:
-    """Return the name that an expression consists of, such as ``os.environ``; what is no name in it is left out."""
-    if isinstance(node, ast.Attribute):
-        return f"{dotted_name(node.value)}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def imported_names(tree: ast.Module) -> dict[str, str]:
-    """Return the full names of what a module imports, by the names that it has there."""
-    found: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found.update({alias.asname: alias.name for alias in node.names if alias.asname})
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
-    return found
-
-
-def full_name(node: ast.AST, imports: Mapping[str, str]) -> str:
-    """Return a dotted name with the module that its first part stands for."""
-    first, dot, rest = dotted_name(node).partition(".")
-    return f"{imports.get(first, first)}{dot}{rest}"
-
-
-def parse_quietly(text: bytes) -> ast.Module | None:
-    """Return the syntax tree of a module, ``None`` if it has none."""
-    # The interpreter keeps one recursion depth for all threads while it builds a tree. A collection in between may run
-    # finalizers, thus another thread that parses (a traceback that is logged does), and end in a SystemError
-    # (CPython 3.11, https://github.com/python/cpython/issues/106905).
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes and the like are reported when the program runs
-            return ast.parse(text)
-    # Null bytes are a ValueError, and expressions that are nested too deeply one of the last two.
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def _installed(parts: list[str]) -> tuple[Path, Path] | None:
-    """Return the file that ``python -m`` runs for a module on the path, and the folder that has its top package."""
-    # Package by package, as importlib.util.find_spec() would import the packages around a module.
-    folders: Iterable[str] | None = [str(Path.cwd()), *sys.path]
-    spec: ModuleSpec | None = None
-    for end in range(1, len(parts) + 1):
-        if folders is None:
-            return None
-        spec = PathFinder.find_spec(".".join(parts[:end]), list(folders))
-        if spec is None:
-            return None
-        folders = spec.submodule_search_locations
-    if folders is not None:
-        spec = PathFinder.find_spec(".".join([*parts, "__main__"]), list(folders))
-    if spec is None or spec.origin is None:
-        return None
-    main = Path(spec.origin)  # of a package its __main__.py, one folder further down
-    return main, main.parents[len(parts) - (folders is None)]
-
-
-def _local_imports(text: bytes, path: Path, root: Path) -> Iterator[Path]:
-    """Yield the files of the local modules that a module imports."""
-    tree = parse_quietly(text)
-    for node in ast.walk(tree) if tree is not None else ():
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield from _files(root, alias.name.split("."))
-        elif isinstance(node, ast.ImportFrom):
-            base = root if node.level == 0 else path.parents[node.level - 1]
-            parts = node.module.split(".") if node.module else []
-            for alias in node.names:
-                yield from _files(base, [*parts, alias.name])
-            if not parts:
-                yield base / "__init__.py"
-
-
-def _files(base: Path, parts: list[str]) -> Iterator[Path]:
-    """Yield the existing files of a dotted name below a folder: its packages' and the module's own."""
-    for part in parts:
-        base /= part
-        candidates = (base.with_name(f"{part}.py"), base / "__init__.py")
-        yield from (path for path in candidates if path.is_file())
 
 
 @dataclass(frozen=True)
@@ -259,7 +92,7 @@ def parse_program(argv: Sequence[str]) -> Program:
         return _parse_interpreted(words)
     if words[0].endswith(".py"):
         return Program(None, (), "script", words[0], tuple(words[1:]))
-    raise CommandError(no_program(words))
+    raise CommandError(_no_program(words))
 
 
 def _is_script(text: str) -> bool:
@@ -321,9 +154,9 @@ def find_program(shell_command: str) -> FoundProgram:
         cut = slice(command[skipped].start, command[-1].end)
         found.append(FoundProgram(shell_command[: cut.start], shell_command[cut], shell_command[cut.stop :]))
     if not found:
-        launcher = next((words for words in others if command_name(words) in LAUNCHERS), None)
+        launcher = next((words for words in others if command_name(words) in NAMES), None)
         behind = next((words for words in others if _may_hide_python(words)), None)
-        raise CommandError(no_program(launcher or behind or (others[-1] if others else [])))
+        raise CommandError(_no_program(launcher or behind or (others[-1] if others else [])))
     if len(found) > 1:
         programs = ", ".join(repr(one.program) for one in found)
         raise CommandError(
@@ -394,7 +227,7 @@ def _parse_interpreted(words: list[str]) -> Program:
                 module = value or (rest.pop(0) if rest else "")
                 if not module:
                     raise CommandError(f"{shlex.join(words)!r} names no module after -m. {NEXT_STEP}.")
-                if module in LAUNCHER_MODULES:
+                if module in NAMES:
                     raise CommandError(
                         f"{shlex.join(words)!r} starts the launcher {module!r}; {instead_of(module, rest)}"
                     )
@@ -434,7 +267,7 @@ def _prepares(words: list[str]) -> bool:
 
 
 def _may_hide_python(words: Sequence[str]) -> bool:
-    return is_shell_text(words) or any(is_interpreter(word) for word in words[1:])
+    return _is_shell_text(words) or any(is_interpreter(word) for word in words[1:])
 
 
 def _split(text: str) -> list[str]:
@@ -444,3 +277,28 @@ def _split(text: str) -> list[str]:
             f"{text!r} holds {len(commands)} shell commands where one Python program is expected. {NEXT_STEP}."
         )
     return [word.text for word in commands[0]] if commands else []
+
+
+def _is_shell_text(words: Sequence[str]) -> bool:
+    """Return whether a command is a shell that runs a text, as ``bash -c`` does."""
+    options = [word for word in words[1:3] if word.startswith("-") and not word.startswith("--")]
+    return command_name(words) in _SHELLS and any("c" in word for word in options)
+
+
+def _no_program(words: Sequence[str]) -> str:
+    """Return why a command without a program is refused, and what to write instead."""
+    if not words:
+        return f"The command starts no Python program. {NEXT_STEP}."
+    text = f"The command {shlex.join(words)!r} starts no Python program"
+    if command_name(words) in NAMES:
+        return f"{text} but the launcher {words[0]!r}; {instead_of(command_name(words), words[1:])}"
+    if _is_shell_text(words):
+        return (
+            f"{text} but a shell of its own, whose program the agent cannot find. Give what follows -c as the command."
+        )
+    if any(is_interpreter(word) for word in words[1:]):
+        return (
+            f"{text} in whose place the agent could run: it is not known whether {words[0]!r} can start the agent. "
+            f"Leave {words[0]!r} out. {NEXT_STEP}."
+        )
+    return f"{text}; the elastic agent has to start, watch and restart the workers itself. {NEXT_STEP}."

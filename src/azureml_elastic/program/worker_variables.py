@@ -10,12 +10,10 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from azureml_elastic.config.command.program import FoundProgram, parse_program
-from azureml_elastic.config.command.shell import Word, all_words, placeholder, simple_commands, unused_name
 from azureml_elastic.config.distribution import ElasticDistribution
 from azureml_elastic.errors import CommandError
-
-__all__ = ["Translated", "refuse_changing", "with_placeholders", "words_with_placeholders"]
+from azureml_elastic.program.command import FoundProgram, parse_program
+from azureml_elastic.program.shell import Word, all_words, placeholder, simple_commands, unused_name
 
 _NAMES = "GROUP_RANK|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|NODE_RANK|RANK|WORLD_SIZE"
 _OTHER_NAMES = {"NODE_RANK": "GROUP_RANK"}

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_elastic.config.command.program import Program, find_program, parse_program
-from azureml_elastic.config.command.shell import fill
-from azureml_elastic.config.command.worker_variables import (
+from azureml_elastic.config.distribution import ElasticDistribution
+from azureml_elastic.errors import CommandError
+from azureml_elastic.program.command import Program, find_program, parse_program
+from azureml_elastic.program.shell import fill
+from azureml_elastic.program.worker_variables import (
     refuse_changing,
     with_placeholders,
     words_with_placeholders,
 )
-from azureml_elastic.config.distribution import ElasticDistribution
-from azureml_elastic.errors import CommandError
 
 WORKER = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"} | {
     "GROUP_RANK": "2", "MASTER_ADDR": "10.0.0.4", "MASTER_PORT": "29500"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from azureml_elastic.config.command.program import opens_session, parse_program
+from azureml_elastic.program.command import parse_program
+from azureml_elastic.program.source import opens_session, program_modules
 
 USES = "from azureml_elastic import train\n"
 
@@ -32,7 +33,7 @@ def test_the_imports_of_local_modules_are_followed(tmp_path, main, files, expect
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-    assert opens_session(parse_program([str(tmp_path / "train.py")])) is expected
+    assert opens_session(program_modules(parse_program([str(tmp_path / "train.py")]))) is expected
 
 
 @pytest.mark.parametrize(
@@ -57,8 +58,8 @@ def test_an_installed_program_is_read_within_its_package(tmp_path, monkeypatch, 
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     monkeypatch.syspath_prepend(tmp_path / "site")
-    assert opens_session(parse_program(["python", "-m", target])) is expected
+    assert opens_session(program_modules(parse_program(["python", "-m", target]))) is expected
 
 
 def test_a_module_that_cannot_be_found_is_assumed_to_use_the_library():
-    assert opens_session(parse_program(["python", "-m", "not_a_module"]))
+    assert opens_session(program_modules(parse_program(["python", "-m", "not_a_module"])))

@@ -2,8 +2,9 @@
 
 import pytest
 
-from azureml_elastic.config.command.launching import find_launching
-from azureml_elastic.config.command.program import parse_program
+from azureml_elastic.program.command import parse_program
+from azureml_elastic.program.launching import find_launching
+from azureml_elastic.program.source import program_modules
 
 TRAIN = """
 import torch
@@ -83,7 +84,8 @@ def found(tmp_path, command, files=(), **options):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return find_launching(parse_program([command]), tmp_path, **options)
+    program = parse_program([command])
+    return find_launching(program, tmp_path, list(program_modules(program, tmp_path)), **options)
 
 
 @pytest.mark.parametrize(

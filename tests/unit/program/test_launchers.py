@@ -4,7 +4,9 @@ import pytest
 
 from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.errors import CommandError
-from azureml_elastic.submit.launchers import LAUNCHERS, read_launcher, refuse_launcher
+from azureml_elastic.program.launchers import LAUNCHERS
+from azureml_elastic.program.translation import read_launcher, refuse_launcher
+from azureml_elastic.submit.expressions import with_literals
 
 
 @pytest.mark.parametrize(
@@ -23,7 +25,7 @@ from azureml_elastic.submit.launchers import LAUNCHERS, read_launcher, refuse_la
 )
 def test_without_a_launcher_there_is_nothing_to_read(command):
     assert read_launcher(command) is None
-    refuse_launcher(command)
+    refuse_launcher(command, ElasticDistribution())
 
 
 @pytest.mark.parametrize(
@@ -175,7 +177,7 @@ def test_torchrun_becomes_the_program_and_fields_of_the_distribution(command, pl
 )
 def test_a_refusal_has_the_command_to_write(command, parts):
     with pytest.raises(CommandError) as caught:
-        refuse_launcher(command)
+        refuse_launcher(command, ElasticDistribution())
     for part in ["takes the launcher's place", *parts]:
         assert part in str(caught.value)
 
@@ -202,7 +204,7 @@ INPUTS = {
     ],
 )
 def test_counts_may_be_literal_inputs(command, plain, count):
-    launched = read_launcher(command, INPUTS)
+    launched = read_launcher(command, lambda text: with_literals(text, INPUTS))
     assert (launched.command, launched.refused) == (plain, "")
     assert launched.fields == {"process_count_per_instance": count}
 
@@ -210,35 +212,33 @@ def test_counts_may_be_literal_inputs(command, plain, count):
 def test_a_refusal_repeats_no_count_that_the_distribution_has():
     command = "torchrun --nproc_per_node 4 --max_restarts 7 train.py"
     with pytest.raises(CommandError) as caught:
-        refuse_launcher(command, {}, ElasticDistribution(process_count_per_instance=4))
+        refuse_launcher(command, ElasticDistribution(process_count_per_instance=4))
     assert str(caught.value).endswith("Give command='python train.py' and ElasticDistribution(max_restarts=7).")
     with pytest.raises(CommandError, match=r"and ElasticDistribution\(process_count_per_instance=4\)"):
-        refuse_launcher(command, {}, ElasticDistribution(process_count_per_instance=8))
+        refuse_launcher(command, ElasticDistribution(process_count_per_instance=8))
 
 
 def test_a_refusal_names_the_count_that_torchrun_has_by_default():
     with pytest.raises(CommandError, match=r"and ElasticDistribution\(process_count_per_instance=1\)"):
-        refuse_launcher("torchrun train.py")
+        refuse_launcher("torchrun train.py", ElasticDistribution())
     for command, given in (
         ("torchrun train.py", ElasticDistribution(process_count_per_instance=8)),
-        ("accelerate launch train.py", None),
+        ("accelerate launch train.py", ElasticDistribution()),
     ):
         with pytest.raises(CommandError, match=r"Give command='python train\.py'\.$"):
-            refuse_launcher(command, {}, given)
+            refuse_launcher(command, given)
 
 
-def torchrun_parser():
-    return pytest.importorskip("torch.distributed.run").get_args_parser()
-
-
-def accelerate_parser():
-    return pytest.importorskip("accelerate.commands.launch").launch_command_parser()
-
-
-@pytest.mark.parametrize(("name", "make"), [("torchrun", torchrun_parser), ("accelerate launch", accelerate_parser)])
-def test_options_take_a_value_as_in_the_launcher(name, make):
+@pytest.mark.parametrize(
+    ("name", "module", "parser"),
+    [
+        ("torchrun", "torch.distributed.run", "get_args_parser"),
+        ("accelerate launch", "accelerate.commands.launch", "launch_command_parser"),
+    ],
+)
+def test_options_take_a_value_as_in_the_launcher(name, module, parser):
     (launcher,) = [each for each in LAUNCHERS if each.name == name]
-    for action in make()._actions:
+    for action in getattr(pytest.importorskip(module), parser)()._actions:
         for option in action.option_strings:
             known = launcher.short.get(option, option.lstrip("-").replace("_", "-"))
             if known not in {"h", "help"}:

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_elastic.config.command.program import Program, find_program, parse_program
 from azureml_elastic.errors import CommandError
+from azureml_elastic.program.command import Program, find_program, parse_program
 
 
 @pytest.mark.parametrize(

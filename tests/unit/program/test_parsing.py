@@ -5,11 +5,11 @@ import gc
 import subprocess
 import sys
 
-from azureml_elastic.config.command.program import parse_quietly
+from azureml_elastic.program.source import parse_quietly
 
 PROGRAM = """
 import gc, sys, threading, time
-from azureml_elastic.config.command.program import parse_quietly
+from azureml_elastic.program.source import parse_quietly
 
 class Finalized:
     def __init__(self):

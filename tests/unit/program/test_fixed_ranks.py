@@ -7,18 +7,15 @@ from textwrap import dedent
 
 import pytest
 
-from azureml_elastic.config.command.fixed_ranks import describe_fixed_ranks, find_fixed_ranks
-from azureml_elastic.config.command.program import parse_program, program_files
+from azureml_elastic.program.command import parse_program
+from azureml_elastic.program.fixed_ranks import describe_fixed_ranks, find_fixed_ranks
+from azureml_elastic.program.source import Module, program_modules
 
 
 def found(main, **others):
     """Return the lines and kinds of what is found in a program."""
-    files = [(Path("train.py"), main), *((Path(f"{name}.py"), text) for name, text in others.items())]
-    return [(each.path.stem, each.line, each.kind) for each in _find(files)]
-
-
-def _find(files):
-    return find_fixed_ranks((path, dedent(text).encode()) for path, text in files)
+    modules = [Module(Path(f"{name}.py"), dedent(text).encode()) for name, text in {"train": main, **others}.items()]
+    return [(each.path.stem, each.line, each.kind) for each in find_fixed_ranks(modules)]
 
 
 SPAWNED = """\
@@ -163,9 +160,10 @@ def test_the_sentence_names_the_place_and_what_to_write(tmp_path):
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "train.py").write_text(dedent(SPAWNED))
     program = parse_program(["python", "src/train.py"])
-    text = describe_fixed_ranks(find_fixed_ranks(program_files(program, tmp_path)), tmp_path)
+    modules = list(program_modules(program, tmp_path))
+    text = describe_fixed_ranks(modules, tmp_path)
     assert text.startswith("src/train.py:5 sets MASTER_ADDR to 'localhost'; src/train.py:10 starts its ranks itself")
     for advice in ("process_count_per_instance", "os.environ.setdefault", "init_process_group() without"):
         assert advice in text
     other = tmp_path / "other"
-    assert describe_fixed_ranks(find_fixed_ranks(program_files(program, tmp_path)), other).startswith(str(tmp_path))
+    assert describe_fixed_ranks(modules, other).startswith(str(tmp_path))

@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 from azureml_elastic.errors import CommandError
 
-__all__ = ["Word", "all_words", "fill", "placeholder", "runs_in_background", "simple_commands", "unused_name"]
-
 _FIRST = "worker"
 
 _OPERATOR = re.compile(r"&&|\|\||\|&|;;|[|;&()\n]")
