@@ -21,7 +21,7 @@ from datetime import timedelta
 from statistics import fmean
 
 from azureml_elastic.config import RendezvousTimings
-from azureml_elastic.node.core.hub_state import Close, HubState
+from azureml_elastic.node.core.hub_state import CloseLink, HubState
 from azureml_elastic.node.core.pauses import BeatWatch, PauseDetector, SilenceLimit
 from azureml_elastic.node.core.round import Limits, Member, Round
 
@@ -148,7 +148,7 @@ class _Cluster:
             arrived = {node.link: self.now for node in running if node.inside}
             self._received.update(arrived)
             actions = self._hubs[leader.name].ticked(self.now, self._received) or []
-            lost = {action.link for action in actions if isinstance(action, Close)}
+            lost = {action.link for action in actions if isinstance(action, CloseLink)}
         else:
             lost = set()
         given_up = False

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, PreemptionPolicy
-from azureml_elastic.node.core import training_actions as do
-from azureml_elastic.node.core import training_events as ev
+from azureml_elastic.node.core import actions as do
+from azureml_elastic.node.core import events as ev
 from azureml_elastic.node.core.failures import Failure
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.core.training import Training

@@ -18,12 +18,12 @@ __all__ = [
     "Dumped",
     "HangLesson",
     "Leaving",
+    "NodeStopped",
     "NodesWait",
     "Placed",
     "Prepare",
     "RanksConnecting",
     "ReportBody",
-    "Stopped",
     "Vote",
 ]
 
@@ -44,7 +44,7 @@ class Dumped:
 
 
 @dataclass(frozen=True)
-class Stopped:
+class NodeStopped:
     """All workers of the node have stopped at the agreed step, and saved; ``finished``: or their training has ended."""
 
     finished: bool = False
@@ -95,7 +95,7 @@ class HangLesson:
     longest_pause: Seconds
 
 
-ReportBody = Vote | Stopped | Leaving | Placed | Dumped
+ReportBody = Vote | NodeStopped | Leaving | Placed | Dumped
 BroadcastBody = Prepare | Decision | AllPlaced | RanksConnecting | NodesWait | DumpStacks | HangLesson
 
 REPORTS: MessageCodec[ReportBody] = MessageCodec(*get_args(ReportBody))

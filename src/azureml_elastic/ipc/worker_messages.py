@@ -25,7 +25,6 @@ __all__ = [
     "Assign",
     "Busy",
     "Commit",
-    "Connected",
     "Damaged",
     "Decide",
     "DiscardSnapshot",
@@ -48,6 +47,7 @@ __all__ = [
     "Pointer",
     "PointerReply",
     "Prepare",
+    "RanksConnected",
     "Refused",
     "ReplicateShard",
     "Reply",
@@ -80,7 +80,7 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class Connected:
+class RanksConnected:
     """All ranks of the round have connected to each other."""
 
 
@@ -331,7 +331,7 @@ Request = Pointer | Commit | HandOver | Memory | HoldShard | HeldShards | Replic
 LastReport = Stopped | Finished | GaveWay
 """Reports of a process that ends, or takes part in no further step of the round."""
 Report = (
-    Connected
+    RanksConnected
     | Step
     | Logged
     | Busy

@@ -10,8 +10,8 @@ import pytest
 from azure.data.tables import TableServiceClient
 
 from azureml_elastic.ipc import KEY_BYTES
+from azureml_elastic.node.core.actions import Reopen
 from azureml_elastic.node.core.round import Round
-from azureml_elastic.node.core.training_actions import Reopen
 from azureml_elastic.node.rendezvous.row_keys import ALL_PREFIX, ROUND_KEY, RUN_KEY
 from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer

@@ -9,8 +9,8 @@ from datetime import timedelta
 
 from azureml_elastic.config import RendezvousTimings, TableRendezvous
 from azureml_elastic.environment.node import NodeEnvironment
+from azureml_elastic.node.core.actions import Reopen
 from azureml_elastic.node.core.round import Limits
-from azureml_elastic.node.core.training_actions import Reopen
 from azureml_elastic.node.rendezvous.context import LocalNode, Runtime, Surroundings
 from azureml_elastic.node.rendezvous.link import Assignment
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous

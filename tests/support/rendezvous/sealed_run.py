@@ -14,8 +14,8 @@ from azureml_elastic.ipc import MessageClient
 from azureml_elastic.ipc.authentication import Authenticator, Peer
 from azureml_elastic.node.agent.shard_transfer import ShardReceiver
 from azureml_elastic.node.core import messages
+from azureml_elastic.node.core.actions import Reopen
 from azureml_elastic.node.core.round import Limits
-from azureml_elastic.node.core.training_actions import Reopen
 from azureml_elastic.node.rendezvous.context import LocalNode, Surroundings
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY, RUN_KEY

@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from azureml_elastic.config import RendezvousTimings
+from azureml_elastic.node.core.actions import Reopen
 from azureml_elastic.node.core.round import Limits, Round
-from azureml_elastic.node.core.training_actions import Reopen
 from azureml_elastic.node.rendezvous.context import LocalNode
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY, RUN_KEY, node_of

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from azureml_elastic.node.core import training_events as ev
+from azureml_elastic.node.core import events as ev
 from azureml_elastic.node.core.failures import FailureKind
 from azureml_elastic.node.core.training import State
 
@@ -27,7 +27,7 @@ _QUIET = 40.0
 _FOR_EVER = 1e6
 
 _CRASH_BEFORE = (
-    "Enter", "Take", "Forward", "WriteRound", "Reopen", "Close", "Prepare", "Connect", "ToMembers", "ToLeader",
+    "Enter", "Take", "Forward", "WriteRound", "Reopen", "Close", "PrepareRow", "Connect", "ToMembers", "ToLeader",
     "TellWorkers", "ReportDone", "InterruptWorkers", "StopWorkers", "Disconnect", "WriteRow", "ReadFailures",
     "AskWorkers", "FlushProgress",
 )  # fmt: skip

@@ -9,11 +9,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from azureml_elastic.node.core import join_events as on
+from azureml_elastic.node.core import actions as do
+from azureml_elastic.node.core import events as ev
 from azureml_elastic.node.core import messages
-from azureml_elastic.node.core import training_actions as do
-from azureml_elastic.node.core import training_events as ev
-from azureml_elastic.node.core.hub_state import Close, HubReports, HubState, HubView, Send, SendAll
+from azureml_elastic.node.core.hub_state import CloseLink, HubReports, HubState, HubView, Send, SendAll
 from azureml_elastic.node.core.joiner import Joiner, JoinState
 from azureml_elastic.node.core.joining import greeting_of
 from azureml_elastic.node.core.pauses import BeatWatch, PauseDetector, SilenceLimit
@@ -85,7 +84,7 @@ class Node:
         self.joiner: Joiner | None = None
         self.watch: Connection | None = None
         self.busy = self.has_woken = self.has_left = False
-        self.events: deque[on.Event] = deque()
+        self.events: deque[ev.JoinEvent] = deque()
         self.round_version = -1
         self.round_seen: Round | None = None
         self.written_version = -2
@@ -195,7 +194,7 @@ class Node:
                 if not self.newest.accept(round_):
                     state.request_read()
                 self._perform_hub(state.publish(round_))
-            case messages.Hello():
+            case messages.MemberHello():
                 self._perform_hub(state.greeted(link.number, peer.name, peer.incarnation, message.round, self.clock))
             case messages.Watch():
                 self._perform_hub(state.watching(link.number, peer.name, peer.incarnation, message, self.clock))
@@ -224,7 +223,7 @@ class Node:
                 case Send(number, message):
                     if (link := self.links.get(number)) is not None:
                         link.answer(message)
-                case Close(number):
+                case CloseLink(number):
                     if (link := self.links.get(number)) is not None:
                         link.drop()
                         self.hub_link_ended(link)
@@ -312,12 +311,12 @@ class Node:
         known = {member.node: member for member in before.members} if before is not None else None
         if before is not None and (newer := self.newest.after(before)) is not None:
             self.busy = False
-            self._feed(on.Started(newer, known or {}))
+            self._feed(ev.Started(newer, known or {}))
             return
 
-        def read() -> on.Event:
+        def read() -> ev.JoinEvent:
             rows = {name: row.to_value() for name, row in self.world.table.members.items()}
-            return on.Started(self._read_round(self.newest.newest), rows if known is None else known)
+            return ev.Started(self._read_round(self.newest.newest), rows if known is None else known)
 
         self.call(read, partial(self._answer, joiner))
 
@@ -338,7 +337,7 @@ class Node:
             self.busy = False
             self._feed(event)
 
-    def _feed(self, event: on.Event) -> None:
+    def _feed(self, event: ev.JoinEvent) -> None:
         """Bring an event to the joiner, perform its actions, and go on with what else has happened."""
         joiner = self.joiner
         before = joiner.state
@@ -346,7 +345,7 @@ class Node:
         self.schedule.moved(before, event, joiner.state)
         self.world.log(self, joiner.state, event, actions)
         for action in actions:
-            if isinstance(action, on.Call):
+            if isinstance(action, do.Call):
                 if self.newest.after(joiner.round) is None:
                     self.busy = True
                     self._call(joiner, action)
@@ -368,12 +367,12 @@ class Node:
         elif self.events:
             self._feed(self.events.popleft())
         elif (newer := self.newest.after(joiner.round)) is not None:
-            self._feed(on.NewerRound(newer))
+            self._feed(ev.NewerRound(newer))
         elif self.has_woken:
             self.has_woken = False
-            self._feed(on.Woken(self.hub.should_seal(), self.hub.take_read_request()))
+            self._feed(ev.Woken(self.hub.should_seal(), self.hub.take_read_request()))
         elif joiner.deadline <= self.clock:
-            self._feed(on.TimerFired())
+            self._feed(ev.TimerFired())
         else:
             self.world.at(
                 joiner.deadline - self.offset + 1e-6, lambda: self.when_running(partial(self._on_timer, joiner))
@@ -381,7 +380,7 @@ class Node:
 
     def _on_timer(self, joiner: Joiner) -> None:
         if self.joiner is joiner and not self.busy and joiner.deadline <= self.clock:
-            self._feed(on.TimerFired())
+            self._feed(ev.TimerFired())
 
     def _may_crash(self, action: object) -> None:
         """End here, between two actions, where the schedule has it so.
@@ -394,80 +393,80 @@ class Node:
         if not self.alive:
             raise DiedError
 
-    def _call(self, joiner: Joiner, call: on.Call) -> None:
+    def _call(self, joiner: Joiner, call: do.Call) -> None:
         self._may_crash(call)
         answer = partial(self._answer, joiner)
         match call:
-            case on.Prepare():
+            case do.PrepareRow():
                 self.me = replace(self.me, state="waiting")
                 wrote = self.written_version == self.round_version and self.round_seen == call.round
-                answer(on.Prepared(replace(self.me, round=call.round.number, store_port=1), wrote))
-            case on.TakeCandidates():
-                answer(on.CandidatesTaken(self.hub.watchers.candidates()))
-            case on.GetReady():
-                answer(on.GotReady(took_time=False))
-            case on.QueryMembers():
+                answer(ev.RowPrepared(replace(self.me, round=call.round.number, store_port=1), wrote))
+            case do.TakeCandidates():
+                answer(ev.CandidatesTaken(self.hub.watchers.candidates()))
+            case do.GetReady():
+                answer(ev.GotReady(took_time=False))
+            case do.QueryMembers():
                 self._query(call.round, answer)
-            case on.Reopen():
+            case do.Reopen():
                 change = do.Reopen(call.reason, call.lost, round_failed=call.round_failed)
-                self._change_row(change, lambda _: answer(on.Reopened()))
-            case on.Connect():
+                self._change_row(change, lambda _: answer(ev.Reopened()))
+            case do.Connect():
                 self._connect(call, answer)
-            case on.Enter():
+            case do.Enter():
                 self._enter(call, answer)
             case _:
                 self._call_table(call, answer)
 
-    def _call_table(self, call: on.Call, answer: Callable[[on.Event], object]) -> None:
+    def _call_table(self, call: do.Call, answer: Callable[[ev.JoinEvent], object]) -> None:
         table = self.world.table
         match call:
-            case on.ReadRound():
+            case do.ReadRound():
                 known = self.newest.newest
-                self.call(lambda: on.RoundRead(self._read_round(known)), answer)
-            case on.Restore():
-                self.call(lambda: on.RoundRead(self._read_round(call.known)), answer)
-            case on.ReadRows():
+                self.call(lambda: ev.RoundRead(self._read_round(known)), answer)
+            case do.Restore():
+                self.call(lambda: ev.RoundRead(self._read_round(call.known)), answer)
+            case do.ReadRows():
 
-                def read() -> on.Event:
+                def read() -> ev.JoinEvent:
                     row = table.round or Round()
                     self._see_row(row)
-                    return on.RowsRead(row, {name: member.to_value() for name, member in table.members.items()})
+                    return ev.RowsRead(row, {name: member.to_value() for name, member in table.members.items()})
 
                 if self.world.table_fails():
-                    self.call(on.RowsUnavailable, answer, seconds=10.0)
+                    self.call(ev.RowsUnavailable, answer, seconds=10.0)
                 else:
                     self.call(read, answer)
-            case on.WriteRow():
+            case do.WriteRow():
                 self.has_left = call.me.state == "left"
-                self.call(lambda: (table.members.__setitem__(self.name, call.me), on.RowWritten())[1], answer)
-            case on.WriteRound():
-                self.call(lambda: on.RoundWritten(self._replace_round(call.to)), answer)
-            case on.EndRound():
-                self.call(lambda: on.RoundWritten(self._end_row(call.round.number, call.to)), answer)
-            case on.ReadHeartbeat():
+                self.call(lambda: (table.members.__setitem__(self.name, call.me), ev.RowWritten())[1], answer)
+            case do.WriteRound():
+                self.call(lambda: ev.RoundWritten(self._replace_round(call.to)), answer)
+            case do.EndRound():
+                self.call(lambda: ev.RoundWritten(self._end_row(call.round.number, call.to)), answer)
+            case do.ReadHeartbeat():
 
-                def look() -> on.Event:
+                def look() -> ev.JoinEvent:
                     self.heartbeat_seen, version = table.heartbeat
-                    return on.HeartbeatRead(str(version), self.heartbeat_seen)
+                    return ev.HeartbeatRead(str(version), self.heartbeat_seen)
 
                 self.call(look, answer)
-            case on.ReadKey():
-                self.call(lambda: on.KeyRead(changed=False), answer)
+            case do.ReadKey():
+                self.call(lambda: ev.KeyRead(changed=False), answer)
 
-    def _connect(self, call: on.Connect, answer: Callable[[on.Event], object]) -> None:
+    def _connect(self, call: do.Connect, answer: Callable[[ev.JoinEvent], object]) -> None:
         if self.watch is not None and self.watch.server.incarnation == call.to.incarnation:
             self.watch.send(call.greeting)
-            answer(on.Connected())
+            answer(ev.Connected())
             return
         self._drop_watch()
 
         def connected(link: Connection | None, refused: bool) -> None:
             if link is None:
-                answer(on.ConnectFailed(refused, self.me if self.joiner is None else self.joiner.me))
+                answer(ev.ConnectFailed(refused, self.me if self.joiner is None else self.joiner.me))
                 return
             self.watch = link
             link.send(call.greeting)
-            answer(on.Connected())
+            answer(ev.Connected())
 
         self.dial(call.to, self._from_watched_hub, connected)
 
@@ -488,13 +487,13 @@ class Node:
     def _from_watched_hub(self, message: messages.Message | None) -> None:
         if message is None:
             self.watch = None
-            self.events.append(on.LinkEnded())
+            self.events.append(ev.LinkEnded())
         else:
             self._note_round(message)
             if isinstance(message, messages.Beat):
                 self.silence.learn(message.pause, self.clock)
             else:
-                self.events.append(on.HubSent(message))
+                self.events.append(ev.HubSent(message))
         self.wake()
 
     def _note_round(self, message: messages.Message) -> None:
@@ -502,7 +501,7 @@ class Node:
         if isinstance(message, messages.RoundChanged) and message.round is not None:
             if not self.newest.accept(message.round):
                 self.must_look = True
-                self.events.append(on.HubSent(messages.RoundChanged(None)))
+                self.events.append(ev.HubSent(messages.RoundChanged(None)))
         elif isinstance(message, messages.RoundChanged):
             self.must_look = True
 
@@ -511,7 +510,7 @@ class Node:
             self.watch.close()
             self.watch = None
 
-    def _enter(self, call: on.Enter, answer: Callable[[on.Event], object]) -> None:
+    def _enter(self, call: do.Enter, answer: Callable[[ev.JoinEvent], object]) -> None:
         round_ = call.round
         self.round, self.entered, self.over, self.reports = round_, self.clock, False, HubReports()
         self.last_round = round_.number
@@ -525,17 +524,17 @@ class Node:
 
         def connected(link: Connection | None, refused: bool) -> None:
             if link is None:
-                answer(on.EntryFailed(f"{self} cannot reach {round_.members[0].node}", not refused, self.me))
+                answer(ev.EntryFailed(f"{self} cannot reach {round_.members[0].node}", not refused, self.me))
                 return
             self.link = link
-            link.send(messages.Hello(round_.number))
-            answer(on.Entered())
+            link.send(messages.MemberHello(round_.number))
+            answer(ev.Entered())
 
         if self.link is not None:
             self.link.close()
         self.dial(round_.members[0], self._from_leader, connected)
 
-    def _query(self, round_: Round, answer: Callable[[on.Event], object]) -> None:
+    def _query(self, round_: Round, answer: Callable[[ev.JoinEvent], object]) -> None:
         answers: list[bool | None] = []
         for member in round_.members[1:9]:
             other = self.world.node_at(member)
@@ -550,23 +549,23 @@ class Node:
                 answers.append(None)
             else:
                 answers.append(other.link is not None)
-        self.world.after(1.2, lambda: self.when_running(lambda: answer(on.MembersAnswered(answers))))
+        self.world.after(1.2, lambda: self.when_running(lambda: answer(ev.MembersAnswered(answers))))
 
-    def _perform(self, joiner: Joiner, action: on.Action) -> None:
+    def _perform(self, joiner: Joiner, action: do.JoinAction) -> None:
         self._may_crash(action)
         match action:
-            case on.Offer():
+            case do.Offer():
                 self._perform_hub(self.hub.add_own(action.round, action.me))
                 self.has_woken = True
-            case on.Greet() if self.watch is not None:
+            case do.Greet() if self.watch is not None:
                 self.watch.send(action.greeting)
-            case on.Disconnect():
+            case do.EndWatch():
                 self._drop_watch()
-            case on.Forward():
+            case do.Forward():
                 self._perform_hub(self.hub.publish(action.round))
                 if action.to_hub and self.watch is not None:
                     self.watch.send(messages.RoundChanged(action.round))
-            case on.NudgeHeartbeat():
+            case do.NudgeHeartbeat():
                 table = self.world.table
                 self.call(
                     lambda: setattr(table, "heartbeat", (table.heartbeat[0], table.heartbeat[1] + 1)), lambda _: None
@@ -623,14 +622,14 @@ class Node:
         if message is None:
             given_up = self._pauses.was_given_up(self.silence.smallest(self.clock), self.clock)
             self.link = None
-            self.reports.take(on.LinkEnded(was_given_up=given_up))
+            self.reports.take(ev.LinkEnded(was_given_up=given_up))
         else:
             if isinstance(message, messages.Beat):
                 self.silence.learn(message.pause, self.clock)
             if isinstance(message, messages.Broadcast):
                 self.inbox.append(ev.FromLeader(message.body))
             self._note_round(message)
-            self.reports.take(on.HubSent(message))
+            self.reports.take(ev.HubSent(message))
         self.wake()
 
     def _status(self) -> ev.RoundSeen:
@@ -728,7 +727,7 @@ class Node:
                 def written(mine: bool) -> None:
                     self.busy = False
                     if self.training is training:
-                        self._take_event(training, ev.RowWritten(mine, self._left_in_order()))
+                        self._take_event(training, ev.EndWritten(mine, self._left_in_order()))
 
                 self._change_row(action, written)
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from azureml_elastic.ipc.worker_messages import Decide, Prepare, Vote
-from azureml_elastic.node.core import training_events as ev
+from azureml_elastic.node.core import events as ev
 from azureml_elastic.node.core.failures import Failure, FailureKind
 from azureml_elastic.node.core.round import Round
 

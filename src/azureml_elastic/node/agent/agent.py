@@ -21,8 +21,8 @@ from azureml_elastic.ledger.events import NodeReady, RoundEntered, WorkersStarte
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.round_runner import RoundRunner
 from azureml_elastic.node.agent.worker_group import WorkerGroup
+from azureml_elastic.node.core.actions import Close
 from azureml_elastic.node.core.training import State
-from azureml_elastic.node.core.training_actions import Close
 from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
 from azureml_elastic.node.rendezvous.link import Assignment

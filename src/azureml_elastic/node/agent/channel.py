@@ -253,7 +253,7 @@ class Channel:
                 self.workers.expected = message.steps
             case worker_messages.Vote():
                 self.workers.answer(state, local_rank, message)
-            case worker_messages.Connected():
+            case worker_messages.RanksConnected():
                 state.connected = True
             case worker_messages.Parked():
                 self.workers.park(local_rank)

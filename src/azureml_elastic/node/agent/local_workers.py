@@ -19,7 +19,7 @@ from azureml_elastic.ipc.worker_messages import (
     Prepare,
     Vote,
 )
-from azureml_elastic.node.core.training_events import Pace, WorkersSeen
+from azureml_elastic.node.core.events import Pace, WorkersSeen
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
 __all__ = ["LocalWorkers", "RoundState", "WorkerState"]

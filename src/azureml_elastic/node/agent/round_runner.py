@@ -19,11 +19,11 @@ from azureml_elastic.node.agent.event_logs import ObservationLog
 from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch
 from azureml_elastic.node.agent.session_watch import SessionWatch
 from azureml_elastic.node.agent.worker_processes import Workers
-from azureml_elastic.node.core import training_actions as do
-from azureml_elastic.node.core import training_events as ev
+from azureml_elastic.node.core import actions as do
+from azureml_elastic.node.core import events as ev
+from azureml_elastic.node.core.events import Hang, Hung, Learned, StacksWritten, TrainingEvent
 from azureml_elastic.node.core.messages import Done, Report
 from azureml_elastic.node.core.training import Training
-from azureml_elastic.node.core.training_events import Hang, Hung, Learned, StacksWritten, TrainingEvent
 from azureml_elastic.node.failures.classification import describe_ending, hang_failure, root_cause, store_failure
 from azureml_elastic.node.failures.host_strikes import HostStrikes, incident_id, worker_fault
 from azureml_elastic.node.hangs.detector import HangDetector
@@ -246,7 +246,7 @@ class RoundPerformer:
         """Record an event of the present round in the ledger."""
         self._recorder.record(kind, self._rdzv.membership.last_round, **fields)
 
-    def _send(self, action: do.Message) -> None:
+    def _send(self, action: do.Sending) -> None:
         match action:
             case do.ToLeader(body):
                 self._rdzv.membership.send_to_leader(Report(body))
@@ -274,20 +274,20 @@ class RoundPerformer:
             case do.FlushProgress():
                 self._channel.record_last_step()
 
-    def _change_row(self, action: do.RowAction) -> ev.RowWritten:
+    def _change_row(self, action: do.RowAction) -> ev.EndWritten:
         round_end = self._rdzv.round_end
         if isinstance(action, do.Close):
             mine = round_end.close(action)
             if mine:
                 self.record(RunEnded, succeeded=action.succeeded, message=action.message)
-            return ev.RowWritten(mine)
+            return ev.EndWritten(mine)
         written = round_end.reopen(action)
         if written is None:
-            return ev.RowWritten(mine=False)
+            return ev.EndWritten(mine=False)
         self.record(RoundReopened, reason=action.reason, lost=tuple(sorted(action.lost)))
         if written.closed:  # it was one failed round too many
             self.record(RunEnded, succeeded=False, message=written.message)
-        return ev.RowWritten(True, round_end.left_in_order(action.lost))
+        return ev.EndWritten(True, round_end.left_in_order(action.lost))
 
     def _read_failures(self, gave_way: frozenset[int]) -> ev.Failures:
         ranks = self._rdzv.membership.assignment.global_ranks

@@ -21,9 +21,8 @@ from collections.abc import Iterable, Sequence
 
 from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.ipc.agent_interface import Action
-from azureml_elastic.ipc.agent_messages import Decision, Leaving, Prepare, Stopped, Vote
-from azureml_elastic.node.core.round import Round
-from azureml_elastic.node.core.training_actions import (
+from azureml_elastic.ipc.agent_messages import Decision, Leaving, NodeStopped, Prepare, Vote
+from azureml_elastic.node.core.actions import (
     AwaitSave,
     ForgetSaves,
     HoldWorkers,
@@ -33,7 +32,8 @@ from azureml_elastic.node.core.training_actions import (
     ToMembers,
     TrainingAction,
 )
-from azureml_elastic.node.core.training_events import Noticed, Pace, WorkersSeen
+from azureml_elastic.node.core.events import Noticed, Pace, WorkersSeen
+from azureml_elastic.node.core.round import Round
 
 __all__ = [
     "BoundaryCoordinator",
@@ -124,7 +124,7 @@ class BoundaryCoordinator:
         """Whether some worker's training loop has ended: the run is about to end."""
         self.leaving = False
         """Whether all workers are about to leave at a step."""
-        self._stopped: dict[str, Stopped] = {}
+        self._stopped: dict[str, NodeStopped] = {}
 
     @property
     def stopped(self) -> frozenset[str]:
@@ -136,7 +136,7 @@ class BoundaryCoordinator:
         """Whether the workers of all nodes have stopped. Where all have finished instead, the run ends well."""
         return self._members <= self._stopped.keys() and not all(each.finished for each in self._stopped.values())
 
-    def stop(self, node: str, report: Stopped) -> None:
+    def stop(self, node: str, report: NodeStopped) -> None:
         """Record a node's report."""
         self._stopped[node] = report
 

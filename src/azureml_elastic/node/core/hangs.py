@@ -35,8 +35,7 @@ from dataclasses import dataclass
 
 from azureml_elastic.config import Plan
 from azureml_elastic.ipc.agent_messages import AllPlaced, Dumped, DumpStacks, Placed
-from azureml_elastic.node.core.round import Round
-from azureml_elastic.node.core.training_actions import (
+from azureml_elastic.node.core.actions import (
     AdoptVerdict,
     FindPair,
     RecordHang,
@@ -45,7 +44,8 @@ from azureml_elastic.node.core.training_actions import (
     TrainingAction,
     WriteStacks,
 )
-from azureml_elastic.node.core.training_events import Hang, Hung
+from azureml_elastic.node.core.events import Hang, Hung
+from azureml_elastic.node.core.round import Round
 
 __all__ = ["HangPolicy", "HangResponse", "PeerDiscovery", "pause_limit", "step_limit"]
 

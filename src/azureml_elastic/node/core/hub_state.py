@@ -11,15 +11,14 @@ from dataclasses import dataclass, field
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.node.core import messages
-from azureml_elastic.node.core.join_events import HubSent, LinkEnded
+from azureml_elastic.node.core.events import HubSent, LinkEnded, RoundSeen
 from azureml_elastic.node.core.pauses import BeatWatch, PauseDetector, SilenceLimit
 from azureml_elastic.node.core.replicas import room_for
 from azureml_elastic.node.core.round import Limits, Member, Round
 from azureml_elastic.node.core.sealing import candidates
-from azureml_elastic.node.core.training_events import RoundSeen
 from azureml_elastic.node.core.watchers import Watcher, Watchers
 
-__all__ = ["Close", "HubAction", "HubReports", "HubState", "HubView", "SealQueue", "Send", "SendAll"]
+__all__ = ["CloseLink", "HubAction", "HubReports", "HubState", "HubView", "SealQueue", "Send", "SendAll"]
 
 _WATCHER_TIMEOUT_FACTOR = 3
 """Heartbeat timeouts after which a silent waiting node is dropped: nothing depends on its answers."""
@@ -75,14 +74,14 @@ class SendAll:
 
 
 @dataclass(frozen=True)
-class Close:
+class CloseLink:
     """The connection of this number is to be closed."""
 
     link: int
     reason: str
 
 
-HubAction = Send | SendAll | Close
+HubAction = Send | SendAll | CloseLink
 
 
 @dataclass
@@ -211,7 +210,7 @@ class HubState:
         self._silence.returned(incarnation, now)
         round_ = self._round
         if round_ is not None and number == round_.number and round_.rank_of(node, incarnation) is None:
-            return [Close(link, f"{node} is not a member of round {number} in this incarnation")]
+            return [CloseLink(link, f"{node} is not a member of round {number} in this incarnation")]
         self._peers[link] = peer
         # The sealed round may reach a member before it reaches this node. A greeting of an older one is only late.
         if round_ is None or number >= round_.number:
@@ -236,7 +235,7 @@ class HubState:
         """A node says for what it waits."""
         candidacy = watch.candidacy
         if candidacy is not None and (candidacy.node, candidacy.incarnation) != (node, incarnation):
-            return [Close(link, f"{node} wants to be a candidate in the name of {candidacy.node}")]
+            return [CloseLink(link, f"{node} wants to be a candidate in the name of {candidacy.node}")]
         self._silence.returned(incarnation, now)
         before = self._peers.get(link)
         self._peers[link] = _Peer(node, incarnation, before.round if before is not None else 0, waits=True)
@@ -291,7 +290,7 @@ class HubState:
 
         longest = _WATCHER_TIMEOUT_FACTOR * self._silence.timeout
         actions: list[HubAction] = [
-            Close(watcher.link, "silent")
+            CloseLink(watcher.link, "silent")
             for watcher in self.watchers.nodes.values()
             if watcher.link in last_received and self._pauses.silence(last_received[watcher.link], now) > longest
         ]
@@ -311,7 +310,7 @@ class HubState:
             absent = sorted(self._names() - here) if is_late else []
             known = len(self._lost)
             actions += self._lose([*silent, *absent], absent)
-            actions += [Close(link, "silent") for link in silent.values()]
+            actions += [CloseLink(link, "silent") for link in silent.values()]
             if len(self._lost) > known:
                 return actions
         return actions or None

@@ -31,7 +31,8 @@ from enum import Enum
 from typing import Any
 
 from azureml_elastic.config import RendezvousTimings
-from azureml_elastic.node.core import join_events as on
+from azureml_elastic.node.core import actions as do
+from azureml_elastic.node.core import events as ev
 from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.joining import Staleness, greeting_of, is_leader_unreachable
 from azureml_elastic.node.core.round import Limits, Member, Round, has_gone_back, reopened
@@ -152,26 +153,26 @@ class Joiner:
         self._candidacy: Candidacy | None = None
         self._waiting = self._new_waiting(0.0)
 
-    def handle(self, event: on.Event, now: float) -> list[on.Action]:
+    def handle(self, event: ev.JoinEvent, now: float) -> list[do.JoinAction]:
         """Process what has happened, and return what is to be done."""
         match event:
-            case on.Started():
+            case ev.Started():
                 self._known = event.known
                 return self._go_on(event.round, now)
-            case on.NewerRound():
+            case ev.NewerRound():
                 return self._moved(event.round, now)
-            case on.Woken():
+            case ev.Woken():
                 self._must_read |= event.must_read
-            case on.Connected():
+            case ev.Connected():
                 self._link, self._dialled = self._dialled, None
-            case on.LinkEnded():
+            case ev.LinkEnded():
                 self._ended, self._link = self._link, None
-            case on.Reopened():
+            case ev.Reopened():
                 self.state = JoinState.CHOOSING
-                return [on.ReadRound()]
-            case on.MarksChanged():
+                return [do.ReadRound()]
+            case ev.MarksChanged():
                 self.me = event.me
-            case on.HubSent():
+            case ev.HubSent():
                 self._hub_sent(event.message)
         match self.state:
             case JoinState.CHOOSING:
@@ -190,7 +191,7 @@ class Joiner:
 
     # --- from version to version -------------------------------------------------------------------------------------
 
-    def _go_on(self, round_: Round, now: float) -> list[on.Action]:
+    def _go_on(self, round_: Round, now: float) -> list[do.JoinAction]:
         """Act on a version of the round, after a pause where it is not newer than the one before."""
         pause = 0.0
         if round_.is_newer_than(self._seen):
@@ -208,48 +209,48 @@ class Joiner:
         self.state, self.round, self.deadline = JoinState.CHOOSING, round_, now + pause
         return [] if pause else self._act()
 
-    def _moved(self, round_: Round, now: float) -> list[on.Action]:
+    def _moved(self, round_: Round, now: float) -> list[do.JoinAction]:
         """Go on with another version of the round, which the nodes at this node's hub may not have."""
         waited = self.state in (JoinState.CANDIDATE, JoinState.RESTORING, JoinState.SPARE)
         # Not back to the hub that has sent it.
         to_hub = self._link is not None and round_.is_newer_than(self._link.received)
-        return [*([on.Forward(round_, to_hub)] if waited else []), *self._go_on(round_, now)]
+        return [*([do.Forward(round_, to_hub)] if waited else []), *self._go_on(round_, now)]
 
-    def _act(self) -> list[on.Action]:
+    def _act(self) -> list[do.JoinAction]:
         round_, self.deadline = self.round, float("inf")
         if round_.closed:
             self.state = JoinState.OVER
-            return [on.Finish(round_)]
+            return [do.Finish(round_)]
         if round_.state == "open":
-            return [on.Prepare(round_)]
+            return [do.PrepareRow(round_)]
         rank = round_.rank_of(self.me.node, self.me.incarnation)
         # The round has this node's port for the store, on which it listens only since it was prepared.
         if rank is not None and self._is_prepared and self._last_round < round_.number:
             self.state, self._waiting = JoinState.ENTERING, self._new_waiting(_RETRY_SECONDS[0])
             self._waiting.rank = rank
-            return [on.Enter(round_, rank)]
+            return [do.Enter(round_, rank)]
         if self._last_round == round_.number:
             # This node has left its own round, and the node that should end it may be dead.
-            return [on.Reopen(f"{self.me.node} has left the round")]
-        return [on.GetReady()]
+            return [do.Reopen(f"{self.me.node} has left the round")]
+        return [do.GetReady()]
 
-    def _choosing(self, event: on.Event, now: float) -> list[on.Action]:
+    def _choosing(self, event: ev.JoinEvent, now: float) -> list[do.JoinAction]:
         match event:
-            case on.TimerFired():
+            case ev.TimerFired():
                 return self._act()
-            case on.Prepared():
+            case ev.RowPrepared():
                 return self._begin_candidacy(event, now)
-            case on.GotReady(took_time=False):
+            case ev.GotReady(took_time=False):
                 return self._begin_spare(now)
-            case on.GotReady():
-                return [on.ReadRound()]
-            case on.RoundRead():
+            case ev.GotReady():
+                return [do.ReadRound()]
+            case ev.RoundRead():
                 return self._go_on(event.round, now)
         return []
 
     # --- a candidate of an open round --------------------------------------------------------------------------------
 
-    def _begin_candidacy(self, prepared: on.Prepared, now: float) -> list[on.Action]:
+    def _begin_candidacy(self, prepared: ev.RowPrepared, now: float) -> list[do.JoinAction]:
         self.state, self.me, self._is_prepared = JoinState.CANDIDATE, prepared.me, True
         me = prepared.me
         self._candidacy = candidacy = Candidacy(
@@ -257,42 +258,42 @@ class Joiner:
         )
         # In the first round nodes find each other by their rows. Later they know each other, and a message suffices.
         if self.round.number == 1 or self._has_left:
-            return [on.WriteRow(me, self.round)]
+            return [do.WriteRow(me, self.round)]
         return self._look_after(candidacy, now)
 
-    def _waits_for_seal(self, event: on.Event, now: float) -> list[on.Action]:
+    def _waits_for_seal(self, event: ev.JoinEvent, now: float) -> list[do.JoinAction]:
         mine = self._candidacy
         assert mine is not None
         match event:
-            case on.Woken():
+            case ev.Woken():
                 mine.should_seal = event.should_seal
                 mine.schedule.hub_received()
                 # It decides when the last node has come, which it need not read the rows for.
                 if mine.knows_all:
-                    return [on.TakeCandidates()]
-            case on.HubSent(message=messages.SealPosition(position=int())):
+                    return [do.TakeCandidates()]
+            case ev.HubSent(message=messages.SealPosition(position=int())):
                 mine.schedule.candidate_came()
-            case on.MarksChanged():
+            case ev.MarksChanged():
                 mine.offer_again(now)
-            case on.RowWritten():
+            case ev.RowWritten():
                 mine.written, self._has_left = True, False
-            case on.ConnectFailed():
+            case ev.ConnectFailed():
                 return self._connect_failed(mine, event, now)
-            case on.LinkEnded(refused=True):
-                return [on.ReadKey()]
-            case on.LinkEnded():
+            case ev.LinkEnded(refused=True):
+                return [do.ReadKey()]
+            case ev.LinkEnded():
                 self._choose_another(mine, now)
-            case on.KeyRead(changed=True):
+            case ev.KeyRead(changed=True):
                 mine.schedule.read_now(now)  # the same hub accepts this node now
-            case on.KeyRead():
+            case ev.KeyRead():
                 self._choose_another(mine, now)
-            case on.RowsUnavailable():
+            case ev.RowsUnavailable():
                 mine.could_not_read(now)
-            case on.RowsRead():
+            case ev.RowsRead():
                 return self._rows_read(mine, event, now)
-            case on.CandidatesTaken():
+            case ev.CandidatesTaken():
                 return self._decide(mine, event.candidates, now)
-            case on.HeartbeatRead() | on.RoundTooLarge() | on.RoundWritten() | on.RoundRead():
+            case ev.HeartbeatRead() | ev.RoundTooLarge() | ev.RoundWritten() | ev.RoundRead():
                 return self._sealing(mine, event, now)
         return self._look_after(mine, now)
 
@@ -304,7 +305,7 @@ class Joiner:
             # node for lost before it looks there by itself.
             mine.schedule.read_now(now)
 
-    def _connect_failed(self, mine: Candidacy, failed: on.ConnectFailed, now: float) -> list[on.Action]:
+    def _connect_failed(self, mine: Candidacy, failed: ev.ConnectFailed, now: float) -> list[do.JoinAction]:
         assert self._dialled is not None
         was_known = mine.points.connect_failed(self._dialled.to, refused=failed.refused)
         self._dialled = None
@@ -316,12 +317,12 @@ class Joiner:
         # An attempt that was not refused took seconds: write this node's row before the next one.
         return self._look_after(mine, now, meets=failed.refused)
 
-    def _look_after(self, mine: Candidacy, now: float, *, meets: bool = True) -> list[on.Action]:
+    def _look_after(self, mine: Candidacy, now: float, *, meets: bool = True) -> list[do.JoinAction]:
         """Return what a candidate does next: connect, write its row, decide, read, or wait."""
-        schedule, actions = mine.schedule, list[on.Action]()
+        schedule, actions = mine.schedule, list[do.JoinAction]()
         if not mine.offered:
             mine.offered = True
-            actions.append(on.Offer(self.round, self.me))
+            actions.append(do.Offer(self.round, self.me))
         if meets:
             point = mine.points.choose()
             if point is None:
@@ -339,53 +340,53 @@ class Joiner:
         # Who is at no hub, and at whose own nobody meets, is known by its row alone. The others write theirs after a
         # second, since the node of the hub may die with all that it was sent.
         if not mine.written and ((link is None and not is_first) or now >= mine.write_at):
-            return [*actions, on.WriteRow(self.me, self.round)]
+            return [*actions, do.WriteRow(self.me, self.round)]
         if schedule.take_decision(now):
-            return [*actions, on.TakeCandidates()]
+            return [*actions, do.TakeCandidates()]
         if schedule.should_read(now):
-            return [*actions, on.ReadRows()]
+            return [*actions, do.ReadRows()]
         self.deadline = now + schedule.seconds_left(now)
         if not mine.written:
             self.deadline = min(self.deadline, mine.write_at)
         return actions
 
-    def _rows_read(self, mine: Candidacy, read: on.RowsRead, now: float) -> list[on.Action]:
+    def _rows_read(self, mine: Candidacy, read: ev.RowsRead, now: float) -> list[do.JoinAction]:
         if has_gone_back(read.round, self.round):
-            return [on.Restore(read.round, self.round)]
+            return [do.Restore(read.round, self.round)]
         if read.round.is_newer_than(self.round):
             return self._moved(read.round, now)
         mine.read(read.roster, self.me, now)
-        return [on.TakeCandidates()]
+        return [do.TakeCandidates()]
 
-    def _decide(self, mine: Candidacy, received: Sequence[Member], now: float) -> list[on.Action]:
+    def _decide(self, mine: Candidacy, received: Sequence[Member], now: float) -> list[do.JoinAction]:
         match mine.decide(received, self.me, now):
             case Verdict.SEAL:
-                return [on.WriteRound(mine.sealed)]
+                return [do.WriteRound(mine.sealed)]
             case Verdict.CONFIRM:
-                return [on.ReadHeartbeat()]
+                return [do.ReadHeartbeat()]
             case Verdict.WAIT:
                 return self._look_after(mine, now)
 
-    def _sealing(self, mine: Candidacy, event: on.Event, now: float) -> list[on.Action]:
+    def _sealing(self, mine: Candidacy, event: ev.JoinEvent, now: float) -> list[do.JoinAction]:
         match event:
-            case on.HeartbeatRead() if event.round >= self.round.number:
+            case ev.HeartbeatRead() if event.round >= self.round.number:
                 # The row went back in time. Sealing it would begin a second run beside one that may still train.
                 return self._begin_restoring(event.round)
-            case on.HeartbeatRead():
+            case ev.HeartbeatRead():
                 mine.confirm(self.me)
-                return [on.WriteRound(mine.sealed)]
-            case on.RoundTooLarge():
+                return [do.WriteRound(mine.sealed)]
+            case ev.RoundTooLarge():
                 mine.fail(event.error)
-                return [on.WriteRound(mine.sealed)]
-            case on.RoundWritten(written=True):
-                return [*(on.Warn(text) for text in mine.describe()), *self._moved(mine.sealed, now)]
-            case on.RoundRead():
+                return [do.WriteRound(mine.sealed)]
+            case ev.RoundWritten(written=True):
+                return [*(do.Warn(text) for text in mine.describe()), *self._moved(mine.sealed, now)]
+            case ev.RoundRead():
                 return self._moved(event.round, now)
-        return [on.ReadRound()]  # another node has changed it first
+        return [do.ReadRound()]  # another node has changed it first
 
     # --- rows that went back in time ---------------------------------------------------------------------------------
 
-    def _begin_restoring(self, later: int) -> list[on.Action]:
+    def _begin_restoring(self, later: int) -> list[do.JoinAction]:
         """Wait until a node of a later round has written its row again, or write it where none of them lives.
 
         Args:
@@ -398,68 +399,68 @@ class Joiner:
             f"The table's row holds round {self.round.number} (open), but round {later} has run: rows went back in "
             "time or are gone. Waiting for a node of that round."
         )
-        return [on.Warn(warning), on.NudgeHeartbeat(), on.ReadHeartbeat()]
+        return [do.Warn(warning), do.NudgeHeartbeat(), do.ReadHeartbeat()]
 
-    def _restoring(self, event: on.Event, now: float) -> list[on.Action]:
+    def _restoring(self, event: ev.JoinEvent, now: float) -> list[do.JoinAction]:
         match event:
-            case on.HeartbeatRead():
+            case ev.HeartbeatRead():
                 if self._waiting.heartbeat.see(event.version, now):
-                    return [on.Restore(self.round, Round(self._waiting.later, "sealed"))]
+                    return [do.Restore(self.round, Round(self._waiting.later, "sealed"))]
                 self.deadline = now + self._waiting.pause
-            case on.TimerFired() | on.Woken():
-                return [on.ReadRound()]
-            case on.RoundRead():
-                return self._moved(event.round, now) if event.round.is_newer_than(self.round) else [on.ReadHeartbeat()]
+            case ev.TimerFired() | ev.Woken():
+                return [do.ReadRound()]
+            case ev.RoundRead():
+                return self._moved(event.round, now) if event.round.is_newer_than(self.round) else [do.ReadHeartbeat()]
         return []
 
     # --- a spare beside a sealed round -------------------------------------------------------------------------------
 
-    def _begin_spare(self, now: float) -> list[on.Action]:
+    def _begin_spare(self, now: float) -> list[do.JoinAction]:
         self.state, self._waiting = JoinState.SPARE, self._new_waiting(_ALONE_SECONDS[0])
         self._waiting.dial_at, self._waiting.read_at = now, now + _CHECK_SECONDS
         return self._watch(now)
 
-    def _waits_beside(self, event: on.Event, now: float) -> list[on.Action]:
+    def _waits_beside(self, event: ev.JoinEvent, now: float) -> list[do.JoinAction]:
         waiting = self._waiting
         match event:
-            case on.HubSent(message=messages.SealPosition(unreachable_from=names)):
+            case ev.HubSent(message=messages.SealPosition(unreachable_from=names)):
                 if names not in ((), waiting.unreachable_from):
                     waiting.unreachable_from = names
-                    return [on.NoRoom(self.round, names), *self._watch(now)]
-            case on.ConnectFailed():
+                    return [do.NoRoom(self.round, names), *self._watch(now)]
+            case ev.ConnectFailed():
                 self.me, self._dialled = event.me, None
                 waiting.dial_at, waiting.read_at = now + waiting.pause, now
                 # A hub listens for as long as its node lives. One that was never reached may be behind a firewall that
                 # refuses: nodes that took each other for dead would end each other's rounds for ever.
                 waiting.has_ended = event.refused and waiting.reached and len(self.round.members) == 1
-            case on.LinkEnded():
+            case ev.LinkEnded():
                 waiting.reached |= self._ended is not None and self._ended.answered
                 waiting.dial_at, waiting.read_at = now + waiting.pause, now
                 if event.refused:
-                    return [on.ReadKey()]
-            case on.RoundRead():
+                    return [do.ReadKey()]
+            case ev.RoundRead():
                 if event.round.is_newer_than(self.round):
                     return self._moved(event.round, now)
                 if waiting.has_ended:  # and it has not written why
                     return self._give_round_up("has lost its only member")
                 if not self._is_answered:
-                    return [on.ReadHeartbeat()]
+                    return [do.ReadHeartbeat()]
                 waiting.read_at = now + _CHECK_SECONDS
-            case on.HeartbeatRead():
+            case ev.HeartbeatRead():
                 if waiting.heartbeat.see(event.version, now):
                     return self._give_round_up("has stopped writing its heartbeat")
                 waiting.pause = min(_ALONE_SECONDS[1], waiting.pause * 1.5)
                 waiting.read_at = now + waiting.pause
-            case on.RoundWritten(written=True):
+            case ev.RoundWritten(written=True):
                 return self._moved(self._without_members(), now)
-            case on.RoundWritten():
+            case ev.RoundWritten():
                 waiting.read_at = now  # another node has changed it first
         return self._watch(now)
 
-    def _watch(self, now: float) -> list[on.Action]:
+    def _watch(self, now: float) -> list[do.JoinAction]:
         """Return what a spare does next: connect, read the round's row, or wait."""
         waiting, first = self._waiting, self.round.members[0]
-        actions: list[on.Action] = []
+        actions: list[do.JoinAction] = []
         # On a connection that is there, too: what this node waits for may have changed.
         if now >= waiting.dial_at or self._is_linked_to(first):
             actions = self._connect(first, f"rank 0 of round {self.round.number}")
@@ -470,13 +471,13 @@ class Joiner:
             waiting.heartbeat.reset()
         if self._must_read or now >= waiting.read_at:
             self._must_read = False
-            return [*actions, on.ReadRound()]
+            return [*actions, do.ReadRound()]
         self.deadline = waiting.read_at if self._link is not None else min(waiting.read_at, waiting.dial_at)
         return actions
 
-    def _give_round_up(self, why: str) -> list[on.Action]:
+    def _give_round_up(self, why: str) -> list[do.JoinAction]:
         warning = f"Round {self.round.number} {why}; it is reopened without its members."
-        return [on.Warn(warning), on.EndRound(self.round, self._without_members())]
+        return [do.Warn(warning), do.EndRound(self.round, self._without_members())]
 
     def _without_members(self) -> Round:
         # None of them is waited for. Those that live read the row, and come back like new nodes.
@@ -485,98 +486,98 @@ class Joiner:
 
     # --- entering a sealed round -------------------------------------------------------------------------------------
 
-    def _entering(self, event: on.Event, now: float) -> list[on.Action]:
+    def _entering(self, event: ev.JoinEvent, now: float) -> list[do.JoinAction]:
         waiting = self._waiting
         match event:
-            case on.Entered() | on.EntryFailed():
+            case ev.Entered() | ev.EntryFailed():
                 # After a failed attempt, too: this node has its assignment in the round since then, and a reopening
                 # ends that one.
                 self._last_round, self.deadline = self.round.number, float("inf")
         match event:
-            case on.Entered(refused=True) if waiting.tries < _KEY_TRIES:
+            case ev.Entered(refused=True) if waiting.tries < _KEY_TRIES:
                 waiting.tries += 1
                 self.deadline = now + _RETRY_SECONDS[0]
-            case on.Entered():
+            case ev.Entered():
                 self.state = JoinState.IN
-                return [on.Take()]
-            case on.TimerFired():
-                return [on.ReadKey()]
-            case on.KeyRead():
-                return [on.Enter(self.round, waiting.rank)]
-            case on.EntryFailed(unreachable=False):
+                return [do.Take()]
+            case ev.TimerFired():
+                return [do.ReadKey()]
+            case ev.KeyRead():
+                return [do.Enter(self.round, waiting.rank)]
+            case ev.EntryFailed(unreachable=False):
                 return self._without_leader(event.reason)
-            case on.EntryFailed():
+            case ev.EntryFailed():
                 waiting.reason, self.me = event.reason, event.me
-                return [on.QueryMembers(self.round)]
-            case on.MembersAnswered():
+                return [do.QueryMembers(self.round)]
+            case ev.MembersAnswered():
                 verdict = is_leader_unreachable(event.answers)
                 if verdict is None:
-                    return [on.ReadHeartbeat()]
+                    return [do.ReadHeartbeat()]
                 return self._without_leader(waiting.reason) if verdict else self._stay_outside()
-            case on.HeartbeatRead():
+            case ev.HeartbeatRead():
                 runs = event.round == self.round.number
                 return self._stay_outside() if runs else self._without_leader(waiting.reason)
         return []
 
-    def _without_leader(self, reason: str) -> list[on.Action]:
+    def _without_leader(self, reason: str) -> list[do.JoinAction]:
         """End the round without rank 0's node."""
-        return [on.Reopen(reason, frozenset({self.round.members[0].node}), round_failed=True)]
+        return [do.Reopen(reason, frozenset({self.round.members[0].node}), round_failed=True)]
 
-    def _stay_outside(self) -> list[on.Action]:
+    def _stay_outside(self) -> list[do.JoinAction]:
         self.state = JoinState.OUTSIDE
         warning = f"Round {self.round.number} may go on without this node, which keeps trying to enter it."
         # The row says so, so that a next round does not wait for this node, and rank 0's can say why it never came.
         me = replace(self.me, state="left", reason=self._waiting.reason)
-        return [on.Warn(warning), on.WriteRow(me, self.round)]
+        return [do.Warn(warning), do.WriteRow(me, self.round)]
 
-    def _outside(self, event: on.Event, now: float) -> list[on.Action]:
+    def _outside(self, event: ev.JoinEvent, now: float) -> list[do.JoinAction]:
         waiting = self._waiting
         match event:
-            case on.RowWritten() if waiting.entered:
+            case ev.RowWritten() if waiting.entered:
                 self.state, self._has_left = JoinState.IN, False
-                return [on.Take()]
-            case on.RowWritten():
+                return [do.Take()]
+            case ev.RowWritten():
                 self._has_left = True
-                return [on.ReadHeartbeat()]
-            case on.HeartbeatRead():
+                return [do.ReadHeartbeat()]
+            case ev.HeartbeatRead():
                 if waiting.heartbeat.see(event.version, now):
                     return self._without_leader(waiting.reason)
                 self.deadline = now + waiting.pause
                 waiting.pause = min(_RETRY_SECONDS[1], 1.5 * waiting.pause)
-            case on.TimerFired():
+            case ev.TimerFired():
                 self.deadline = float("inf")
-                return [on.ReadRound()]
-            case on.RoundRead():
+                return [do.ReadRound()]
+            case ev.RoundRead():
                 if event.round.is_newer_than(self.round):
                     return self._go_on(event.round, now)
-                return [on.Enter(self.round, waiting.rank, again=True)]
-            case on.Entered():
+                return [do.Enter(self.round, waiting.rank, again=True)]
+            case ev.Entered():
                 waiting.entered = True
                 # Its row says that it has left: the next round would not wait for it.
-                return [on.WriteRow(replace(self.me, round=self.round.number), self.round)]
-            case on.EntryFailed(unreachable=False):
+                return [do.WriteRow(replace(self.me, round=self.round.number), self.round)]
+            case ev.EntryFailed(unreachable=False):
                 return self._without_leader(event.reason)
-            case on.EntryFailed():
-                return [on.ReadHeartbeat()]
+            case ev.EntryFailed():
+                return [do.ReadHeartbeat()]
         return []
 
     # --- the connection to another node's hub ------------------------------------------------------------------------
 
-    def _connect(self, to: Member, purpose: str) -> list[on.Action]:
+    def _connect(self, to: Member, purpose: str) -> list[do.JoinAction]:
         """Return what connects this node to a hub, or tells that hub what this node waits for now."""
         greeting = greeting_of(self.me, self.round)
         link = self._link
         if link is None or not self._is_linked_to(to):
             self._link, self._dialled = None, _Link(to, greeting)
-            return [on.Connect(to, greeting, purpose)]
+            return [do.Connect(to, greeting, purpose)]
         if greeting == link.greeting:
             return []
         link.greeting, link.position = greeting, None
-        return [on.Greet(greeting)]
+        return [do.Greet(greeting)]
 
-    def _disconnect(self) -> list[on.Action]:
+    def _disconnect(self) -> list[do.JoinAction]:
         link, self._link = self._link, None
-        return [on.Disconnect()] if link is not None else []
+        return [do.EndWatch()] if link is not None else []
 
     def _is_linked_to(self, member: Member) -> bool:
         return self._link is not None and self._link.to.incarnation == member.incarnation

@@ -1,6 +1,6 @@
 """The messages between the agents of a run.
 
-A member of a round sends :class:`Hello` to the hub of rank 0's node, then :class:`Beat`, :class:`Done`,
+A member of a round sends :class:`MemberHello` to the hub of rank 0's node, then :class:`Beat`, :class:`Done`,
 :class:`Report`, :class:`Unreachable`, :class:`Reached` and :class:`RoundChanged`. A node that waits for a round sends
 :class:`Watch` to a hub, then :class:`Beat` and :class:`RoundChanged`. Any node may send :class:`LeaderQuery`, which the
 hub answers with :class:`LeaderAnswer`.
@@ -35,10 +35,10 @@ __all__ = [
     "Beat",
     "Broadcast",
     "Done",
-    "Hello",
     "LeaderAnswer",
     "LeaderQuery",
     "Lost",
+    "MemberHello",
     "Message",
     "Reached",
     "Report",
@@ -116,7 +116,7 @@ class RoundChanged(Message):
 
 
 @dataclass(frozen=True)
-class Hello(Message):
+class MemberHello(Message):
     """First message of a member of a sealed round."""
 
     round: Count

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 
 from azureml_elastic.config import Plan
 from azureml_elastic.config.exit_codes import of_failed_run
+from azureml_elastic.node.core.actions import Close, Log, Reopen
 from azureml_elastic.node.core.failures import Failure, FailureKind, FailureRecord, aged, decide_restart
 from azureml_elastic.node.core.round import Member, Round
-from azureml_elastic.node.core.training_actions import Close, Log, Reopen
 
 __all__ = [
     "KILLED",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from azureml_elastic.node.core.actions import Close, Reopen
 from azureml_elastic.node.core.failures import aged
 from azureml_elastic.node.core.round import Member, Round, reopened
-from azureml_elastic.node.core.training_actions import Close, Reopen
 
 
 @dataclass(frozen=True)

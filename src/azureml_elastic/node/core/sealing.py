@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any
 
 from azureml_elastic.config import RendezvousTimings
-from azureml_elastic.node.core.join_events import Roster
+from azureml_elastic.node.core.events import Roster
 from azureml_elastic.node.core.joining import MeetingPoints, ReadSchedule
 from azureml_elastic.node.core.replicas import arranged, preferred, whole_replicas
 from azureml_elastic.node.core.round import Limits, Member, Round

@@ -12,8 +12,8 @@ from enum import Enum
 from azureml_elastic.config import Plan
 from azureml_elastic.ipc import agent_messages as messages
 from azureml_elastic.ipc.worker_messages import Decide
-from azureml_elastic.node.core import training_actions as do
-from azureml_elastic.node.core import training_events as ev
+from azureml_elastic.node.core import actions as do
+from azureml_elastic.node.core import events as ev
 from azureml_elastic.node.core.boundary import BoundaryParticipant, Departure, Leader
 from azureml_elastic.node.core.failures import Failure, FailureRecord
 from azureml_elastic.node.core.hangs import HangResponse, PeerDiscovery
@@ -168,7 +168,7 @@ class Training:
 
     def handle(self, event: ev.TrainingEvent, now: float) -> list[do.TrainingAction]:
         """Take one event in, and return what shall be done, in this order."""
-        if self.over or (self.state is State.ENDING and not isinstance(event, ev.RowWritten)):
+        if self.over or (self.state is State.ENDING and not isinstance(event, ev.EndWritten)):
             return []  # what is decided is being carried out
         self._now, self._out = now, []
         # First what is known: an answer, and each transition, has to see all of it.
@@ -196,7 +196,7 @@ class Training:
                 self._leader.newcomers.saved()
             case ev.Failures() if self.state is State.SETTLING:
                 self._take_failures(event)
-            case ev.RowWritten():
+            case ev.EndWritten():
                 self._row_written(event)
             case _:
                 pass
@@ -334,7 +334,7 @@ class Training:
                 self._do(*self._discovery.reported(node))
             case messages.Dumped():
                 self._hangs.dumped(node)
-            case messages.Stopped() if self._leader is not None:
+            case messages.NodeStopped() if self._leader is not None:
                 self._leader.coordinator.stop(node, body)
             case messages.Vote() if self._leader is not None:
                 decision = self._leader.coordinator.take(node, body, self._now, sorted(self._boundary.leavers))
@@ -399,7 +399,7 @@ class Training:
     def _report_stopped(self) -> None:
         """Report that at the agreed step nobody has to wait for this node any more, once that is so."""
         if self._boundary.agreed and self.state in (State.STOPPED, State.DONE):
-            self._do(do.ToLeader(messages.Stopped(finished=self.state is State.DONE)))
+            self._do(do.ToLeader(messages.NodeStopped(finished=self.state is State.DONE)))
 
     # --- workers that have ended -------------------------------------------------------------------------------------
 
@@ -545,7 +545,7 @@ class Training:
         self.closed = action if isinstance(action, do.Close) else None
         self._do(action)
 
-    def _row_written(self, event: ev.RowWritten) -> None:
+    def _row_written(self, event: ev.EndWritten) -> None:
         if self.closed is not None:
             # Else another node has closed the run, which joining tells, or reopened the round.
             self._then = State.RECOVERING

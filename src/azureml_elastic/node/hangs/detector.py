@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Callable
 
 from azureml_elastic.ipc.agent_messages import HangLesson
+from azureml_elastic.node.core.events import Hang, Phase
 from azureml_elastic.node.core.hangs import HangPolicy, pause_limit, step_limit
-from azureml_elastic.node.core.training_events import Hang, Phase
 
 __all__ = ["HangDetector"]
 

@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc import Authenticator, Connection, MessageClient, MessageServer, Peer
 from azureml_elastic.ipc.message import ShardDescription
-from azureml_elastic.node.core.join_events import HubSent, LinkEnded
+from azureml_elastic.node.core.events import FromLeader, FromMember, HubSent, LinkEnded
 from azureml_elastic.node.core.pauses import SilenceLimit
 from azureml_elastic.node.core.round import Limits, NewestRound, Round
-from azureml_elastic.node.core.training_events import FromLeader, FromMember
 from azureml_elastic.node.host.addresses import Ports
 from azureml_elastic.node.host.identity import new_incarnation
 

@@ -18,9 +18,9 @@ from typing import Any
 from azureml_elastic.ipc import Connection, Peer
 from azureml_elastic.ipc.agent_messages import BroadcastBody
 from azureml_elastic.node.core import messages
-from azureml_elastic.node.core.hub_state import Close, HubAction, HubState, HubView, Send, SendAll
+from azureml_elastic.node.core.events import FromMember
+from azureml_elastic.node.core.hub_state import CloseLink, HubAction, HubState, HubView, Send, SendAll
 from azureml_elastic.node.core.round import Member, Round
-from azureml_elastic.node.core.training_events import FromMember
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.link import Membership
 
@@ -146,7 +146,7 @@ class Hub:
             link = self._link(connection)
             member = self._state.member_of(link)
             match message:
-                case messages.Hello():
+                case messages.MemberHello():
                     now = self._context.clock()
                     actions = self._state.greeted(link, peer.name, peer.incarnation, message.round, now)
                 case messages.Watch():
@@ -200,7 +200,7 @@ class Hub:
                 case Send(link, message):
                     if (connection := self._connections.get(link)) is not None:
                         _send(connection, message)
-                case Close(link, reason):
+                case CloseLink(link, reason):
                     if (connection := self._connections.get(link)) is not None:
                         connection.close(reason)
 

@@ -10,12 +10,11 @@ from typing import Any
 
 from azureml_elastic.ipc import Connection, MessageClient, Peer
 from azureml_elastic.node.core import messages
+from azureml_elastic.node.core.events import FromLeader, HubSent, LinkEnded
 from azureml_elastic.node.core.hub_state import HubReports
-from azureml_elastic.node.core.join_events import HubSent, LinkEnded
-from azureml_elastic.node.core.messages import Hello, Message, Watch
+from azureml_elastic.node.core.messages import MemberHello, Message, Watch
 from azureml_elastic.node.core.pauses import BeatWatch, PauseDetector
 from azureml_elastic.node.core.round import Member, Round
-from azureml_elastic.node.core.training_events import FromLeader
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.reachability import Reachability, is_unreachable
 
@@ -30,7 +29,7 @@ class Link:
 
     Args:
         context: settings; ``received`` gets what the hub sends and the end of the connection, and ``inbox`` broadcasts.
-        greeting: first message, ``Hello`` or ``Watch``.
+        greeting: first message, ``MemberHello`` or ``Watch``.
         timeout: seconds to connect in; ``None`` for the heartbeat timeout.
 
     Attributes:
@@ -44,7 +43,7 @@ class Link:
         self,
         context: Context,
         member: Member,
-        greeting: messages.Hello | messages.Watch,
+        greeting: messages.MemberHello | messages.Watch,
         timeout: float | None = None,
     ) -> None:
         self._context = context
@@ -67,7 +66,7 @@ class Link:
             to=Peer(member.node, member.incarnation),
         )
         self.send(greeting)
-        if isinstance(greeting, messages.Hello):
+        if isinstance(greeting, messages.MemberHello):
             self._client.connection.wait_established(_ESTABLISHED_SECONDS)
 
     @property
@@ -284,7 +283,7 @@ class Membership:
         first = round_.members[0]
         self.disconnect()
         try:
-            self._link = Link(self._context, first, Hello(round_.number), timeout)
+            self._link = Link(self._context, first, MemberHello(round_.number), timeout)
         except OSError:
             self._failed_number = round_.number
             raise

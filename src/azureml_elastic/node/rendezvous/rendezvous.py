@@ -18,15 +18,14 @@ from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.errors import RunFailed, RunSucceeded
 from azureml_elastic.ipc import Peer
 from azureml_elastic.ledger import events
-from azureml_elastic.node.core import join_events as on
+from azureml_elastic.node.core import actions as do
+from azureml_elastic.node.core import events as ev
+from azureml_elastic.node.core.events import Roster, RoundSeen
 from azureml_elastic.node.core.hub_state import HubView
-from azureml_elastic.node.core.join_events import Roster
 from azureml_elastic.node.core.joiner import Joiner, JoinState
 from azureml_elastic.node.core.joining import greeting_of, is_landmark
 from azureml_elastic.node.core.messages import RoundChanged, Unreachable
 from azureml_elastic.node.core.round import Limits, Member, Round, reopened
-from azureml_elastic.node.core.training_actions import Reopen
-from azureml_elastic.node.core.training_events import RoundSeen
 from azureml_elastic.node.host.addresses import Ports, format_address, listening_address
 from azureml_elastic.node.rendezvous.context import Context, LocalNode, Runtime, Surroundings
 from azureml_elastic.node.rendezvous.hub import Hub
@@ -118,7 +117,7 @@ class Rendezvous:
         self._look = RoundLook(context, rows)
         self._has_woken = False
         self._listener: socket.socket | None = None
-        self._events: deque[on.Event] = deque()
+        self._events: deque[ev.JoinEvent] = deque()
         self._heartbeat = TableHeartbeat(context, table, hub, self._look)
         self._watch = HubWatch(context, reach)
         self.round_end = RoundEnd(context, membership, rows, hub, self._watch, reach)
@@ -151,12 +150,12 @@ class Rendezvous:
         """
         if self.membership.last_round:
             # Before the disconnection, by which the others would take this node for lost and go on without it.
-            self.round_end.reopen(Reopen(f"{self.node} has left the round", lost=self.status().lost))
+            self.round_end.reopen(do.Reopen(f"{self.node} has left the round", lost=self.status().lost))
         self.membership.leave()
         try:
             round_, known = self._first_read()
             self._rows.read_run_key(defer=self._is_one_of_many)
-            self._drive(on.Started(round_, known))
+            self._drive(ev.Started(round_, known))
             self._rows.persistent = True
             assignment = self.membership.assignment
             self._prober.begin(assignment)
@@ -169,23 +168,23 @@ class Rendezvous:
                 self._listener.close()
                 self._listener = None
 
-    def _drive(self, event: on.Event) -> None:
+    def _drive(self, event: ev.JoinEvent) -> None:
         """Bring events to a :class:`Joiner` and perform its actions, until this node has its place in a round."""
         me, limits, timings = self.membership.me, self._context.limits, self._context.timings
         last_round, has_left = self.membership.last_round, self._rows.has_left
         joiner = Joiner(me, limits, timings, last_round=last_round, has_left=has_left)
-        answer: on.Event | None = event
+        answer: ev.JoinEvent | None = event
         while joiner.state is not JoinState.IN:
             actions = joiner.handle(answer or self._next_event(joiner), self._context.clock())
             answer = None
             for action in actions:
-                if not isinstance(action, on.Call):
+                if not isinstance(action, do.Call):
                     self._perform(action)
                 # A call takes up to seconds, and one for a version that has passed would be for nothing.
                 elif self._context.latest.after(joiner.round) is None:
                     answer = self._call(action, joiner.me)
 
-    def _next_event(self, joiner: Joiner) -> on.Event:
+    def _next_event(self, joiner: Joiner) -> ev.JoinEvent:
         """Wait for what happens next.
 
         Raises:
@@ -197,60 +196,60 @@ class Rendezvous:
             if self._events:
                 return self._events.popleft()
             if (newer := context.latest.after(joiner.round)) is not None:
-                return on.NewerRound(newer)
+                return ev.NewerRound(newer)
             if (marked := self._reachability.marked(joiner.me)) != joiner.me:
-                return on.MarksChanged(marked)
+                return ev.MarksChanged(marked)
             if self._has_woken:
                 self._has_woken = False
-                return on.Woken(self.hub.should_seal(), self.hub.take_read_request())
+                return ev.Woken(self.hub.should_seal(), self.hub.take_read_request())
             left = joiner.deadline - context.clock()
             if left <= 0:
-                return on.TimerFired()
+                return ev.TimerFired()
             self._has_woken = self._sleeper.wait(left)
 
-    def _call(self, call: on.Call, me: Member) -> on.Event | None:
+    def _call(self, call: do.Call, me: Member) -> ev.JoinEvent | None:
         """Perform a call; return its answer, ``None`` where it was abandoned for a newer version of the round."""
         match call:
-            case on.Prepare():
-                return on.Prepared(self._prepare(call.round), self._rows.has_written(call.round))
-            case on.Connect():
+            case do.PrepareRow():
+                return ev.RowPrepared(self._prepare(call.round), self._rows.has_written(call.round))
+            case do.Connect():
                 failure = self._watch.connect(call.to, call.greeting, call.purpose)
                 if failure is None:
-                    return on.Connected()
-                return on.ConnectFailed(isinstance(failure, ConnectionRefusedError), self._reachability.marked(me))
-            case on.TakeCandidates():
-                return on.CandidatesTaken(self.hub.candidates())
-            case on.Enter():
+                    return ev.Connected()
+                return ev.ConnectFailed(isinstance(failure, ConnectionRefusedError), self._reachability.marked(me))
+            case do.TakeCandidates():
+                return ev.CandidatesTaken(self.hub.candidates())
+            case do.Enter():
                 return self._enter(call, me)
-            case on.QueryMembers():
-                return on.MembersAnswered(query_members(self._context, call.round, self.node))
-            case on.ReadHeartbeat():
-                return on.HeartbeatRead(*self._heartbeat.look())
-            case on.Reopen():
-                self.round_end.reopen(Reopen(call.reason, lost=call.lost, round_failed=call.round_failed))
-                return on.Reopened()
-            case on.GetReady():
-                return on.GotReady(self._surroundings.get_ready())
+            case do.QueryMembers():
+                return ev.MembersAnswered(query_members(self._context, call.round, self.node))
+            case do.ReadHeartbeat():
+                return ev.HeartbeatRead(*self._heartbeat.look())
+            case do.Reopen():
+                self.round_end.reopen(call)
+                return ev.Reopened()
+            case do.GetReady():
+                return ev.GotReady(self._surroundings.get_ready())
         return self._rows.perform(call)
 
-    def _perform(self, action: on.Action) -> None:
+    def _perform(self, action: do.JoinAction) -> None:
         match action:
-            case on.Offer():
+            case do.Offer():
                 self.hub.add_own_candidacy(action.round, action.me)
                 self._has_woken = True
-            case on.Greet():
+            case do.Greet():
                 self._watch.send(action.greeting)
-            case on.Disconnect():
+            case do.EndWatch():
                 self._watch.close()
-            case on.Forward():
+            case do.Forward():
                 self.hub.publish(action.round)
                 if action.to_hub:
                     self._watch.send(RoundChanged(action.round))
-            case on.NudgeHeartbeat():
+            case do.NudgeHeartbeat():
                 self._heartbeat.nudge()
-            case on.Warn():
+            case do.Warn():
                 _LOG.warning("%s", action.text)
-            case on.NoRoom():
+            case do.NoRoom():
                 _LOG.warning(
                     "Round %d makes no room for %s, which %s cannot reach. %s",
                     action.round.number,
@@ -258,10 +257,10 @@ class Rendezvous:
                     ", ".join(action.unreachable_from),
                     self._reachability.advice,
                 )
-            case on.Finish():
+            case do.Finish():
                 raise self._end_of(action.round)
 
-    def _enter(self, call: on.Enter, me: Member) -> on.Event:
+    def _enter(self, call: do.Enter, me: Member) -> ev.JoinEvent:
         round_, first = call.round, call.round.members[0]
         assert self._listener is not None
         # Rank 0 serves the round before it connects to itself: the others may be there already.
@@ -276,14 +275,14 @@ class Rendezvous:
             if not is_unreachable(error):
                 _LOG.warning("Rank 0's node %s of round %d cannot be reached: %s", first.node, round_.number, error)
                 where = format_address(first.host, first.hub_port)
-                return on.EntryFailed(f"{self.node} cannot reach {first.node} at {where}: {error}", False, me)
+                return ev.EntryFailed(f"{self.node} cannot reach {first.node} at {where}: {error}", False, me)
             if call.again:
-                return on.EntryFailed("", True, me)
+                return ev.EntryFailed("", True, me)
             purpose, seconds = f"rank 0 of round {round_.number}", self._context.silence.timeout
             reason = str(self._reachability.failed(first, purpose, error, seconds))
-            return on.EntryFailed(reason, True, self._reachability.marked(me))
+            return ev.EntryFailed(reason, True, self._reachability.marked(me))
         self._reachability.reached(first.incarnation, "hub")
-        return on.Entered(self.membership.link.refused)
+        return ev.Entered(self.membership.link.refused)
 
     def _collect(self) -> None:
         """Take what hubs have sent on connections that this node still has."""
@@ -295,7 +294,7 @@ class Rendezvous:
                 self.membership.reports.take(event)
             elif link is self._watch.link:
                 self._events.append(event)
-                if isinstance(event, on.LinkEnded):
+                if isinstance(event, ev.LinkEnded):
                     self._watch.close()
 
     def wait(self, seconds: float) -> None:
@@ -415,7 +414,7 @@ class Rendezvous:
         if is_unreachable(error):
             purpose = f"the store of round {round_.number}"
             reason = str(self._reachability.failed(first, purpose, error, seconds, target="store", port=port))
-        self.round_end.reopen(Reopen(reason, round_failed=True))
+        self.round_end.reopen(do.Reopen(reason, round_failed=True))
 
     def leave(self, reason: str) -> None:
         """Write that this node will not return. Never raises, since a node that leaves cannot handle errors."""

@@ -7,11 +7,11 @@ import logging
 from dataclasses import dataclass
 
 from azureml_elastic.errors import TableError
+from azureml_elastic.node.core.actions import Close, Reopen
 from azureml_elastic.node.core.joining import greeting_of
 from azureml_elastic.node.core.messages import RoundChanged
 from azureml_elastic.node.core.round import Member, Round, turn_of
 from azureml_elastic.node.core.round_ends import EndFacts, left_in_order, version_after
-from azureml_elastic.node.core.training_actions import Close, Reopen
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub import Hub
 from azureml_elastic.node.rendezvous.link import HubWatch, Membership

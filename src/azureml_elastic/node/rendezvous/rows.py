@@ -26,8 +26,9 @@ from azureml_elastic.errors import (
     ValueTooLarge,
 )
 from azureml_elastic.ipc import KEY_BYTES, Authenticator
-from azureml_elastic.node.core import join_events as on
-from azureml_elastic.node.core.join_events import Roster
+from azureml_elastic.node.core import actions as do
+from azureml_elastic.node.core import events as ev
+from azureml_elastic.node.core.events import Roster
 from azureml_elastic.node.core.round import (
     Member,
     NewestRound,
@@ -206,36 +207,36 @@ class Rows:
         self.persistent = False
         self.key = key
 
-    def perform(self, call: on.TableCall) -> on.Event | None:
+    def perform(self, call: do.TableCall) -> ev.JoinEvent | None:
         """Perform a call of a node that joins; return its answer, ``None`` where it was abandoned."""
         match call:
-            case on.ReadRound():
-                return on.RoundRead(self.read_round())
-            case on.ReadRows():
+            case do.ReadRound():
+                return ev.RoundRead(self.read_round())
+            case do.ReadRows():
                 try:
-                    return on.RowsRead(*self.read_all())
+                    return ev.RowsRead(*self.read_all())
                 except TableUnavailable as error:
                     _LOG.warning("The table is unavailable (%s); reading again later.", error)
-                    return on.RowsUnavailable()
-            case on.Restore():
-                return on.RoundRead(self.restore(call.row, call.known))
-            case on.WriteRow():
+                    return ev.RowsUnavailable()
+            case do.Restore():
+                return ev.RoundRead(self.restore(call.row, call.known))
+            case do.WriteRow():
                 is_written = self.write_member(call.me, lambda: self._latest.after(call.round) is not None)
-                return on.RowWritten() if is_written else None
-            case on.WriteRound():
+                return ev.RowWritten() if is_written else None
+            case do.WriteRound():
                 try:
-                    return on.RoundWritten(self.replace_round(call.to))
+                    return ev.RoundWritten(self.replace_round(call.to))
                 except ValueTooLarge as error:
                     _LOG.error("Round %d cannot be sealed: %s", call.to.number, error)
-                    return on.RoundTooLarge(str(error))
-            case on.EndRound():
-                return on.RoundWritten(self.end_round(call.round.number, call.to))
-            case on.ReadKey():
+                    return ev.RoundTooLarge(str(error))
+            case do.EndRound():
+                return ev.RoundWritten(self.end_round(call.round.number, call.to))
+            case do.ReadKey():
                 try:
-                    return on.KeyRead(self.refresh_key())
+                    return ev.KeyRead(self.refresh_key())
                 except TableUnavailable as error:
                     _LOG.warning("The table is unavailable (%s); reading the run's key again later.", error)
-                    return on.KeyRead(changed=False)
+                    return ev.KeyRead(changed=False)
 
     def read_round(self) -> Round:
         """Return the current round; without a row it is round 1, open. An older one than was known is restored."""

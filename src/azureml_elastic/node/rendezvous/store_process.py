@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from azureml_elastic.forks.client import PreloadServer
-from azureml_elastic.node.core.training_actions import Reopen
+from azureml_elastic.node.core.actions import Reopen
 from azureml_elastic.node.rendezvous.link import Assignment
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 

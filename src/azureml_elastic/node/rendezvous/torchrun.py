@@ -34,8 +34,8 @@ from azureml_elastic.config import RendezvousTimings, TableRendezvous
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import RunFailed, RunSucceeded, UsageError
 from azureml_elastic.forks.store_server import STORE_TIMEOUT, listening_store
+from azureml_elastic.node.core.actions import Close
 from azureml_elastic.node.core.round import Limits
-from azureml_elastic.node.core.training_actions import Close
 from azureml_elastic.node.host.addresses import advertised_address
 from azureml_elastic.node.rendezvous.context import LocalNode
 from azureml_elastic.node.rendezvous.link import Assignment

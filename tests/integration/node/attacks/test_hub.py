@@ -22,8 +22,8 @@ from azureml_elastic.ipc import MessageClient
 from azureml_elastic.ipc.authentication import Authenticator, Peer
 from azureml_elastic.ipc.event_loop import HANDSHAKE_SECONDS
 from azureml_elastic.node.core import messages
+from azureml_elastic.node.core.actions import Reopen
 from azureml_elastic.node.core.round import Member, Round
-from azureml_elastic.node.core.training_actions import Reopen
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.row_keys import RUN_KEY
 from tests.support.descriptors import no_free_descriptor
@@ -49,8 +49,8 @@ ATTACKS = {
     ],
     "sealed far ahead": lambda run: [encoded(messages.RoundChanged(replace(run.round, number=10**9)))],
     "open far ahead": lambda _: [encoded(messages.RoundChanged(Round(10**9)))],
-    "a member is done": lambda _: [{"op": "hello", "node": "node-1", "round": 1}, encoded(messages.Done())],
-    "a member goes": lambda _: [{"op": "hello", "node": "node-1", "round": 1}],
+    "a member is done": lambda _: [{"op": "member_hello", "node": "node-1", "round": 1}, encoded(messages.Done())],
+    "a member goes": lambda _: [{"op": "member_hello", "node": "node-1", "round": 1}],
     "a ghost waits": lambda _: [{"op": "watch", "node": "ghost0", "incarnation": "g", "round": 1}],
     "a candidate without a row": lambda run: [
         encoded(messages.Watch(run.round.number + 1, is_open=True, candidacy=ghost(run)))
@@ -250,8 +250,8 @@ def closes(run, message, name="intruder", incarnation="i-intruder"):
 
 
 def test_a_node_that_is_not_a_member_cannot_speak_as_one(run):
-    closes(run, messages.Hello(run.round.number))
-    closes(run, messages.Hello(run.round.number), "node-1", "an earlier incarnation")
+    closes(run, messages.MemberHello(run.round.number))
+    closes(run, messages.MemberHello(run.round.number), "node-1", "an earlier incarnation")
     run.assert_unharmed()
 
 

@@ -80,7 +80,7 @@ def test_whether_workers_know_their_places_and_have_found_the_other_ranks(channe
     channel.connect(1)
     until(lambda: channel.workers.report().placed)
     assert not channel.workers.report().connected
-    first.client.send({"op": "connected"})
+    first.client.send({"op": "ranks_connected"})
     until(lambda: channel.workers.report().connected)
     channel.begin(2, 2, None, keep=True)
     assert not channel.workers.report().placed, "that was in the round before"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_elastic.ipc.agent_messages import Decision, Prepare, Stopped, Vote
+from azureml_elastic.ipc.agent_messages import Decision, NodeStopped, Prepare, Vote
 from azureml_elastic.node.core.boundary import BoundaryCoordinator, BoundaryParticipant
 
 
@@ -144,8 +144,8 @@ def test_a_node_that_misses_a_worker_promises_nothing():
 @pytest.mark.parametrize(("finished", "reached"), [("", True), ("a", True), ("ab", False)])
 def test_a_boundary_is_reached_when_all_have_stopped_unless_all_have_finished_instead(finished, reached):
     coordinator = BoundaryCoordinator(["a", "b"])
-    coordinator.stop("a", Stopped(finished="a" in finished))
+    coordinator.stop("a", NodeStopped(finished="a" in finished))
     assert not coordinator.reached
-    coordinator.stop("b", Stopped(finished="b" in finished))
+    coordinator.stop("b", NodeStopped(finished="b" in finished))
     assert coordinator.reached == reached
     assert coordinator.stopped == {"a", "b"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from azureml_elastic.ipc.agent_messages import AllPlaced, Placed
+from azureml_elastic.node.core.actions import FindPair, ToLeader, ToMembers
 from azureml_elastic.node.core.hangs import PeerDiscovery
-from azureml_elastic.node.core.training_actions import FindPair, ToLeader, ToMembers
 
 NODES = ("node-0", "node-1", "node-2")
 

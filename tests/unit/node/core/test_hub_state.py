@@ -8,7 +8,7 @@ import pytest
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc.agent_messages import AllPlaced, Prepare
-from azureml_elastic.node.core.hub_state import Close, HubState, HubView, SealQueue, Send, SendAll
+from azureml_elastic.node.core.hub_state import CloseLink, HubState, HubView, SealQueue, Send, SendAll
 from azureml_elastic.node.core.messages import AllDone, Broadcast, Lost, RoundChanged, SealPosition, Watch
 from azureml_elastic.node.core.pauses import SilenceLimit
 from azureml_elastic.node.core.round import Limits, Member, Round
@@ -124,7 +124,7 @@ def test_a_candidate_has_the_name_that_it_has_proved():
     hub = Hub()
     watch = Watch(1, is_open=True, candidacy=candidate("a"))
     (action,) = hub.state.watching(0, "b", "i-b", watch, hub.now)
-    assert isinstance(action, Close)
+    assert isinstance(action, CloseLink)
     assert hub.state.watchers.candidates() == []
 
 
@@ -168,7 +168,7 @@ def test_a_silent_member_is_lost_and_its_connection_closed_sooner_if_its_beats_a
     assert hub.tick(silent="b", seconds=0.25, ticks=round(seconds / 0.25)) == []
     found = hub.tick(silent="b", seconds=0.25)
     assert Send(hub.link("a"), Lost(("b",))) in found
-    assert Close(hub.link("b"), "silent") in found
+    assert CloseLink(hub.link("b"), "silent") in found
     assert hub.state.view(hub.now).lost == {"b"}
 
 
@@ -229,7 +229,7 @@ def test_members_of_a_later_round_are_kept_when_this_hub_enters_it_and_those_of_
     assert hub.state.to_members(AllDone()) == [Send(hub.link("a"), AllDone())]
     (refused,) = hub.hello("c", 2, "another")
     assert refused.link == hub.link("c")
-    assert isinstance(refused, Close)
+    assert isinstance(refused, CloseLink)
 
 
 def test_a_member_of_a_round_that_is_over_is_sent_the_newer_one(hub):
@@ -241,7 +241,7 @@ def test_a_member_of_a_round_that_is_over_is_sent_the_newer_one(hub):
 def test_a_silent_waiting_node_is_dropped(hub):
     hub.state.watching(hub.link("x"), "x", "i-x", Watch(1), hub.now)
     assert hub.tick(silent="x", ticks=18) == []
-    assert hub.tick(silent="x") == [Close(hub.link("x"), "silent")]
+    assert hub.tick(silent="x") == [CloseLink(hub.link("x"), "silent")]
 
 
 # --- spares ----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from azureml_elastic.config import RendezvousTimings
-from azureml_elastic.node.core import join_events as on
+from azureml_elastic.node.core import actions as do
+from azureml_elastic.node.core import events as ev
 from azureml_elastic.node.core.joiner import Joiner, JoinState
 from azureml_elastic.node.core.joining import greeting_of
 from azureml_elastic.node.core.messages import RoundChanged, SealPosition
@@ -34,58 +35,58 @@ class Node:
         self.row = member(name)
         self.now = 100.0
         self.joiner = Joiner(replace(self.row, round=0), Limits(minimum, maximum), TIMINGS, **fields)
-        self.actions: list[on.Action] = []
+        self.actions: list[do.JoinAction] = []
 
-    def feed(self, *events: on.Event) -> on.Action | None:
+    def feed(self, *events: ev.JoinEvent) -> do.JoinAction | None:
         """Bring events; return the last action of the last one."""
         for event in events:
             self.actions = self.joiner.handle(event, self.now)
-            calls = [action for action in self.actions if isinstance(action, on.Call)]
+            calls = [action for action in self.actions if isinstance(action, do.Call)]
             assert len(calls) <= 1, "more than one call"
             assert not calls or calls[-1] is self.actions[-1], "something is to be done after a call"
         return self.actions[-1] if self.actions else None
 
-    def until_deadline(self) -> on.Action | None:
+    def until_deadline(self) -> do.JoinAction | None:
         self.now = self.joiner.deadline
-        return self.feed(on.TimerFired())
+        return self.feed(ev.TimerFired())
 
-    def candidate(self, round_: Round | None = None, **known: Member) -> on.Action | None:
+    def candidate(self, round_: Round | None = None, **known: Member) -> do.JoinAction | None:
         """Become a candidate of an open round."""
         round_ = round_ or Round()
-        assert self.feed(on.Started(round_, known)) == on.Prepare(round_)
+        assert self.feed(ev.Started(round_, known)) == do.PrepareRow(round_)
         self.row = replace(self.row, round=round_.number)
-        action = self.feed(on.Prepared(self.row))
+        action = self.feed(ev.RowPrepared(self.row))
         if round_.number == 1:
-            assert action == on.WriteRow(self.row, round_)
-            action = self.feed(on.RowWritten())
-        assert on.Offer(round_, self.row) in self.actions
+            assert action == do.WriteRow(self.row, round_)
+            action = self.feed(ev.RowWritten())
+        assert do.Offer(round_, self.row) in self.actions
         return action
 
-    def decide(self, action: on.Action | None, *others: Member, row: Round | None = None) -> on.Action | None:
+    def decide(self, action: do.JoinAction | None, *others: Member, row: Round | None = None) -> do.JoinAction | None:
         """Answer what a candidate wants to know before it seals; the others have sent their rows to its hub."""
         everyone = {each.node: each.to_value() for each in (*others, self.row)}
-        while isinstance(action, on.TakeCandidates | on.ReadRows):
-            read = on.RowsRead(row or self.joiner.round, everyone)
-            action = self.feed(read if isinstance(action, on.ReadRows) else on.CandidatesTaken(others))
+        while isinstance(action, do.TakeCandidates | do.ReadRows):
+            read = ev.RowsRead(row or self.joiner.round, everyone)
+            action = self.feed(read if isinstance(action, do.ReadRows) else ev.CandidatesTaken(others))
         return action
 
-    def enter(self, round_: Round) -> on.Action | None:
+    def enter(self, round_: Round) -> do.JoinAction | None:
         """Learn that a round is sealed with this node, as rank 1 at most."""
-        action = self.feed(on.NewerRound(round_))
-        assert action == on.Enter(round_, round_.rank_of("me", "i-me"))
+        action = self.feed(ev.NewerRound(round_))
+        assert action == do.Enter(round_, round_.rank_of("me", "i-me"))
         assert self.joiner.state is JoinState.ENTERING
         return action
 
-    def outside(self, round_: Round, reason: str = "cut off") -> on.Action | None:
+    def outside(self, round_: Round, reason: str = "cut off") -> do.JoinAction | None:
         """Stay outside of a round whose rank 0 the others have reached."""
         self.candidate(other=member("other"))
         self.enter(round_)
-        self.feed(on.EntryFailed(reason, unreachable=True, me=self.row))
-        return self.feed(on.MembersAnswered([True]))
+        self.feed(ev.EntryFailed(reason, unreachable=True, me=self.row))
+        return self.feed(ev.MembersAnswered([True]))
 
-    def spare(self, round_: Round) -> on.Action | None:
-        assert self.feed(on.Started(round_, {})) == on.GetReady()
-        action = self.feed(on.GotReady(took_time=False))
+    def spare(self, round_: Round) -> do.JoinAction | None:
+        assert self.feed(ev.Started(round_, {})) == do.GetReady()
+        action = self.feed(ev.GotReady(took_time=False))
         assert self.joiner.state is JoinState.SPARE
         return action
 
@@ -96,11 +97,11 @@ class Node:
 def test_a_single_node_seals_and_enters():
     node = Node()
     round_ = sealed("me")
-    assert node.decide(node.candidate()) == on.ReadHeartbeat()
-    assert node.feed(on.HeartbeatRead(None, 0)) == on.WriteRound(round_)
-    assert node.feed(on.RoundWritten(True)) == on.Enter(round_, 0)
-    assert node.actions[0] == on.Forward(round_, to_hub=False)
-    assert node.feed(on.Entered()) == on.Take()
+    assert node.decide(node.candidate()) == do.ReadHeartbeat()
+    assert node.feed(ev.HeartbeatRead(None, 0)) == do.WriteRound(round_)
+    assert node.feed(ev.RoundWritten(True)) == do.Enter(round_, 0)
+    assert node.actions[0] == do.Forward(round_, to_hub=False)
+    assert node.feed(ev.Entered()) == do.Take()
     assert node.joiner.state is JoinState.IN
 
 
@@ -108,39 +109,39 @@ def test_a_candidate_enters_the_round_that_another_has_sealed():
     node = Node()
     node.candidate(a=member("a"))
     node.enter(sealed("a", "me"))
-    assert node.actions[0] == on.Forward(sealed("a", "me"), to_hub=False)
+    assert node.actions[0] == do.Forward(sealed("a", "me"), to_hub=False)
 
 
 def test_a_seal_that_came_from_the_hub_is_not_sent_back():
     node = Node()
-    assert isinstance(node.candidate(a=member("a")), on.Connect)
-    node.feed(on.Connected(), on.HubSent(RoundChanged(sealed("a", "me"))))
+    assert isinstance(node.candidate(a=member("a")), do.Connect)
+    node.feed(ev.Connected(), ev.HubSent(RoundChanged(sealed("a", "me"))))
     node.enter(sealed("a", "me"))
-    assert node.actions[0] == on.Forward(sealed("a", "me"), to_hub=False)
+    assert node.actions[0] == do.Forward(sealed("a", "me"), to_hub=False)
     other = Node()
     other.candidate(a=member("a"))
-    other.feed(on.Connected())
+    other.feed(ev.Connected())
     other.enter(sealed("a", "me"))
-    assert other.actions[0] == on.Forward(sealed("a", "me"), to_hub=True)
+    assert other.actions[0] == do.Forward(sealed("a", "me"), to_hub=True)
 
 
 def test_who_was_not_first_reads_what_the_first_has_written():
     node = Node()
     node.decide(node.candidate())
-    node.feed(on.HeartbeatRead(None, 0))
-    assert node.feed(on.RoundWritten(False)) == on.ReadRound()
-    assert node.feed(on.RoundRead(sealed("other"))) == on.GetReady()
-    assert node.actions[0] == on.Forward(sealed("other"), to_hub=False)
+    node.feed(ev.HeartbeatRead(None, 0))
+    assert node.feed(ev.RoundWritten(False)) == do.ReadRound()
+    assert node.feed(ev.RoundRead(sealed("other"))) == do.GetReady()
+    assert node.actions[0] == do.Forward(sealed("other"), to_hub=False)
 
 
 def test_a_round_that_does_not_fit_a_row_fails_the_run_with_the_number_of_nodes():
     node = Node()
     node.decide(node.candidate())
-    node.feed(on.HeartbeatRead(None, 0))
-    write = node.feed(on.RoundTooLarge("960 KiB."))
+    node.feed(ev.HeartbeatRead(None, 0))
+    write = node.feed(ev.RoundTooLarge("960 KiB."))
     assert write.to.state == "failed"
     assert "A round of 1 nodes does not fit the table: 960 KiB. Lower max_instance_count" in write.to.message
-    assert node.feed(on.RoundWritten(True)) == on.Finish(write.to)
+    assert node.feed(ev.RoundWritten(True)) == do.Finish(write.to)
     assert node.joiner.state is JoinState.OVER
 
 
@@ -148,20 +149,20 @@ def test_nodes_meet_at_the_first_hub_and_write_their_rows_later_if_ever():
     node = Node(minimum=2)
     round_ = Round(2, previous=("a", "me"), expected=("a", "me"))
     connect = node.candidate(round_, a=member("a", 2), me=member("me", 2))
-    assert connect == on.Connect(member("a", 2), greeting_of(node.row, round_), "where the nodes of round 2 meet")
-    assert node.feed(on.Connected()) is None, "the hub sends the seal"
+    assert connect == do.Connect(member("a", 2), greeting_of(node.row, round_), "where the nodes of round 2 meet")
+    assert node.feed(ev.Connected()) is None, "the hub sends the seal"
     assert node.joiner.deadline == node.now + 1.0
-    assert node.until_deadline() == on.WriteRow(node.row, round_)
-    assert node.feed(on.RowWritten()) is None
-    assert node.feed(on.HubSent(SealPosition(0))) == on.TakeCandidates(), "it shall seal"
+    assert node.until_deadline() == do.WriteRow(node.row, round_)
+    assert node.feed(ev.RowWritten()) is None
+    assert node.feed(ev.HubSent(SealPosition(0))) == do.TakeCandidates(), "it shall seal"
 
 
 def candidate_that_wrote_the_round(*known: str) -> tuple[Node, Round]:
     """Rank 0 of a round that made room for c, which it has reopened itself."""
     node, round_ = Node(minimum=2), Round(2, previous=("me", "b"), expected=("me", "b", "c"))
-    assert node.feed(on.Started(round_, {each: member(each) for each in known})) == on.Prepare(round_)
+    assert node.feed(ev.Started(round_, {each: member(each) for each in known})) == do.PrepareRow(round_)
     node.row = replace(node.row, round=2)
-    node.feed(on.Prepared(node.row, wrote_round=True))
+    node.feed(ev.RowPrepared(node.row, wrote_round=True))
     return node, round_
 
 
@@ -169,77 +170,77 @@ def candidate_that_wrote_the_round(*known: str) -> tuple[Node, Round]:
 def test_the_first_survivor_that_has_ended_a_round_seals_the_next_by_what_its_hub_has_received(lost):
     """It asks the table for neither the rows nor the heartbeat: where that throttles, each answer may take seconds."""
     node, round_ = candidate_that_wrote_the_round("me", "b", *lost)
-    node.feed(on.CandidatesTaken([]))
-    assert node.feed(on.Woken(should_seal=True)) == on.TakeCandidates()
-    assert node.feed(on.CandidatesTaken([member("b", 2)])) is None, "c is expected, too"
-    node.feed(on.Woken(should_seal=True))
-    write = node.feed(on.CandidatesTaken([member("b", 2), member("c", 2)]))
-    assert write == on.WriteRound(replace(round_, state="sealed", members=(node.row, member("b", 2), member("c", 2))))
+    node.feed(ev.CandidatesTaken([]))
+    assert node.feed(ev.Woken(should_seal=True)) == do.TakeCandidates()
+    assert node.feed(ev.CandidatesTaken([member("b", 2)])) is None, "c is expected, too"
+    node.feed(ev.Woken(should_seal=True))
+    write = node.feed(ev.CandidatesTaken([member("b", 2), member("c", 2)]))
+    assert write == do.WriteRound(replace(round_, state="sealed", members=(node.row, member("b", 2), member("c", 2))))
 
 
 def test_rank_0_reads_the_rows_where_not_all_come_soon():
     node, _ = candidate_that_wrote_the_round("me", "b")
-    node.feed(on.CandidatesTaken([]), on.Woken(should_seal=True), on.CandidatesTaken([]))
+    node.feed(ev.CandidatesTaken([]), ev.Woken(should_seal=True), ev.CandidatesTaken([]))
     node.now += 0.1
-    action = node.feed(on.TimerFired())
-    while isinstance(action, on.TakeCandidates):
-        action = node.feed(on.CandidatesTaken([]))
-    assert action == on.ReadRows()
+    action = node.feed(ev.TimerFired())
+    while isinstance(action, do.TakeCandidates):
+        action = node.feed(ev.CandidatesTaken([]))
+    assert action == do.ReadRows()
 
 
 def test_a_candidate_whose_hub_ends_goes_to_the_next_one_and_is_the_first_in_the_end():
     node = Node(minimum=2)
     round_ = Round(2, previous=("a", "b", "me"), expected=("a", "b", "me"))
     node.candidate(round_, a=member("a", 2), b=member("b", 2))
-    node.feed(on.Connected())
-    assert node.feed(on.LinkEnded()).to.node == "b", "it had sent nothing: the port may be that of another process"
-    assert node.feed(on.ConnectFailed(refused=True, me=node.row)) == on.TakeCandidates(), "it is the first one now"
+    node.feed(ev.Connected())
+    assert node.feed(ev.LinkEnded()).to.node == "b", "it had sent nothing: the port may be that of another process"
+    assert node.feed(ev.ConnectFailed(refused=True, me=node.row)) == do.TakeCandidates(), "it is the first one now"
 
 
 def test_a_candidate_whose_hub_falls_silent_looks_whether_the_round_is_sealed():
     """The hub's process is frozen: the kernel accepts another connection, and the seal never comes on it."""
     node = Node(minimum=2)
     node.candidate(a=member("a"), b=member("b"))
-    node.feed(on.Connected())
-    node.feed(on.HubSent(SealPosition()))
-    assert node.feed(on.LinkEnded()).to.node == "a"
-    assert node.feed(on.Connected()) == on.ReadRows()
+    node.feed(ev.Connected())
+    node.feed(ev.HubSent(SealPosition()))
+    assert node.feed(ev.LinkEnded()).to.node == "a"
+    assert node.feed(ev.Connected()) == do.ReadRows()
 
 
 def test_a_node_that_reaches_no_hub_writes_that_it_cannot_before_it_tries_the_next():
     node = Node(minimum=2)
     node.candidate(a=member("a"), b=member("b"))
     marked = replace(node.row, unreached=("i-a",), reason="me cannot reach a")
-    assert node.feed(on.ConnectFailed(refused=False, me=marked)) == on.WriteRow(marked, Round())
-    assert node.actions[0] == on.Offer(Round(), marked)
-    assert node.feed(on.RowWritten()).to.node == "b"
+    assert node.feed(ev.ConnectFailed(refused=False, me=marked)) == do.WriteRow(marked, Round())
+    assert node.actions[0] == do.Offer(Round(), marked)
+    assert node.feed(ev.RowWritten()).to.node == "b"
 
 
 def test_what_the_row_says_of_other_nodes_follows_at_the_hub_and_in_the_table():
     node = Node(minimum=2)
     node.candidate(a=member("a"))
-    node.feed(on.Connected())
+    node.feed(ev.Connected())
     marked = replace(node.row, unreached=("i-b",), reason="me cannot reach b")
-    assert node.feed(on.MarksChanged(marked)) == on.WriteRow(marked, Round())
-    assert node.actions[:2] == [on.Offer(Round(), marked), on.Greet(greeting_of(marked, Round()))]
+    assert node.feed(ev.MarksChanged(marked)) == do.WriteRow(marked, Round())
+    assert node.actions[:2] == [do.Offer(Round(), marked), do.Greet(greeting_of(marked, Round()))]
 
 
 @pytest.mark.parametrize(("changed", "reads"), [(True, "a"), (False, "b")])
 def test_a_hub_that_refuses_the_key_is_tried_again_with_another_key_only(changed, reads):
     node = Node(minimum=2)
     node.candidate(a=member("a"), b=member("b"))
-    node.feed(on.Connected())
-    assert node.feed(on.LinkEnded(refused=True)) == on.ReadKey()
-    assert node.feed(on.KeyRead(changed)).to.node == reads
+    node.feed(ev.Connected())
+    assert node.feed(ev.LinkEnded(refused=True)) == do.ReadKey()
+    assert node.feed(ev.KeyRead(changed)).to.node == reads
 
 
 def test_a_row_that_is_gone_is_written_again():
     node = Node(minimum=2)
     action = node.candidate()
-    assert action == on.TakeCandidates()
-    assert node.feed(on.CandidatesTaken(())) == on.ReadRows()
-    assert node.feed(on.RowsRead(Round(), {})) == on.TakeCandidates()
-    assert node.feed(on.CandidatesTaken(())) == on.WriteRow(node.row, Round())
+    assert action == do.TakeCandidates()
+    assert node.feed(ev.CandidatesTaken(())) == do.ReadRows()
+    assert node.feed(ev.RowsRead(Round(), {})) == do.TakeCandidates()
+    assert node.feed(ev.CandidatesTaken(())) == do.WriteRow(node.row, Round())
 
 
 # --- rows that went back in time -------------------------------------------------------------------------------------
@@ -248,34 +249,34 @@ def test_a_row_that_is_gone_is_written_again():
 def test_an_older_row_is_written_again():
     node = Node()
     round_ = Round(4, previous=("me",), expected=("me",))
-    assert node.decide(node.candidate(round_), row=Round(2)) == on.Restore(Round(2), round_)
-    assert node.feed(on.RoundRead(Round(5))) == on.Prepare(Round(5))
+    assert node.decide(node.candidate(round_), row=Round(2)) == do.Restore(Round(2), round_)
+    assert node.feed(ev.RoundRead(Round(5))) == do.PrepareRow(Round(5))
 
 
 def test_a_round_whose_number_has_run_before_waits_for_a_node_of_that_time_and_then_restores():
     node = Node()
     node.decide(node.candidate())
-    assert node.feed(on.HeartbeatRead("v1", 7)) == on.ReadHeartbeat()
-    assert on.NudgeHeartbeat() in node.actions
+    assert node.feed(ev.HeartbeatRead("v1", 7)) == do.ReadHeartbeat()
+    assert do.NudgeHeartbeat() in node.actions
     assert node.joiner.state is JoinState.RESTORING
-    node.feed(on.HeartbeatRead("v2", 7))
+    node.feed(ev.HeartbeatRead("v2", 7))
     began = node.now
-    while (action := node.until_deadline()) == on.ReadRound():
-        assert node.feed(on.RoundRead(Round())) == on.ReadHeartbeat()
-        action = node.feed(on.HeartbeatRead("v2", 0 if node.now < began + 3 else 7))
+    while (action := node.until_deadline()) == do.ReadRound():
+        assert node.feed(ev.RoundRead(Round())) == do.ReadHeartbeat()
+        action = node.feed(ev.HeartbeatRead("v2", 0 if node.now < began + 3 else 7))
         if action is not None:
             break
-    assert action == on.Restore(Round(), Round(7, "sealed"))
+    assert action == do.Restore(Round(), Round(7, "sealed"))
     assert STALE_SECONDS < node.now - began < STALE_SECONDS + 5
-    assert node.feed(on.RoundRead(Round(8))) == on.Prepare(Round(8))
+    assert node.feed(ev.RoundRead(Round(8))) == do.PrepareRow(Round(8))
 
 
 def test_a_node_of_the_later_round_comes_first():
     node = Node()
     node.decide(node.candidate())
-    node.feed(on.HeartbeatRead("v1", 7))
-    node.feed(on.HeartbeatRead("v1", 7))
-    assert node.feed(on.NewerRound(Round(8))) == on.Prepare(Round(8))
+    node.feed(ev.HeartbeatRead("v1", 7))
+    node.feed(ev.HeartbeatRead("v1", 7))
+    assert node.feed(ev.NewerRound(Round(8))) == do.PrepareRow(Round(8))
 
 
 # --- a spare ---------------------------------------------------------------------------------------------------------
@@ -286,22 +287,22 @@ def test_a_spare_beside_a_frozen_round_gives_it_up_although_connections_are_acce
     node = Node()
     round_ = sealed("a", "b")
     action, began = node.spare(round_), node.now
-    beat = on.HeartbeatRead("v", 1)
-    answers = {on.Connect: on.Connected(), on.ReadRound: on.RoundRead(round_), on.ReadHeartbeat: beat}
+    beat = ev.HeartbeatRead("v", 1)
+    answers = {do.Connect: ev.Connected(), do.ReadRound: ev.RoundRead(round_), do.ReadHeartbeat: beat}
     for turn in range(500):
-        if isinstance(action, on.EndRound):
+        if isinstance(action, do.EndRound):
             break
         if action is not None:
             action = node.feed(answers[type(action)])
         elif turn % 5 == 0:
-            action = node.feed(on.LinkEnded())
+            action = node.feed(ev.LinkEnded())
         else:
             action = node.until_deadline()
-    assert isinstance(action, on.EndRound)
+    assert isinstance(action, do.EndRound)
     assert (action.to.number, action.to.state, action.to.previous, action.to.expected) == (2, "open", (), ("me",))
     assert node.now - began < 20 + STALE_SECONDS + 5
-    assert node.feed(on.RoundWritten(True)) == on.Prepare(action.to)
-    assert node.actions[0] == on.Forward(action.to, to_hub=True)
+    assert node.feed(ev.RoundWritten(True)) == do.PrepareRow(action.to)
+    assert node.actions[0] == do.Forward(action.to, to_hub=True)
 
 
 @pytest.mark.parametrize(
@@ -318,55 +319,55 @@ def test_a_spare_beside_an_only_member_that_was_killed_does_not_wait_for_its_hea
 ):
     node, round_ = Node(), sealed(*members)
     node.spare(round_)
-    node.feed(on.Connected())
+    node.feed(ev.Connected())
     if answered:
-        node.feed(on.HubSent(SealPosition()))
+        node.feed(ev.HubSent(SealPosition()))
     began = node.now
-    assert node.feed(on.LinkEnded()) == on.ReadRound()
-    node.feed(on.RoundRead(round_), on.HeartbeatRead("v", 1))
-    assert isinstance(node.until_deadline(), on.Connect)
-    assert node.feed(on.ConnectFailed(refused, node.row)) == on.ReadRound()
-    action = node.feed(on.RoundRead(round_))
-    assert isinstance(action, on.EndRound if gives_up else on.ReadHeartbeat)
+    assert node.feed(ev.LinkEnded()) == do.ReadRound()
+    node.feed(ev.RoundRead(round_), ev.HeartbeatRead("v", 1))
+    assert isinstance(node.until_deadline(), do.Connect)
+    assert node.feed(ev.ConnectFailed(refused, node.row)) == do.ReadRound()
+    action = node.feed(ev.RoundRead(round_))
+    assert isinstance(action, do.EndRound if gives_up else do.ReadHeartbeat)
     assert node.now - began < 1
 
 
 def test_a_spare_whose_hub_has_sent_something_reads_once_in_a_while():
     node = Node()
     node.spare(sealed("a"))
-    node.feed(on.Connected(), on.HubSent(SealPosition()))
+    node.feed(ev.Connected(), ev.HubSent(SealPosition()))
     for _ in range(10):
-        assert node.until_deadline() == on.ReadRound()
-        node.feed(on.RoundRead(sealed("a")))
+        assert node.until_deadline() == do.ReadRound()
+        node.feed(ev.RoundRead(sealed("a")))
         assert node.joiner.deadline == node.now + 20.0
 
 
 def test_a_spare_that_loses_its_hub_reads_and_connects_again():
     node = Node()
     node.spare(sealed("a"))
-    node.feed(on.Connected(), on.HubSent(SealPosition()))
-    assert node.feed(on.LinkEnded()) == on.ReadRound()
-    assert node.feed(on.RoundRead(sealed("a"))) == on.ReadHeartbeat()
-    node.feed(on.HeartbeatRead("v", 1))
-    assert isinstance(node.until_deadline(), on.Connect)
+    node.feed(ev.Connected(), ev.HubSent(SealPosition()))
+    assert node.feed(ev.LinkEnded()) == do.ReadRound()
+    assert node.feed(ev.RoundRead(sealed("a"))) == do.ReadHeartbeat()
+    node.feed(ev.HeartbeatRead("v", 1))
+    assert isinstance(node.until_deadline(), do.Connect)
 
 
 def test_a_spare_that_members_cannot_reach_says_so_once():
     node = Node()
     node.spare(sealed("a"))
-    node.feed(on.Connected())
-    position = on.HubSent(SealPosition(unreachable_from=("a",)))
+    node.feed(ev.Connected())
+    position = ev.HubSent(SealPosition(unreachable_from=("a",)))
     node.feed(position)
-    assert node.actions == [on.NoRoom(sealed("a"), ("a",))]
-    node.feed(position, on.HubSent(SealPosition()))
+    assert node.actions == [do.NoRoom(sealed("a"), ("a",))]
+    node.feed(position, ev.HubSent(SealPosition()))
     assert node.actions == []
 
 
 def test_a_node_that_had_to_get_ready_reads_the_round_again():
     node = Node()
-    assert node.feed(on.Started(sealed("a"), {})) == on.GetReady()
-    assert node.feed(on.GotReady(took_time=True)) == on.ReadRound()
-    assert node.feed(on.RoundRead(Round(2))) == on.Prepare(Round(2))
+    assert node.feed(ev.Started(sealed("a"), {})) == do.GetReady()
+    assert node.feed(ev.GotReady(took_time=True)) == do.ReadRound()
+    assert node.feed(ev.RoundRead(Round(2))) == do.PrepareRow(Round(2))
 
 
 # --- entering --------------------------------------------------------------------------------------------------------
@@ -377,20 +378,20 @@ def test_a_hub_with_another_key_is_entered_again_after_the_key_was_read():
     node.candidate(a=member("a"))
     node.enter(sealed("a", "me"))
     for _ in range(4):
-        assert node.feed(on.Entered(refused=True)) is None
-        assert node.until_deadline() == on.ReadKey()
-        assert node.feed(on.KeyRead(True)) == on.Enter(sealed("a", "me"), 1)
-    assert node.feed(on.Entered(refused=True)) == on.Take(), "the agent finds the connection broken"
+        assert node.feed(ev.Entered(refused=True)) is None
+        assert node.until_deadline() == do.ReadKey()
+        assert node.feed(ev.KeyRead(True)) == do.Enter(sealed("a", "me"), 1)
+    assert node.feed(ev.Entered(refused=True)) == do.Take(), "the agent finds the connection broken"
 
 
 def test_a_machine_that_refuses_has_lost_its_agent():
     node = Node()
     node.candidate(a=member("a"))
     node.enter(sealed("a", "me"))
-    failed = on.EntryFailed("refused", unreachable=False, me=node.row)
-    assert node.feed(failed) == on.Reopen("refused", frozenset({"a"}), round_failed=True)
-    assert node.feed(on.Reopened()) == on.ReadRound()
-    assert node.feed(on.RoundRead(Round(2))) == on.Prepare(Round(2))
+    failed = ev.EntryFailed("refused", unreachable=False, me=node.row)
+    assert node.feed(failed) == do.Reopen("refused", frozenset({"a"}), round_failed=True)
+    assert node.feed(ev.Reopened()) == do.ReadRound()
+    assert node.feed(ev.RoundRead(Round(2))) == do.PrepareRow(Round(2))
 
 
 @pytest.mark.parametrize(
@@ -403,52 +404,52 @@ def test_the_majority_decides_who_is_cut_off_and_the_heartbeat_where_nobody_answ
     round_ = sealed("a", "b", "me")
     node.enter(round_)
     marked = replace(node.row, unreached=("i-a",))
-    assert node.feed(on.EntryFailed("timed out", unreachable=True, me=marked)) == on.QueryMembers(round_)
-    action = node.feed(on.MembersAnswered(answers))
+    assert node.feed(ev.EntryFailed("timed out", unreachable=True, me=marked)) == do.QueryMembers(round_)
+    action = node.feed(ev.MembersAnswered(answers))
     if heartbeat is not None:
-        assert action == on.ReadHeartbeat()
-        action = node.feed(on.HeartbeatRead("v", heartbeat))
-    outside = on.WriteRow(replace(marked, state="left", reason="timed out"), round_)
-    assert action == (on.Reopen("timed out", frozenset({"a"}), round_failed=True) if ends else outside)
+        assert action == do.ReadHeartbeat()
+        action = node.feed(ev.HeartbeatRead("v", heartbeat))
+    outside = do.WriteRow(replace(marked, state="left", reason="timed out"), round_)
+    assert action == (do.Reopen("timed out", frozenset({"a"}), round_failed=True) if ends else outside)
 
 
 def test_a_node_outside_enters_when_it_can_and_takes_back_that_it_has_left():
     node, round_ = Node(), sealed("a", "b", "me")
     node.outside(round_)
-    assert node.feed(on.RowWritten()) == on.ReadHeartbeat()
-    node.feed(on.HeartbeatRead("v", 1))
-    assert node.until_deadline() == on.ReadRound()
-    assert node.feed(on.RoundRead(round_)) == on.Enter(round_, 2, again=True)
-    assert node.feed(on.Entered()) == on.WriteRow(node.row, round_)
-    assert node.feed(on.RowWritten()) == on.Take()
+    assert node.feed(ev.RowWritten()) == do.ReadHeartbeat()
+    node.feed(ev.HeartbeatRead("v", 1))
+    assert node.until_deadline() == do.ReadRound()
+    assert node.feed(ev.RoundRead(round_)) == do.Enter(round_, 2, again=True)
+    assert node.feed(ev.Entered()) == do.WriteRow(node.row, round_)
+    assert node.feed(ev.RowWritten()) == do.Take()
 
 
 def test_a_node_outside_of_a_round_that_stops_ends_it():
     node, round_ = Node(), sealed("a", "b", "me")
     node.outside(round_)
-    action, began = node.feed(on.RowWritten()), node.now
-    while not isinstance(action, on.Reopen) and node.now < began + 100:
-        failed = on.EntryFailed("", unreachable=True, me=node.row)
-        answers = {on.ReadRound: on.RoundRead(round_), on.ReadHeartbeat: on.HeartbeatRead("v", 1), on.Enter: failed}
+    action, began = node.feed(ev.RowWritten()), node.now
+    while not isinstance(action, do.Reopen) and node.now < began + 100:
+        failed = ev.EntryFailed("", unreachable=True, me=node.row)
+        answers = {do.ReadRound: ev.RoundRead(round_), do.ReadHeartbeat: ev.HeartbeatRead("v", 1), do.Enter: failed}
         action = node.feed(answers[type(action)]) if action is not None else node.until_deadline()
-    assert action == on.Reopen("cut off", frozenset({"a"}), round_failed=True)
+    assert action == do.Reopen("cut off", frozenset({"a"}), round_failed=True)
     assert STALE_SECONDS < node.now - began < STALE_SECONDS + 5
 
 
 def test_a_node_outside_goes_on_to_the_next_round_and_writes_that_it_is_back():
     node = Node()
     node.outside(sealed("a", "b", "me"))
-    node.feed(on.RowWritten())
-    node.feed(on.HeartbeatRead("v", 1))
-    assert node.feed(on.NewerRound(Round(2))) == on.Prepare(Round(2))
+    node.feed(ev.RowWritten())
+    node.feed(ev.HeartbeatRead("v", 1))
+    assert node.feed(ev.NewerRound(Round(2))) == do.PrepareRow(Round(2))
     back = replace(node.row, round=2)
-    assert node.feed(on.Prepared(back)) == on.WriteRow(back, Round(2))
+    assert node.feed(ev.RowPrepared(back)) == do.WriteRow(back, Round(2))
 
 
 def test_a_node_ends_the_round_that_it_has_left_if_nobody_else_has():
     node = Node(last_round=3)
-    assert node.feed(on.Started(sealed("me", "a", number=3), {})) == on.Reopen("me has left the round")
-    assert node.feed(on.Reopened()) == on.ReadRound()
+    assert node.feed(ev.Started(sealed("me", "a", number=3), {})) == do.Reopen("me has left the round")
+    assert node.feed(ev.Reopened()) == do.ReadRound()
 
 
 # --- from version to version -----------------------------------------------------------------------------------------
@@ -457,21 +458,21 @@ def test_a_node_ends_the_round_that_it_has_left_if_nobody_else_has():
 def test_a_version_that_was_acted_on_before_is_acted_on_later_each_time():
     node = Node(last_round=3)
     round_ = sealed("me", number=3)
-    node.feed(on.Started(round_, {}))
+    node.feed(ev.Started(round_, {}))
     pauses = []
     for _ in range(8):
-        node.feed(on.Reopened())
-        node.feed(on.RoundRead(round_))
+        node.feed(ev.Reopened())
+        node.feed(ev.RoundRead(round_))
         pauses.append(node.joiner.deadline - node.now)
-        assert node.until_deadline() == on.Reopen("me has left the round")
+        assert node.until_deadline() == do.Reopen("me has left the round")
     assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0])
 
 
 def test_nodes_that_could_not_connect_wait_longer_before_they_try_again_but_not_for_another_round():
     node = Node()
-    assert node.feed(on.Started(Round(3, failed_rounds=2), {})) is None
+    assert node.feed(ev.Started(Round(3, failed_rounds=2), {})) is None
     assert node.joiner.deadline - node.now == pytest.approx(0.4)
-    assert node.feed(on.NewerRound(sealed("a", number=3))) == on.GetReady()
+    assert node.feed(ev.NewerRound(sealed("a", number=3))) == do.GetReady()
 
 
 @pytest.mark.parametrize("state", ["succeeded", "failed"])
@@ -484,7 +485,7 @@ def test_the_end_of_the_run_ends_every_wait(state):
     ):
         node = Node()
         wait(node)
-        assert node.feed(on.NewerRound(end)) == on.Finish(end)
+        assert node.feed(ev.NewerRound(end)) == do.Finish(end)
         assert node.joiner.state is JoinState.OVER
 
 
@@ -509,41 +510,41 @@ def live(rng: random.Random) -> None:
     def rows() -> dict:
         return {name: member(name, number[0]).to_value() for name in ("a", "b", "me") if rng.random() < 0.7}
 
-    def answer(call: on.Action) -> on.Event:
+    def answer(call: do.JoinAction) -> ev.JoinEvent:
         marked = rng.choice((node.joiner.me, replace(node.joiner.me, unreached=("i-a",))))
         chance = rng.random() < 0.5
         return rng.choice(
             {
-                on.ReadRound: [on.RoundRead(version())],
-                on.ReadRows: [on.RowsRead(version(), rows()), on.RowsUnavailable()],
-                on.Restore: [on.RoundRead(version())],
-                on.Prepare: [on.Prepared(replace(node.joiner.me, round=node.joiner.round.number))],
-                on.WriteRow: [on.RowWritten()],
-                on.WriteRound: [on.RoundWritten(chance), on.RoundTooLarge("x")],
-                on.EndRound: [on.RoundWritten(chance)],
-                on.ReadHeartbeat: [on.HeartbeatRead(rng.choice((None, "v")), rng.randint(0, number[0]))],
-                on.ReadKey: [on.KeyRead(chance)],
-                on.Connect: [on.Connected(), on.ConnectFailed(chance, marked)],
-                on.TakeCandidates: [on.CandidatesTaken([member("a", number[0])] if chance else [])],
-                on.Enter: [on.Entered(chance), on.EntryFailed("x", chance, marked)],
-                on.QueryMembers: [on.MembersAnswered([rng.choice((True, False, None))])],
-                on.Reopen: [on.Reopened()],
-                on.GetReady: [on.GotReady(chance)],
+                do.ReadRound: [ev.RoundRead(version())],
+                do.ReadRows: [ev.RowsRead(version(), rows()), ev.RowsUnavailable()],
+                do.Restore: [ev.RoundRead(version())],
+                do.PrepareRow: [ev.RowPrepared(replace(node.joiner.me, round=node.joiner.round.number))],
+                do.WriteRow: [ev.RowWritten()],
+                do.WriteRound: [ev.RoundWritten(chance), ev.RoundTooLarge("x")],
+                do.EndRound: [ev.RoundWritten(chance)],
+                do.ReadHeartbeat: [ev.HeartbeatRead(rng.choice((None, "v")), rng.randint(0, number[0]))],
+                do.ReadKey: [ev.KeyRead(chance)],
+                do.Connect: [ev.Connected(), ev.ConnectFailed(chance, marked)],
+                do.TakeCandidates: [ev.CandidatesTaken([member("a", number[0])] if chance else [])],
+                do.Enter: [ev.Entered(chance), ev.EntryFailed("x", chance, marked)],
+                do.QueryMembers: [ev.MembersAnswered([rng.choice((True, False, None))])],
+                do.Reopen: [ev.Reopened()],
+                do.GetReady: [ev.GotReady(chance)],
             }[type(call)]
         )
 
-    action = node.feed(on.Started(version(), rows()))
+    action = node.feed(ev.Started(version(), rows()))
     for _ in range(200):
         if node.joiner.state in (JoinState.IN, JoinState.OVER):
             break
-        if isinstance(action, on.Call):
+        if isinstance(action, do.Call):
             newer = version()
             is_newer = rng.random() < 0.1 and newer.is_newer_than(node.joiner.round)
-            action = node.feed(on.NewerRound(newer) if is_newer else answer(action))
+            action = node.feed(ev.NewerRound(newer) if is_newer else answer(action))
             continue
         assert node.joiner.deadline < node.now + 100, f"{node.joiner.state} waits for ever"
-        news = [on.Woken(rng.random() < 0.5, rng.random() < 0.2), on.LinkEnded(rng.random() < 0.3)]
-        news += [on.HubSent(SealPosition(rng.choice((None, 0)))), on.HubSent(RoundChanged(None)), None, None]
+        news = [ev.Woken(rng.random() < 0.5, rng.random() < 0.2), ev.LinkEnded(rng.random() < 0.3)]
+        news += [ev.HubSent(SealPosition(rng.choice((None, 0)))), ev.HubSent(RoundChanged(None)), None, None]
         event = rng.choice(news)
         if event is None:
             action = node.until_deadline()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from azureml_elastic.node.core.actions import AwaitSave, ForgetSaves, HoldWorkers
 from azureml_elastic.node.core.boundary import Newcomers, SaveRule, ends_soon, seconds_left
-from azureml_elastic.node.core.training_actions import AwaitSave, ForgetSaves, HoldWorkers
-from azureml_elastic.node.core.training_events import Pace
+from azureml_elastic.node.core.events import Pace
 
 WAITING = frozenset({"node-2"})
 

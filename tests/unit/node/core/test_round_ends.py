@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from azureml_elastic.node.core.actions import Close, Reopen
 from azureml_elastic.node.core.failures import FailureRecord
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.core.round_ends import EndFacts, left_in_order, version_after
-from azureml_elastic.node.core.training_actions import Close, Reopen
 
 ROUND = Round(3, "sealed", members=tuple(Member(node, f"i-{node}") for node in "abc"), seconds=5.0, failed_rounds=1)
 FACTS = EndFacts(seconds=2.0, waiting=frozenset({"y", "x"}), absent=frozenset({"c"}), why_absent="c is silent")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from azureml_elastic.ipc.agent_messages import Decision, NodesWait, Prepare, Stopped, Vote
+from azureml_elastic.ipc.agent_messages import Decision, NodeStopped, NodesWait, Prepare, Vote
 from azureml_elastic.ipc.worker_messages import Decide
-from azureml_elastic.node.core import training_actions as do
-from azureml_elastic.node.core import training_events as ev
+from azureml_elastic.node.core import actions as do
+from azureml_elastic.node.core import events as ev
+from azureml_elastic.node.core.events import Pace
 from azureml_elastic.node.core.training import State
-from azureml_elastic.node.core.training_events import Pace
 from tests.support.training_rounds import TrainingRound, failure
 
 ABC = ("a", "b", "c")
@@ -210,7 +210,7 @@ def test_a_leaver_that_has_stopped_is_free_to_go_and_its_loss_means_nothing():
     done = round_.wait(0.1, "a", "c")
     assert reopened(done["a"]).lost == {"b"}
     assert done["c"] == []
-    assert round_.feed("a", ev.RowWritten(mine=True)) == [], "nor is its host at fault"
+    assert round_.feed("a", ev.EndWritten(mine=True)) == [], "nor is its host at fault"
 
 
 def test_a_leaver_that_is_lost_before_it_has_stopped_ends_the_boundary_as_a_loss():
@@ -224,7 +224,7 @@ def test_a_leaver_that_is_lost_before_it_has_stopped_ends_the_boundary_as_a_loss
 
 def test_a_decision_is_taken_before_the_loss_of_who_leaves_by_it_and_a_proposal_after_the_workers_report():
     decision, proposal = ev.FromLeader(Decision(1, True, ("c",))), ev.FromLeader(Prepare(2, 9, "leave"))
-    stopped = ev.FromMember("b", Stopped())
+    stopped = ev.FromMember("b", NodeStopped())
     assert ev.in_order([decision, proposal, stopped]) == ([decision, stopped], [proposal])
 
 
@@ -258,7 +258,7 @@ def test_rank_0_that_leaves_goes_last():
     stop(round_, "c")
     done = round_.wait(0.1, "a")["a"]
     assert reopened(done).lost == {"a"}
-    round_.feed("a", ev.RowWritten(mine=True))
+    round_.feed("a", ev.EndWritten(mine=True))
     assert round_.machines["a"].state is State.LEFT
 
 
@@ -304,7 +304,7 @@ def test_a_notice_after_the_decision_keeps_the_node_out_of_the_next_round():
     assert round_.machines["c"].state is State.STOPPED, "its workers were to stay"
     assert reopened(round_.wait(0.1, "a")["a"]).lost == {"c"}
     round_.sees("c", over=True)
-    round_.feed("c", ev.RowWritten(mine=False))
+    round_.feed("c", ev.EndWritten(mine=False))
     assert round_.machines["c"].state is State.LEFT
 
 

@@ -10,12 +10,12 @@ import pytest
 
 from azureml_elastic.config import PreemptionPolicy
 from azureml_elastic.ipc.agent_messages import HangLesson, Leaving, RanksConnecting
-from azureml_elastic.node.core import training_actions as do
-from azureml_elastic.node.core import training_events as ev
+from azureml_elastic.node.core import actions as do
+from azureml_elastic.node.core import events as ev
+from azureml_elastic.node.core.events import Hang
 from azureml_elastic.node.core.failures import Failure, FailureRecord
 from azureml_elastic.node.core.joiner import JoinState
 from azureml_elastic.node.core.training import State
-from azureml_elastic.node.core.training_events import Hang
 from tests.support.paths import ROOT
 from tests.support.training_rounds import TrainingRound, failure
 
@@ -47,7 +47,7 @@ def test_a_lost_node_ends_the_round_and_its_host_gets_a_strike():
     reopen = only(done, do.Reopen)
     assert (reopen.reason, reopen.lost, reopen.failures, reopen.finishing) == ("lost c", {"c"}, (), frozenset())
     assert state(round_, "a") is State.ENDING
-    assert round_.feed("a", ev.RowWritten(mine=True)) == [do.Strike("host of c", "lost its connection")]
+    assert round_.feed("a", ev.EndWritten(mine=True)) == [do.Strike("host of c", "lost its connection")]
     assert state(round_, "a") is State.RECOVERING
     assert round_.machines["a"].over
 
@@ -55,9 +55,9 @@ def test_a_lost_node_ends_the_round_and_its_host_gets_a_strike():
 @pytest.mark.parametrize(
     ("lost", "written", "strikes"),
     [
-        ({"c"}, ev.RowWritten(mine=False), []),
-        ({"c"}, ev.RowWritten(mine=True, left_in_order=frozenset({"c"})), []),
-        ({"b", "c"}, ev.RowWritten(mine=True), []),  # of three: a switch, or this node itself
+        ({"c"}, ev.EndWritten(mine=False), []),
+        ({"c"}, ev.EndWritten(mine=True, left_in_order=frozenset({"c"})), []),
+        ({"b", "c"}, ev.EndWritten(mine=True), []),  # of three: a switch, or this node itself
     ],
     ids=["another was first", "left in order", "majority"],
 )
@@ -141,7 +141,7 @@ def test_a_failure_that_nothing_explains_is_charged_after_a_moment():
     assert reopen.lost == frozenset()
     (record,) = reopen.failures
     assert (record.node, record.charge, record.step) == ("b", 1, 0)
-    round_.feed("b", ev.RowWritten(mine=True))
+    round_.feed("b", ev.EndWritten(mine=True))
     assert state(round_, "b") is State.RECOVERING
 
 
@@ -150,7 +150,7 @@ def test_where_processes_stay_the_others_do_not_wait_for_new_ones():
     fail(round_, "b", failure())
     reopen = only(round_.wait(0.5, "b")["b"], do.Reopen)
     assert reopen.lost == {"b"}
-    assert round_.feed("b", ev.RowWritten(mine=True)) == [], "its host is not at fault"
+    assert round_.feed("b", ev.EndWritten(mine=True)) == [], "its host is not at fault"
 
 
 @pytest.mark.parametrize("options", [{}, IN_PROCESS])
@@ -164,7 +164,7 @@ def test_the_others_do_not_wait_for_imports_where_the_preload_server_has_ended_w
         round_.exit("a", -9, importing=True)
         done = round_.feed("a", failure(exit_code=137))
     assert only(done, do.Reopen).lost == {"a"}
-    assert round_.feed("a", ev.RowWritten(mine=True)) == [], "its host is not at fault"
+    assert round_.feed("a", ev.EndWritten(mine=True)) == [], "its host is not at fault"
 
 
 @pytest.mark.parametrize(("mine", "expected"), [(True, State.FAILED), (False, State.RECOVERING)])
@@ -176,7 +176,7 @@ def test_the_last_failure_that_is_allowed_ends_the_run(mine, expected):
     assert close.exit_code == 3
     assert close.message.startswith("ValueError: no\n\nWorker 0 on b failed in round 1 at step 0")
     assert len(close.failures) == 1
-    round_.feed("b", ev.RowWritten(mine=mine))
+    round_.feed("b", ev.EndWritten(mine=mine))
     assert state(round_, "b") is expected
     assert round_.machines["b"].closed == close
 
@@ -234,7 +234,7 @@ def test_only_who_stands_in_for_a_lost_rank_0_holds_a_loss_against_a_machine(los
     """While rank 0 is there, it alone knows who has announced to leave."""
     round_ = TrainingRound(*ABC)
     round_.sees("b", lost=frozenset(lost))
-    done = round_.feed("b", ev.RowWritten(mine=True))
+    done = round_.feed("b", ev.EndWritten(mine=True))
     assert sorted(action.host for action in done if isinstance(action, do.Strike)) == struck
 
 
@@ -261,7 +261,7 @@ def test_ones_own_preemption_explains_a_failure():
     assert kinds(done) == ["FlushProgress", "StopWorkers", "Disconnect", "Reopen"]
     assert only(done, do.StopWorkers).seconds == 20.0
     assert (only(done, do.Reopen).reason, only(done, do.Reopen).lost) == ("b was preempted", {"b"})
-    assert round_.feed("b", ev.RowWritten(mine=True)) == []
+    assert round_.feed("b", ev.EndWritten(mine=True)) == []
     assert state(round_, "b") is State.LEFT
 
 
@@ -345,7 +345,7 @@ def test_rank_0_marks_the_good_end_when_all_are_done():
     finish(round_, "a")
     assert round_.wait(60.0, "a")["a"] == []
     assert round_.sees("a", all_done=True) == [do.Close(succeeded=True)]
-    round_.feed("a", ev.RowWritten(mine=True))
+    round_.feed("a", ev.EndWritten(mine=True))
     assert state(round_, "a") is State.SUCCEEDED
 
 
@@ -358,7 +358,7 @@ def test_the_others_make_sure_that_it_has():
     assert round_.sees("b", over=True) == [do.Close(succeeded=True)]
     assert round_.wait(1.9, "c")["c"] == []
     assert round_.wait(0.1, "c")["c"] == [do.Close(succeeded=True)]
-    round_.feed("c", ev.RowWritten(mine=False))
+    round_.feed("c", ev.EndWritten(mine=False))
     assert state(round_, "c") is State.RECOVERING, "joining tells how the run has ended"
 
 
@@ -398,7 +398,7 @@ def test_a_notice_is_announced_once_and_ends_the_round_when_its_time_is_over():
     assert kinds(done) == ["FlushProgress", "StopWorkers", "Disconnect", "Reopen"]
     assert only(done, do.Reopen).lost == {"b"}
     assert only(done, do.StopWorkers).seconds == 0.0
-    round_.feed("b", ev.RowWritten(mine=True))
+    round_.feed("b", ev.EndWritten(mine=True))
     assert state(round_, "b") is State.LEFT
 
 
@@ -409,7 +409,7 @@ def test_the_others_wait_for_what_a_program_without_a_session_saves_at_its_end()
     reopen = only(round_.wait(0.1, "a")["a"], do.Reopen)
     assert reopen.reason == "preempted: b"
     assert (reopen.lost, reopen.finishing, reopen.finishing_seconds) == ({"b"}, {"b"}, 21.0)
-    assert round_.feed("a", ev.RowWritten(mine=True)) == [], "who leaves in order gets no strike"
+    assert round_.feed("a", ev.EndWritten(mine=True)) == [], "who leaves in order gets no strike"
 
 
 # --- newcomers without a step boundary -------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from azureml_elastic.config import ElasticResources, HealthPolicy, Plan
 from azureml_elastic.ipc.agent_messages import HangLesson
+from azureml_elastic.node.core.events import Hang
 from azureml_elastic.node.core.hangs import HangPolicy, pause_limit, step_limit
-from azureml_elastic.node.core.training_events import Hang
 from azureml_elastic.node.hangs.detector import HangDetector
 
 FLOOR = 300.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from azureml_elastic.ipc.agent_messages import Leaving
-from azureml_elastic.node.core.training_events import FromMember
+from azureml_elastic.node.core.events import FromMember
 from azureml_elastic.node.rendezvous.context import Inbox
 
 

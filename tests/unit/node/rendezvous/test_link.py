@@ -10,8 +10,8 @@ import pytest
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc import MessageClient, MessageServer, listen
 from azureml_elastic.ipc.agent_messages import AllPlaced
-from azureml_elastic.node.core.join_events import HubSent, LinkEnded
-from azureml_elastic.node.core.messages import CODEC, Hello, RoundChanged
+from azureml_elastic.node.core.events import HubSent, LinkEnded
+from azureml_elastic.node.core.messages import CODEC, MemberHello, RoundChanged
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.link import Link
 from tests.support.rendezvous.hubs import PausableRuntime, hub_at, make_context, start_hub
@@ -33,7 +33,7 @@ def test_a_link_reports_whether_its_own_process_was_paused_for_too_long(pause_s,
     runtime = PausableRuntime()
     runtime.clock = lambda: runtime.offset  # no pause of this process counts
     context = make_context(runtime=runtime)
-    link = Link(context, hub_at(port), Hello(1))
+    link = Link(context, hub_at(port), MemberHello(1))
     try:
         until(lambda: server.connections)
         runtime.offset = pause_s
@@ -51,10 +51,10 @@ def test_a_paused_hub_gives_up_only_members_that_stay_silent():
     hub.enter(Round(1, "sealed", members=tuple(Member(name, f"i-{name}") for name in ("beating", "silent", "late"))))
     received = threading.Event()
     context = make_context(timings, node="beating")
-    beating = Link(context, hub_at(hub.port), Hello(1))
+    beating = Link(context, hub_at(hub.port), MemberHello(1))
     silent = client_of(hub, "silent", lambda *_: received.set())
     try:
-        silent.send(CODEC.encode(Hello(1)))
+        silent.send(CODEC.encode(MemberHello(1)))
         until(lambda: hub.broadcast(AllPlaced()) or (received.is_set() and context.inbox.take(1)))
         runtime.offset = 60.0  # longer than either is waited for, and than a member has to come
         until(lambda: hub.view().lost)
@@ -68,8 +68,8 @@ def test_a_paused_hub_gives_up_only_members_that_stay_silent():
 @pytest.mark.parametrize(
     "fields",
     [
-        {"op": "hello"},
-        {"op": "hello", "round": "1st"},
+        {"op": "member_hello"},
+        {"op": "member_hello", "round": "1st"},
         {"op": "round_changed", "round": "not packed"},
         {"op": "report", "body": 5},
         {"op": "report", "body": {"op": "vote", "boundary": "first"}},
@@ -85,7 +85,7 @@ def test_a_hub_closes_connections_that_send_malformed_messages_and_serves_others
         assert closed.wait(60)
         assert "sent a malformed message" in caplog.text
         context = make_context()
-        link = Link(context, hub_at(hub.port), Hello(1))
+        link = Link(context, hub_at(hub.port), MemberHello(1))
         until(lambda: (link, HubSent(RoundChanged(None))) in context.received)
         link.close()
     finally:

@@ -11,8 +11,8 @@ import pytest
 from azureml_elastic.config import HealthPolicy, RendezvousTimings, TableRendezvous
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import RunSucceeded
+from azureml_elastic.node.core.actions import Close, Reopen
 from azureml_elastic.node.core.round import Limits
-from azureml_elastic.node.core.training_actions import Close, Reopen
 from azureml_elastic.node.failures.host_strikes import HostStrikes
 from azureml_elastic.node.rendezvous.context import LocalNode, Surroundings
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from azureml_elastic.config import RendezvousTimings, TableRendezvous
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import UsageError
-from azureml_elastic.node.core.join_events import HubSent
+from azureml_elastic.node.core.actions import Reopen
+from azureml_elastic.node.core.events import HubSent
 from azureml_elastic.node.core.joining import is_leader_unreachable
 from azureml_elastic.node.core.messages import SealPosition, Watch
 from azureml_elastic.node.core.round import Limits, Member, Round
@@ -29,7 +30,6 @@ from azureml_elastic.node.core.sealing import (
     partitioned_nodes,
     select_members,
 )
-from azureml_elastic.node.core.training_actions import Reopen
 from azureml_elastic.node.host.addresses import Ports
 from azureml_elastic.node.rendezvous.context import LocalNode, Runtime
 from azureml_elastic.node.rendezvous.link import Assignment, Link

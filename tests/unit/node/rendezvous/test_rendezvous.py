@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 
 from azureml_elastic.errors import NodeLeaving, RunFailed, RunSucceeded, UsageError
+from azureml_elastic.node.core.actions import Close, Reopen
+from azureml_elastic.node.core.events import HubSent
 from azureml_elastic.node.core.failures import FailureRecord
-from azureml_elastic.node.core.join_events import HubSent
 from azureml_elastic.node.core.messages import RoundChanged, Watch
 from azureml_elastic.node.core.round import Member, Round, reopened
-from azureml_elastic.node.core.training_actions import Close, Reopen
 from azureml_elastic.node.rendezvous.context import Surroundings
 from azureml_elastic.node.rendezvous.link import Link
 from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY, RUN_KEY, member_key

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from azureml_elastic.node.core.training_actions import Reopen
+from azureml_elastic.node.core.actions import Reopen
 from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY
 from tests.support.rendezvous.nodes import TIMEOUT, Nodes
 from tests.support.waiting import until

@@ -1,39 +1,285 @@
-"""What happens to a member of a round: the events of :mod:`~azureml_elastic.node.core.training`."""
+"""What happens to a node: the events of :mod:`~azureml_elastic.node.core.joiner` and of :mod:`.training`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from azureml_elastic.ipc.agent_messages import BroadcastBody, Decision, HangLesson, ReportBody, Vote
 from azureml_elastic.node.core.failures import Failure
+from azureml_elastic.node.core.messages import Message
+from azureml_elastic.node.core.round import Member, Round
 
 __all__ = [
+    "CandidatesTaken",
+    "ConnectFailed",
+    "Connected",
+    "EndWritten",
+    "Entered",
+    "EntryFailed",
     "Failures",
     "FromLeader",
     "FromMember",
+    "GotReady",
     "Hang",
+    "HeartbeatRead",
+    "HubSent",
     "Hung",
+    "JoinEvent",
+    "KeyRead",
     "Learned",
+    "LinkEnded",
+    "MarksChanged",
+    "MembersAnswered",
+    "NewerRound",
     "Noticed",
     "Pace",
     "PairFound",
     "Phase",
     "ProgramEnded",
     "ProgramSaved",
+    "Reopened",
+    "Roster",
+    "RoundRead",
     "RoundSeen",
+    "RoundTooLarge",
+    "RoundWritten",
+    "RowPrepared",
     "RowWritten",
+    "RowsRead",
+    "RowsUnavailable",
     "StacksWritten",
+    "Started",
     "StoreEnded",
     "StoreUsed",
     "TimePassed",
+    "TimerFired",
     "TrainingEvent",
+    "Woken",
     "WorkerVoted",
     "WorkersHeld",
     "WorkersSeen",
     "in_order",
 ]
+
+Roster = Mapping[str, Mapping[str, Any]]
+"""Values of the members' rows by node. They are not parsed, since most nodes need one or two of a thousand."""
+
+
+# --- on the way into a round -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Started:
+    """The node wants to be in a round.
+
+    Args:
+        round: newest version of the round that is known.
+        known: other nodes by name: the members of the round before, or the rows as they were read.
+    """
+
+    round: Round
+    known: Mapping[str, Member | Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class TimerFired:
+    """The machine's deadline has passed."""
+
+
+@dataclass(frozen=True)
+class NewerRound:
+    """A newer version of the round is known than the one that the machine acts on, from wherever."""
+
+    round: Round
+
+
+@dataclass(frozen=True)
+class Woken:
+    """This node's own hub may have received something.
+
+    Args:
+        should_seal: whether this node is among the first candidates at its hub.
+        must_read: whether a hub has received that the round has changed, but not to what.
+    """
+
+    should_seal: bool = False
+    must_read: bool = False
+
+
+@dataclass(frozen=True)
+class MarksChanged:
+    """Other nodes can, or cannot, be reached than this node's row says; this is the row now."""
+
+    me: Member
+
+
+@dataclass(frozen=True)
+class Connected:
+    """The connection to another node's hub is there, and the greeting is sent."""
+
+
+@dataclass(frozen=True)
+class ConnectFailed:
+    """Another node's hub cannot be reached.
+
+    Args:
+        refused: whether its machine has refused the connection.
+        me: row of this node, with the nodes that it cannot reach.
+    """
+
+    refused: bool
+    me: Member
+
+
+@dataclass(frozen=True)
+class HubSent:
+    """The hub to which this node is connected has sent a message."""
+
+    message: Message
+
+
+@dataclass(frozen=True)
+class LinkEnded:
+    """A connection to a hub has ended other than by this node.
+
+    Args:
+        refused: whether the hub holds another key of the run.
+        was_given_up: whether this process itself did not run for so long that the hub has given it up.
+    """
+
+    refused: bool = False
+    was_given_up: bool = False
+
+
+@dataclass(frozen=True)
+class RoundRead:
+    """The round's row was read."""
+
+    round: Round
+
+
+@dataclass(frozen=True)
+class RowsRead:
+    """All rows were read."""
+
+    round: Round
+    roster: Roster
+
+
+@dataclass(frozen=True)
+class RowsUnavailable:
+    """The rows cannot be read now."""
+
+
+@dataclass(frozen=True)
+class CandidatesTaken:
+    """What the other candidates have sent to this node's hub."""
+
+    candidates: Sequence[Member]
+
+
+@dataclass(frozen=True)
+class RowPrepared:
+    """The node can be a candidate.
+
+    Args:
+        wrote_round: whether this node has written the open round itself.
+    """
+
+    me: Member
+    wrote_round: bool = False
+
+
+@dataclass(frozen=True)
+class RowWritten:
+    """The node's own row was written."""
+
+
+@dataclass(frozen=True)
+class RoundWritten:
+    """The round's row was written, or not because another node has changed it."""
+
+    written: bool
+
+
+@dataclass(frozen=True)
+class RoundTooLarge:
+    """The round does not fit into a row."""
+
+    error: str
+
+
+@dataclass(frozen=True)
+class HeartbeatRead:
+    """The heartbeat's row was read.
+
+    Args:
+        version: its version, ``None`` when there is none or the table is unavailable.
+        round: number of the round that has written it last, 0 if there is none.
+    """
+
+    version: str | None
+    round: int
+
+
+@dataclass(frozen=True)
+class KeyRead:
+    """The run's key was read again; ``changed`` where it is another one."""
+
+    changed: bool
+
+
+@dataclass(frozen=True)
+class Entered:
+    """Rank 0's hub is reached; ``refused`` where it holds another key of the run."""
+
+    refused: bool = False
+
+
+@dataclass(frozen=True)
+class EntryFailed:
+    """Rank 0's hub is not reached.
+
+    Args:
+        reason: description with the address and the error.
+        unreachable: whether its machine did not answer, so that this node may be the one that is cut off.
+        me: row of this node, with the nodes that it cannot reach.
+    """
+
+    reason: str
+    unreachable: bool
+    me: Member
+
+
+@dataclass(frozen=True)
+class MembersAnswered:
+    """Whether other members have reached rank 0's node, ``None`` for each that did not answer."""
+
+    answers: Sequence[bool | None]
+
+
+@dataclass(frozen=True)
+class Reopened:
+    """The round has ended, by this node or another one."""
+
+
+@dataclass(frozen=True)
+class GotReady:
+    """The node could train; ``took_time`` where it had to wait for that."""
+
+    took_time: bool
+
+
+JoinEvent = (
+    Started | TimerFired | NewerRound | Woken | MarksChanged | Connected | ConnectFailed | HubSent | LinkEnded
+    | RoundRead | RowsRead | RowsUnavailable | CandidatesTaken | RowPrepared | RowWritten | RoundWritten | RoundTooLarge
+    | HeartbeatRead | KeyRead | Entered | EntryFailed | MembersAnswered | Reopened | GotReady
+)  # fmt: skip
+
+
+# --- in a round ------------------------------------------------------------------------------------------------------
 
 
 Phase = Literal["start", "step", "pause", "free"]
@@ -266,7 +512,7 @@ class Failures:
 
 
 @dataclass(frozen=True)
-class RowWritten:
+class EndWritten:
     """``Reopen`` or ``Close`` was carried out.
 
     Args:
@@ -300,6 +546,6 @@ TrainingEvent = (
     | ProgramSaved
     | WorkersHeld
     | Failures
-    | RowWritten
+    | EndWritten
     | TimePassed
 )

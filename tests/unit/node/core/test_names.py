@@ -1,0 +1,34 @@
+"""Events, actions and messages: one name, one class."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+
+import pytest
+
+from azureml_elastic.ipc import agent_messages, worker_messages
+from azureml_elastic.node.core import actions, events, hub_state, messages
+from azureml_elastic.node.core.actions import JoinAction, TrainingAction
+from azureml_elastic.node.core.events import JoinEvent, TrainingEvent
+
+
+def test_no_two_events_actions_or_messages_have_the_same_name():
+    modules = (actions, agent_messages, events, hub_state, messages, worker_messages)
+    names = Counter(
+        name
+        for module in modules
+        for name, each in inspect.getmembers(module, inspect.isclass)
+        if each.__module__ == module.__name__
+    )
+    assert len(names) > 100
+    assert {name for name, count in names.items() if count > 1} == set()
+
+
+@pytest.mark.parametrize(
+    ("module", "unions"), [(events, JoinEvent | TrainingEvent), (actions, JoinAction | TrainingAction)]
+)
+def test_each_event_and_action_is_taken_or_given_by_a_machine(module, unions):
+    parts = {"Hang", "Pace"}  # of events
+    own = {each for _, each in inspect.getmembers(module, inspect.isclass) if each.__module__ == module.__name__}
+    assert {each.__name__ for each in own - set(unions.__args__)} <= parts
