@@ -17,8 +17,7 @@ HOME = f"{PACKAGE}/environment/"
 NAMES = frozenset({"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"})
 
 EXCEPTIONS: Mapping[str, str] = {
-    f"{PACKAGE}/local/fork_server/node.py": "gives a fork the environment of its node",
-    f"{PACKAGE}/local/fork_server/server.py": "compares it before and after imports, writes what /proc shows",
+    f"{PACKAGE}/local/forked_node.py": "gives a fork the environment of its node",
     f"{PACKAGE}/forks/import_loader.py": "modules refer to the object, whose reads it notes",
     f"{PACKAGE}/forks/plain_start/sitecustomize.py": "its interpreter may have no package",
     f"{PACKAGE}/forks/script_runner.py": "gives a fork the environment of its worker",

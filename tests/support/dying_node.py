@@ -6,13 +6,13 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
 import azureml_elastic.node
 from azureml_elastic.environment import names as variables
-from azureml_elastic.local.fork_server.server import Server
+from azureml_elastic.forks.server import EarlierImports
 from tests.support.leaving import become_node
 
 SEED = "TEST_DYING_SEED"
@@ -26,9 +26,9 @@ class UnexpectedError(Exception):
     """What no line of the agent expects."""
 
 
-def become_dying_node(request: dict[str, Any], descriptors: list[int], server: Server) -> Callable[[], Any]:
+def become_dying_node(request: Mapping[str, Any], descriptors: list[int], made: EarlierImports) -> Callable[[], Any]:
     """Become a node; see :func:`tests.support.leaving.become_node`."""
-    run = become_node(request, descriptors, server)
+    run = become_node(request, descriptors, made)
 
     def armed() -> Any:
         draw = random.Random(f"{os.environ.get(SEED)}/{os.environ[variables.NODE_ID]}")

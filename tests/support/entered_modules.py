@@ -7,15 +7,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import azureml_elastic
 from azureml_elastic.environment import names as variables
-from azureml_elastic.local.fork_server.node import become_node
-from azureml_elastic.local.fork_server.server import Server
+from azureml_elastic.forks.server import EarlierImports
+from azureml_elastic.local.forked_node import become_node
 from tests.support.leaving import leaving
 
 FOLDER = "TEST_ENTERED_FOLDER"
@@ -24,9 +24,9 @@ _ROOT = str(Path(azureml_elastic.__file__).parent)
 _PACKAGES = tuple(f"{_ROOT}/{package}/" for package in ("node", "ipc"))
 
 
-def become_watched_node(request: dict[str, Any], descriptors: list[int], server: Server) -> Callable[[], Any]:
+def become_watched_node(request: Mapping[str, Any], descriptors: list[int], made: EarlierImports) -> Callable[[], Any]:
     """Become a node; or its worker; see :func:`tests.support.leaving.become_node`."""
-    run = become_node(request, descriptors, server)
+    run = become_node(request, descriptors, made)
     entered: list[tuple[float, str]] = []
 
     def on_call(frame: FrameType, event: str, _: Any) -> None:

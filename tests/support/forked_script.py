@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from azureml_elastic.forks import import_loader, script_runner
-from azureml_elastic.local.fork_server.server import Server
+from azureml_elastic.forks.server import EarlierImports
 from tests.support.leaving import leaving
 
 __all__ = ["become_script"]
 
 
-def become_script(request: dict[str, Any], descriptors: list[int], server: Server) -> Callable[[], Any]:
+def become_script(request: Mapping[str, Any], descriptors: list[int], made: EarlierImports) -> Callable[[], Any]:
     """Become a script, and return the call that runs it."""
     stdin, stdout, stderr = descriptors
     if request["session"]:

@@ -14,19 +14,19 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from azureml_elastic.forks import script_runner
-from azureml_elastic.local.fork_server import node
-from azureml_elastic.local.fork_server.server import Server
+from azureml_elastic.forks.server import EarlierImports
+from azureml_elastic.local import forked_node
 
 __all__ = ["become_node", "leaving"]
 
 
-def become_node(request: dict[str, Any], descriptors: list[int], server: Server) -> Callable[[], Any]:
-    """Become a node or, later, one of its workers; see :func:`azureml_elastic.local.fork_server.node.become_node`."""
-    return leaving(node.become_node(request, descriptors, server))
+def become_node(request: Mapping[str, Any], descriptors: list[int], made: EarlierImports) -> Callable[[], Any]:
+    """Become a node or, later, one of its workers; see :func:`azureml_elastic.local.forked_node.become_node`."""
+    return leaving(forked_node.become_node(request, descriptors, made))
 
 
 def leaving(run: Callable[[], Any]) -> Callable[[], Any]:

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from azureml_elastic.environment import names as variables
-from azureml_elastic.local.fork_server.client import ForkedProcess, ForkServer, ForkStart, Imports, read_early
+from azureml_elastic.forks.command import Imports, read_early
+from azureml_elastic.forks.detached import ForkedProcess, ForkServer
+from azureml_elastic.local.fork_start import ForkStart, start_server
 from azureml_elastic.local.node_start import AgentProcess, NodeStart
 from azureml_elastic.local.processes import set_subreaper
 from azureml_elastic.program.command import parse_program
@@ -27,9 +29,11 @@ from tests.support.paths import ROOT
 __all__ = ["DYING", "FORKED", "WATCHED", "Script", "StartAt", "forked_with", "run_script"]
 
 _IMPORTS = {
-    "training": Imports(modules=("tests.support.training_imports", "tests.support.forked_script"), path=(str(ROOT),)),
+    "training": Imports(
+        modules=("tests.support.training_imports", "tests.support.forked_script"), path=(str(ROOT),), at_once=True
+    ),
     "submission": Imports(
-        modules=("tests.support.submission_imports", "tests.support.forked_script"), agent=False, path=(str(ROOT),)
+        modules=("tests.support.submission_imports", "tests.support.forked_script"), path=(str(ROOT),)
     ),
 }
 
@@ -103,7 +107,8 @@ def _server(imports: Imports, env: Mapping[str, str]) -> ForkServer:
 def _server_with(imports: Imports, early: tuple[tuple[str, str], ...]) -> ForkServer:
     """Start a server with these imports and variables, which ends with this process."""
     names = read_early(os.environ)
-    server = ForkServer(imports, {name: os.environ[name] for name in os.environ if name not in names} | dict(early))
+    start = start_server if imports.at_once else ForkServer
+    server = start(imports, {name: os.environ[name] for name in os.environ if name not in names} | dict(early))
     atexit.register(server.close)
     return server
 
@@ -123,7 +128,7 @@ WATCHED = ForkStart(
 
 def forked_with(script: Path) -> NodeStart:
     """Return the start of nodes that are forked from a server with the imports of a script."""
-    imports = Imports(parse_program([str(script)]), modules=("tests.support.leaving",), path=(str(ROOT),))
+    imports = Imports(parse_program([str(script)]), modules=("tests.support.leaving",), path=(str(ROOT),), at_once=True)
     return ForkStart(functools.partial(_server, imports), _BECOME_NODE)
 
 

@@ -7,15 +7,11 @@ import importlib
 import pkgutil
 
 from azureml_elastic import node, train
-from azureml_elastic.forks import import_loader
 
 for package in (node, train):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".", onerror=lambda _: None):
         if not module.name.endswith("__main__") and ".train.horovod" not in module.name:  # which needs Horovod
             importlib.import_module(module.name)
-for name in import_loader.LATER:
-    with contextlib.suppress(ImportError):  # other versions of torch do not have all of them
-        importlib.import_module(name)
 # The samples' data take longer than their training, and MLflow longer than all that an agent does.
 for name in ("sklearn.datasets", "mlflow"):
     with contextlib.suppress(ImportError):

@@ -7,20 +7,26 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from azureml_elastic.environment import names as variables
 from azureml_elastic.environment.node import NodeEnvironment
-from azureml_elastic.forks.command import changed, changed_for_torch, lasting, server_command, without_threads
+from azureml_elastic.forks.command import (
+    Imports,
+    changed,
+    changed_for_torch,
+    lasting,
+    server_command,
+    without_threads,
+)
+from azureml_elastic.forks.link import ForkRefused, ServerProcess, document, send
 from azureml_elastic.program.command import Program
 
 __all__ = ["ForkRefused", "ForkedWorker", "PreloadServer", "begin_preload", "start_early"]
@@ -88,11 +94,7 @@ _ANSWER_SECONDS = 15.0
 """Time limit of a request, which waits for at most one import; see ``LATER`` in :mod:`.import_loader`."""
 
 _END_SECONDS = 2.0
-_MOST_BYTES = 1 << 16
-
-
-class ForkRefused(Exception):
-    """The preload server cannot fork a worker, for the reason in the message; the worker must be started plainly."""
+"""Limit of the wait for the ends of workers, which the kernel kills with their server."""
 
 
 class PreloadServer:
@@ -129,14 +131,10 @@ class PreloadServer:
         self._workers: dict[int, ForkedWorker] = {}
         self._stores: set[int] = set()
         self._ended_stores: dict[int, int | None] = {}
-        self._process: subprocess.Popen[bytes] | None = None
-        self._link: socket.socket
-        self._errors: IO[bytes]
+        self._process: ServerProcess | None = None
         self.since = time.monotonic()
         """Monotonic seconds at which the process was started."""
-        if sys.platform != "linux":
-            self._refuse(f"{sys.platform} is not Linux")
-        elif self._start():
+        if self._start():
             self._reader = threading.Thread(target=self._read, name="preload-server", daemon=True)
             self._reader.start()
 
@@ -149,10 +147,8 @@ class PreloadServer:
         self._environ, self._begun = lasting(environ), True
         if self.refusal is not None:
             return
-        with _anonymous_file() as content, contextlib.suppress(ForkRefused):
-            content.write(json.dumps(without_threads(self._environ)).encode())
-            content.flush()
-            self._send({"op": "begin"}, [content.fileno()])
+        with document(without_threads(self._environ)) as content, contextlib.suppress(ForkRefused):
+            self._send({"op": "begin"}, [content])
 
     def suits(self, program: Program, environ: Mapping[str, str]) -> bool:
         """Return whether the process can go on with this program and environment, as torch may be imported already."""
@@ -208,12 +204,7 @@ class PreloadServer:
         if names := changed(self._environ, environ):
             raise ForkRefused(f"{', '.join(names)} in the environment changed after the imports")
         with contextlib.ExitStack() as files:
-            content = files.enter_context(_anonymous_file())
-            arguments = None if self.program.placeholders is None else self.program.arguments_for(environ)
-            # In a file: with the plan in it, an environment may be larger than a message of the socket.
-            content.write(json.dumps({"environment": dict(environ), "arguments": arguments}).encode())
-            content.flush()
-            descriptors = [content.fileno()]
+            descriptors = [files.enter_context(document(dict(environ)))]
             for path, inherited in ((stdout, 1), (stderr, 2)):
                 descriptors.append(inherited if path is None else files.enter_context(path.open("wb")).fileno())
             self._send({"op": "fork", "id": number, "folder": os.getcwd()}, descriptors)  # noqa: PTH109
@@ -248,12 +239,9 @@ class PreloadServer:
                 self._refusal = "it was closed"
             self._changes.notify_all()
         if self._process is not None:
-            with contextlib.suppress(OSError):
-                # The server kills its workers and ends when its end of the socket does, and the reader with it.
-                self._link.shutdown(socket.SHUT_RDWR)
-            self._reader.join()
-            self._link.close()
-            self._errors.close()
+            self._process.disconnect()
+            self._reader.join()  # which ends with the server
+            self._process.close()
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -265,8 +253,9 @@ class PreloadServer:
             return self._requests
 
     def _send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+        assert self._process is not None
         try:
-            socket.send_fds(self._link, [json.dumps(message).encode()], list(descriptors))
+            send(self._process.link, message, descriptors)
         except OSError as error:
             raise ForkRefused(self.refusal or f"it cannot be reached: {error}") from error
 
@@ -304,40 +293,27 @@ class PreloadServer:
 
     def _start(self) -> bool:
         """Start the process, and return whether it runs."""
-        link, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        errors = _anonymous_file()
-        words = server_command(self.program, server_end.fileno())
-        with server_end, _anonymous_file() as output:
-            try:
-                process = self._popen(
-                    words,
-                    env=without_threads(self._started_in),
-                    stdout=output,
-                    stderr=errors,
-                    pass_fds=[server_end.fileno()],
-                    start_new_session=True,
-                )
-            except OSError as error:
-                self._refuse(f"{words[0]!r} cannot be started: {error.strerror}")
-                link.close()
-                errors.close()
-                return False
+        command = partial(server_command, Imports(self.program), begins=False)
+        try:
+            process = ServerProcess(command, without_threads(self._started_in), self._popen)
+        except ForkRefused as refusal:
+            self._refuse(str(refusal))
+            return False
         with self._changes:
             if self._process is not None:
-                self._link.close()
-                self._errors.close()
-            self._link, self._errors, self._process, self.since = link, errors, process, time.monotonic()
-            if self._closed:  # meanwhile: the process sees that nobody is at the other end
-                self._link.shutdown(socket.SHUT_RDWR)
+                self._process.close()
+            self._process, self.since = process, time.monotonic()
+            if self._closed:  # meanwhile
+                process.disconnect()
         return True
 
     def _read(self) -> None:
         running = True
         while running:
-            with contextlib.suppress(OSError):
-                while data := self._link.recv(_MOST_BYTES):
-                    self._receive(json.loads(data))
-            running = self._end()
+            assert self._process is not None
+            while message := self._process.receive():
+                self._receive(message)
+            running = self._end(self._process)
 
     def _receive(self, message: dict[str, Any]) -> None:
         operation = message["op"]
@@ -369,19 +345,13 @@ class PreloadServer:
                 self._answers[message["id"]] = message
             self._changes.notify_all()
 
-    def _end(self) -> bool:
+    def _end(self, process: ServerProcess) -> bool:
         """Record the end of the process and of its workers, which the kernel ends with it.
 
         Returns:
             Whether another one was started in its place.
         """
-        process = self._process
-        assert process is not None
-        try:
-            code = process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            code = process.wait()
+        code, reason = process.wait()
         with self._changes:
             running = [worker for worker in self._workers.values() if worker.running]
         until = time.monotonic() + _END_SECONDS
@@ -395,27 +365,18 @@ class PreloadServer:
             self._ended_stores |= dict.fromkeys(self._stores)
             self._stores.clear()
             self._changes.notify_all()
-        reason = f"it has ended{self._end_reason(code)}"
         if again:
-            _LOG.warning("The preload server is started again: %s.", reason)
+            _LOG.warning("The preload server is started again: it %s.", reason)
             again = self._start()
             if again and self._begun:
                 self.begin(self._environ)
         elif not self._closed:
-            self._refuse(reason)
+            self._refuse(f"it {reason}")
         with self._changes:
             for worker in running:
                 # Only once they are gone: an exit code tells the agent that ports and memory are free.
                 worker.end(-signal.SIGKILL)
         return again
-
-    def _end_reason(self, code: int) -> str:
-        if code < 0:
-            return f" by {signal.Signals(-code).name}"
-        with contextlib.suppress(OSError, ValueError):
-            lines = os.pread(self._errors.fileno(), _MOST_BYTES, 0).decode(errors="replace").strip().split("\n")
-            return f" with exit code {code}" + (f": {lines[-1].strip()}" if lines[-1] else "")
-        return f" with exit code {code}"
 
 
 def _end_orphan(pid: int, until: float) -> None:
@@ -434,12 +395,6 @@ def _end_orphan(pid: int, until: float) -> None:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
         time.sleep(0.002)
-
-
-def _anonymous_file() -> IO[bytes]:
-    if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("azureml-elastic"), "w+b")
-    return tempfile.TemporaryFile()
 
 
 def start_early(

@@ -1,4 +1,4 @@
-"""The command line of the preload server, and the environment variables that its imports may not depend on.
+"""The command line of a fork server, and the environment variables that its imports may not depend on.
 
 **Environment variables that may differ between the imports and a worker without effect on the imports.** Libraries read
 variables at import (``OMP_NUM_THREADS``) and keep the values. A worker forked after the imports must therefore have the
@@ -9,38 +9,36 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from azureml_elastic.program.command import Program
 
 __all__ = [
+    "INTERPRETER",
     "OUTERMOST",
     "READ_BY_TORCH",
+    "Imports",
     "changed",
     "changed_for_torch",
     "is_per_worker",
     "is_read_late",
     "lasting",
-    "outermost",
-    "plain_command",
-    "replace_excluded",
+    "read_early",
     "server_command",
     "without_threads",
 ]
 
+INTERPRETER = (sys.executable, "-u", "-c")
+"""Beginning of a server's command, unless its program has an interpreter or options of its own."""
 
-def outermost(package: str) -> str:
-    """Return the code that runs a package's module ``server`` with ``-c``.
-
-    Its ``serve`` returns only in children, with a function that runs the script, so this outermost frame is the only
-    one below the script's. Its names are removed from ``__main__`` first, and the working directory from the path
-    before any import.
-    """
-    return f"""\
+OUTERMOST = """\
 import sys
 if sys.path[:1] == [""]:
     del sys.path[0]
-from {package} import server as serving
+from azureml_elastic.forks import server as serving
 try:
     serving.serve()()
 except SystemExit:
@@ -51,37 +49,52 @@ except BaseException:
 else:
     __import__("sys").modules["azureml_elastic.forks.script_runner"].on_end()
 """
+"""Code that a server runs. ``serve`` returns only in forks, with a function that runs the script, so this outermost
+frame is the only one below the script's. Its names are removed from ``__main__`` first, and the working directory from
+the path before any import."""
 
 
-OUTERMOST = outermost("azureml_elastic.forks")
-"""Code that the preload server runs."""
-
-_WAIT = "null"
-
-
-def server_command(program: Program, descriptor: int) -> list[str]:
-    """Return the command that starts the preload server of a program.
+@dataclass(frozen=True)
+class Imports:
+    """What a server imports.
 
     Args:
-        descriptor: descriptor of the server's end of the connection to the agent.
+        program: program whose imports are made, and which the server's workers run; ``None`` for no program.
+        modules: further modules, which are imported after those of the program.
+        path: folders in which the further modules are searched, too.
+        at_once: whether all is imported before the first fork, also what torch imports in its first steps, so that
+            forks become nodes with preload servers of their own.
     """
-    words = [*program.interpreter_command, "-c", OUTERMOST, str(descriptor), _WAIT]
-    return [*words, program.kind, program.target, *program.arguments]
+
+    program: Program | None = None
+    modules: tuple[str, ...] = ()
+    path: tuple[str, ...] = ()
+    at_once: bool = False
+
+    @classmethod
+    def from_json(cls, text: str) -> Imports:
+        """Read what :func:`server_command` has written."""
+        fields = json.loads(text)
+        program = fields.pop("program")
+        if program is not None:
+            program = Program(**{name: _tuple(value) for name, value in program.items()})
+        return cls(program, **{name: _tuple(value) for name, value in fields.items()})
 
 
-def replace_excluded(words: Sequence[str], excluded: Mapping[str, str]) -> list[str]:
-    """Return the command of a preload server that imports less, and has the workers' environment already."""
-    changed = list(words)
-    changed[changed.index(OUTERMOST) + 2] = json.dumps(dict(excluded))
-    return changed
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
-def plain_command(words: Sequence[str]) -> list[str]:
-    """Return the command of a plain start of the program, from the command of its preload server."""
-    # Before it are the interpreter, its options and "-c"; behind it the descriptor, the excluded packages and the kind.
-    position = list(words).index(OUTERMOST)
-    module = ["-m"] if words[position + 3] == "module" else []
-    return [*words[: position - 1], *module, *words[position + 4 :]]
+def server_command(imports: Imports, descriptor: int, *, begins: bool = True) -> list[str]:
+    """Return the command that starts a server.
+
+    Args:
+        descriptor: descriptor of the server's end of the link.
+        begins: whether the environment is that of the workers; else it is sent later.
+    """
+    interpreter = INTERPRETER if imports.program is None else (*imports.program.interpreter_command, "-c")
+    excluded = "{}" if begins else "null"  # packages that are left to the workers, with the reasons
+    return [*interpreter, OUTERMOST, str(descriptor), json.dumps(asdict(imports)), excluded]
 
 
 _PER_WORKER = re.compile(
@@ -101,6 +114,9 @@ READ_BY_TORCH = re.compile(
     r"(ATEN|BLIS|CUDA|DNNL|GOMP|GOTO|KMP|LD|MALLOC|MKL|NPY|OMP|ONEDNN|OPENBLAS)_|NUMPY|PYTHON|PYTORCH|TORCH|TRITON"
 )
 """Beginnings of the environment variables that torch, numpy or their libraries may read at import."""
+
+_READ_EARLY = re.compile(READ_BY_TORCH.pattern + "|(ACCELERATE|DS|HF|LC|TRANSFORMERS)_|LANG")
+"""Beginnings of those that may be read when the interpreter starts or a library is imported."""
 
 _ARROW_OPTIONS = "JE_ARROW_MALLOC_CONF"
 """Options of the memory allocator in pyarrow."""
@@ -142,3 +158,8 @@ def changed(imported_in: Mapping[str, str], wanted: Mapping[str, str]) -> list[s
 def changed_for_torch(imported_in: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
     """Return the names of the variables that differ and may have been read by torch's import."""
     return [name for name in changed(imported_in, wanted) if READ_BY_TORCH.match(name)]
+
+
+def read_early(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that are read when the interpreter starts or a library is imported."""
+    return {name: value for name, value in environ.items() if _READ_EARLY.match(name) and not is_read_late(name)}

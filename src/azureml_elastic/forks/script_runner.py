@@ -14,7 +14,6 @@ import gc
 import importlib
 import importlib.machinery
 import io
-import json
 import os
 import signal
 import sys
@@ -34,7 +33,6 @@ __all__ = [
     "execute",
     "on_end",
     "on_uncaught",
-    "read_json",
     "reset_process_state",
 ]
 
@@ -250,10 +248,3 @@ def _reopen(stream: Any, descriptor: int, mode: str) -> None:
         write_through=unbuffered,
     )
     stream.mode = "w" if writes else "r"
-
-
-def read_json(descriptor: int) -> Any:
-    """Read a JSON document from the start of a file."""
-    with os.fdopen(descriptor, "rb") as file:
-        file.seek(0)
-        return json.loads(file.read())

@@ -18,6 +18,8 @@ import traceback
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
+from azureml_elastic.forks.link import receive
+
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -92,11 +94,10 @@ def serve_when_asked(server: socket.socket) -> NoReturn:
     with contextlib.suppress(Exception):  # it is raised again when the store is wanted, and reported
         import torch.distributed  # noqa: F401
     with server:
-        order, descriptors, _, _ = socket.recv_fds(server, 1 << 16, 2)
-    if not order:
+        order, descriptors = receive(server)
+    if order is None:
         os._exit(0)
-    address = json.loads(order)
-    serve_store(address["host"], address["port"], *descriptors)
+    serve_store(order["host"], order["port"], *descriptors)
 
 
 if __name__ == "__main__":

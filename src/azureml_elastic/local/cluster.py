@@ -37,7 +37,7 @@ from azureml_elastic.free_space import free_bytes, is_full
 from azureml_elastic.ledger.summary import Paths, Report, load_report
 from azureml_elastic.local.azurite import SQLITE_TABLE, TableChoice, check_table, open_table_choice
 from azureml_elastic.local.faults.model import Schedule
-from azureml_elastic.local.fork_server.client import are_forked, open_fork_start
+from azureml_elastic.local.fork_start import are_forked, open_fork_start
 from azureml_elastic.local.launch import Launch
 from azureml_elastic.local.node_start import NODE_COMMAND, CommandStart, NodeStart, StartMethod
 from azureml_elastic.local.processes import NodeProcesses

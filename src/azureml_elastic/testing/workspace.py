@@ -23,7 +23,7 @@ from azureml_elastic.errors import UsageError, needs_extra
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.cluster import prepare_run_dir
 from azureml_elastic.local.faults.metadata_service import MetadataService
-from azureml_elastic.local.fork_server.client import ForkStart
+from azureml_elastic.local.fork_start import ForkStart
 from azureml_elastic.local.node_start import StartMethod
 from azureml_elastic.local.processes import NodeProcesses
 from azureml_elastic.local.run_end import StopSignals

@@ -18,11 +18,12 @@ import pytest
 from torch.distributed import TCPStore
 
 from azureml_elastic.forks import client
-from azureml_elastic.forks.client import ForkRefused, PreloadServer
+from azureml_elastic.forks.client import PreloadServer
 from azureml_elastic.forks.import_loader import open_devices
+from azureml_elastic.forks.link import ForkRefused
 from azureml_elastic.node.failures.classification import FailedWorker
 from azureml_elastic.program.command import Program
-from tests.support.forks.starting import ENVIRON, gone, preload_server, run_forked, wait_for_text
+from tests.support.forks.starting import ENVIRON, gone, on_path, preload_server, run_forked, wait_for_text
 from tests.support.paths import ROOT, SUPPORT
 
 HERE = SUPPORT / "forks"
@@ -50,13 +51,11 @@ def waiting(process, folder, **more):
 
 LATE_SIGNAL = """
 import os, signal, socket, sys, threading, time
-from azureml_elastic.forks.command import OUTERMOST
+from azureml_elastic.forks.command import Imports
 from azureml_elastic.forks.server import EarlierImports, _Server
 
-sys.orig_argv = [sys.executable, "-c", OUTERMOST, "0", "{}", "script", "none.py"]
 agent, link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-server = _Server(link, {}, "script", "none.py", EarlierImports())
-server._later.clear()
+server = _Server(link, Imports(), {}, EarlierImports())
 worker = os.fork()
 if worker == 0:
     time.sleep(0.5)
@@ -272,7 +271,7 @@ def installed(folder, **modules):
     for name, text in modules.items():
         (site / f"{name}-1.dist-info").mkdir(parents=True)
         (site / f"{name}.py").write_text(text)
-    return {**ENVIRON, "PYTHONPATH": str(site)}
+    return on_path(site)
 
 
 @pytest.mark.parametrize(
@@ -346,11 +345,11 @@ def test_an_unsafe_preload_server_refuses_at_once(tmp_path, text, options, reaso
 
 
 def test_the_end_of_the_agent_is_noticed_in_the_middle_of_an_import(tmp_path, monkeypatch):
-    monkeypatch.setattr("azureml_elastic.forks.client._END_SECONDS", 60.0)
+    monkeypatch.setattr("azureml_elastic.forks.link._END_SECONDS", 60.0)
     site, importing = tmp_path / "site", tmp_path / "importing"
     (site / "slow-1.dist-info").mkdir(parents=True)
     (site / "slow.py").write_text(f"import time\nopen({str(importing)!r}, 'w').write('yes')\ntime.sleep(600)\n")
-    process = preload_server(script(tmp_path, "import slow\n"), environ={**ENVIRON, "PYTHONPATH": str(site)})
+    process = preload_server(script(tmp_path, "import slow\n"), environ=on_path(site))
     wait_for_text(importing, "yes")
     assert not process.wait_ready(0.01)
     start = time.monotonic()
@@ -406,8 +405,7 @@ def test_packages_that_packages_import_later_are_imported_while_workers_run(tmp_
     (installed / "accelerate.py").touch()
     (installed / "deepspeed.py").write_text("import subprocess\nsubprocess.run(['true'], check=True)\n")
     (installed / "datasets.py").write_text(f"import os\nopen({str(importers)!r}, 'a').write(f'{{os.getpid()}} ')\n")
-    path = os.pathsep.join([str(installed), *filter(None, [ENVIRON.get("PYTHONPATH")])])
-    environ = {**ENVIRON, "PYTHONPATH": path, "AZUREML_ELASTIC_INTEGRATIONS": "off"}
+    environ = {**on_path(installed), "AZUREML_ELASTIC_INTEGRATIONS": "off"}
     server = preload_server(script(tmp_path, "import accelerate, time\ntime.sleep(600)\n"), environ=environ)
     try:
         assert server.wait_ready(300), server.refusal

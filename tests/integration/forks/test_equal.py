@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from tests.support.forks.starting import ENVIRON, preload_server, run_forked, run_plain
+from tests.support.forks.starting import ENVIRON, on_path, preload_server, run_forked, run_plain
 from tests.support.paths import SUPPORT
 
 HERE = SUPPORT / "forks"
@@ -111,7 +111,7 @@ def test_changed_scripts_and_effects_of_imports(tmp_path, monkeypatch):
     (site / "ranked.py").write_text(RANKED)
     script = tmp_path / "script.py"
     (tmp_path / "local.py").write_text("import noisy\n")
-    environ = {**ENVIRON, "PYTHONPATH": os.pathsep.join([str(site), *sys.path[-1:]]), "RANK": "5"}
+    environ = {**on_path(site), "RANK": "5"}
     monkeypatch.chdir(tmp_path)
     texts = {
         "imports": "import local, ranked, no_such_module_here\n",

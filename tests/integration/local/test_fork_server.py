@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import psutil
 import pytest
 
 from azureml_elastic.config import CheckpointPolicy
+from azureml_elastic.forks.command import Imports
+from azureml_elastic.forks.detached import ForkServer
+from azureml_elastic.forks.link import ForkRefused
 from azureml_elastic.ledger.events import Progress
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
-from azureml_elastic.local.fork_server.client import ForkRefused, ForkServer, ForkStart, Imports
+from azureml_elastic.local.fork_start import ForkStart, start_server
 from azureml_elastic.local.node_start import NODE_COMMAND
 from azureml_elastic.local.processes import MARKER, set_subreaper
 from azureml_elastic.local.view import View
@@ -69,7 +69,7 @@ def fork_servers():
     return {
         each.pid
         for each in found
-        if "azureml_elastic.local.fork_server" in " ".join(each.cmdline()) and "/" not in each.environ()[MARKER]
+        if "azureml_elastic.forks" in " ".join(each.cmdline()) and "/" not in each.environ()[MARKER]
     }
 
 
@@ -194,25 +194,15 @@ def examine(server, output):
     return output.read().decode()
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("import os\nos.environ['OMP_NUM_THREADS'] = '2'\nimport torch\n", "changes os.environ['OMP_NUM_THREADS']"),
-        ("import threading\n", "threading.py has the name of a module"),
-        ("import psutil\n", "psutil.py has the name of a module"),
-    ],
-    ids=["a variable for torch", "a module of Python's name", "a module of the agent's name"],
-)
-def test_a_program_that_is_not_imported_early_is_started_by_commands(tmp_path, output, text, reason):
+def test_a_program_that_is_not_imported_early_is_started_by_commands(tmp_path, output):
     folder = tmp_path / "program"
     folder.mkdir()
-    (folder / "train.py").write_text(text)
-    if "has the name" in reason:
-        (folder / reason.split()[0]).write_text("")
-    server = ForkServer(Imports(parse_program([str(folder / "train.py")])), os.environ)
+    (folder / "train.py").write_text("import psutil\n")
+    (folder / "psutil.py").write_text("")  # the agent's
+    server = start_server(Imports(parse_program([str(folder / "train.py")])), os.environ)
     try:
         assert not server.wait_ready()
-        assert reason in server.refusal
+        assert "psutil.py has the name of a module" in server.refusal
         shown = examine(server, output)
         assert shown.startswith(f"This node is not forked, its command is started: {server.refusal}.\n")
         assert "usage: python -m azureml_elastic.node" in shown
@@ -224,7 +214,7 @@ def test_a_program_that_is_not_imported_early_is_started_by_commands(tmp_path, o
 def test_imports_that_leave_a_thread_behind_are_not_forked(tmp_path):
     text = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     (tmp_path / "threaded.py").write_text(text)
-    server = ForkServer(Imports(modules=("threaded",), agent=False, path=(str(tmp_path),)), os.environ)
+    server = ForkServer(Imports(modules=("threaded",), path=(str(tmp_path),)), os.environ)
     try:
         assert not server.wait_ready()
         assert server.refusal.startswith("the imports started 1 thread (Thread-1")
@@ -233,7 +223,7 @@ def test_imports_that_leave_a_thread_behind_are_not_forked(tmp_path):
 
 
 def test_a_failed_import_is_the_reason(tmp_path):
-    server = ForkServer(Imports(modules=("absent_module",), agent=False), os.environ)
+    server = ForkServer(Imports(modules=("absent_module",)), os.environ)
     try:
         assert not server.wait_ready()
         assert server.refusal == "ModuleNotFoundError: No module named 'absent_module'"
@@ -242,7 +232,7 @@ def test_a_failed_import_is_the_reason(tmp_path):
 
 
 def test_a_node_is_forked_and_another_environment_of_the_imports_is_refused(tmp_path, output):
-    server = ForkServer(Imports(), {**os.environ, "OMP_NUM_THREADS": "1"})
+    server = start_server(Imports(), {**os.environ, "OMP_NUM_THREADS": "1"})
     try:
         request = {"argv": ["--help"], "network": None}
         with pytest.raises(ForkRefused, match="OMP_NUM_THREADS, TORCH_SHOW_CPP_STACKTRACES in the environment"):
@@ -257,20 +247,3 @@ def test_a_node_is_forked_and_another_environment_of_the_imports_is_refused(tmp_
     finally:
         server.close()
     assert server.refusal == "the fork server was closed"
-
-
-def test_the_server_ends_with_a_killed_launcher_also_while_it_imports():
-    script = (
-        "import os, time\n"
-        "from azureml_elastic.local.fork_server.client import ForkServer, Imports\n"
-        "server = ForkServer(Imports(), os.environ)\n"
-        "print(server.pid, flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as launcher:
-        server = psutil.Process(int(launcher.stdout.readline()))
-        try:
-            until(lambda: "torch" in Path(f"/proc/{server.pid}/maps").read_text())  # in the middle of the imports
-        finally:
-            launcher.kill()
-    until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, 20)

@@ -27,7 +27,7 @@ print("on standard error", file=sys.stderr)
 print("an output line")
 commands = [" ".join(process.cmdline()) for process in psutil.Process().parents()]
 process = {
-    "forked": any("azureml_elastic.local.fork_server" in command for command in commands),
+    "forked": any('"at_once": true' in command for command in commands),
     "argv": sys.argv[:1],
     "path": sys.path,
     "file": pathlib.Path(__file__).name,
@@ -178,7 +178,7 @@ def test_nothing_outlives_a_killed_workspace(script, tmp_path):
             server = next(
                 process.pid
                 for process in psutil.Process(launcher.pid).children()
-                if "azureml_elastic.local.fork_server" in " ".join(process.cmdline()) and process not in marked()
+                if "azureml_elastic.forks" in " ".join(process.cmdline()) and process not in marked()
             )
             assert under(folder)
         finally:

@@ -16,6 +16,11 @@ END_SECONDS = 300.0
 ENVIRON = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
 
 
+def on_path(folder: Path) -> dict[str, str]:
+    """Return an environment in which a folder comes first on the path."""
+    return {**ENVIRON, "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [ENVIRON.get("PYTHONPATH")])])}
+
+
 class Result(NamedTuple):
     code: int
     stdout: str

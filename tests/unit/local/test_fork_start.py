@@ -9,7 +9,9 @@ import sys
 import pytest
 
 from azureml_elastic.config import ElasticDistribution
-from azureml_elastic.local.fork_server.client import ForkedProcess, are_forked, read_early
+from azureml_elastic.forks.command import read_early
+from azureml_elastic.forks.detached import ForkedProcess
+from azureml_elastic.local.fork_start import are_forked
 from azureml_elastic.program.command import parse_program
 
 

@@ -27,15 +27,10 @@ from pathlib import Path
 from typing_extensions import Self
 
 import azureml_elastic
-from azureml_elastic.local.fork_server.client import (
-    MARKER_BYTES,
-    ForkedProcess,
-    ForkRefused,
-    ForkServer,
-    ForkStart,
-    Imports,
-    read_early,
-)
+from azureml_elastic.forks.command import Imports, read_early
+from azureml_elastic.forks.detached import ForkedProcess, ForkServer
+from azureml_elastic.forks.link import ForkRefused
+from azureml_elastic.local.fork_start import MARKER_BYTES, ForkStart, start_server
 from azureml_elastic.local.processes import MARKER
 from azureml_elastic.testing.forks import wrapper
 from azureml_elastic.testing.jobs.nodes import inherited_variables
@@ -321,7 +316,14 @@ def _inherited(proc: Path) -> Mapping[str, str]:
     }
 
 
-_IMPORTS = Imports(modules=("azureml_elastic.testing.forks.imports",))
+_AGENT = (
+    "azureml_elastic.node.azure.credentials",
+    "azureml_elastic.node.azure.workspace",
+    "azureml_elastic.node.publishing.mlflow",
+    "azureml_elastic.node.replacement.jobs",
+    "azureml_elastic.node.table.azure",
+)
+"""What agents of a job import late, in addition to those of a local cluster."""
 
 
 @contextlib.contextmanager
@@ -335,7 +337,7 @@ def open_fork_start() -> Iterator[ForkStart]:
     def server_for(environ: Mapping[str, str]) -> ForkServer:
         if not servers:
             # Forks show in /proc the environment that the server was started with: not what belongs to one job.
-            servers.append(ForkServer(_IMPORTS, {**inherited_variables(), **read_early(environ)}))
+            servers.append(start_server(Imports(modules=_AGENT), {**inherited_variables(), **read_early(environ)}))
         return servers[0]
 
     try:

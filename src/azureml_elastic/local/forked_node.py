@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import json
 import os
 import select
 import socket
@@ -19,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from azureml_elastic.forks import script_runner, stack_imports
-from azureml_elastic.forks import server as preload_server
-from azureml_elastic.local.fork_server.client import COMMAND, ForkedProcess, read_early
-from azureml_elastic.local.fork_server.server import Server
+from azureml_elastic.forks.command import INTERPRETER, read_early
+from azureml_elastic.forks.detached import ForkedProcess
+from azureml_elastic.forks.link import document, read_document, receive, send
+from azureml_elastic.forks.server import EarlierImports, serve
 from azureml_elastic.local.processes import MARKER
 
 __all__ = ["become_node"]
@@ -30,20 +30,22 @@ _GATHER_SECONDS = 2.0
 """Limit of the wait for the other nodes of the same start, one of which may be frozen."""
 
 _CLONE_NEWNET = 0x40000000
-_DESCRIPTORS = 3
+
+_ENV_START = 47
+"""Place of ``env_start`` among the fields of ``/proc/PID/stat`` behind the command; ``env_end`` follows."""
 
 
-def become_node(request: dict[str, Any], descriptors: list[int], server: Server) -> Callable[[], Any]:
+def become_node(request: Mapping[str, Any], descriptors: list[int], made: EarlierImports) -> Callable[[], Any]:
     """Become a node and return the call that runs its agent.
 
     Args:
         request: ``argv``, the agent's arguments, and ``network``, the name of a network namespace or null.
         descriptors: standard input, output and error; both ends of the pipe of the nodes that are started together.
-        server: what the server has imported.
+        made: what the server has imported.
     """
     stdin, stdout, stderr, gathered, announced = descriptors
     # First: from now on the launcher finds this process by its marker, whatever fails below.
-    server.mark(os.environ[MARKER])
+    _mark(os.environ[MARKER])
     os.setsid()
     os.dup2(stdin, 0)
     os.close(stdin)
@@ -57,9 +59,9 @@ def become_node(request: dict[str, Any], descriptors: list[int], server: Server)
         for descriptor in (gathered, announced):
             os.close(descriptor)
         ours.close()
-        return _become_preload_server(theirs, server)
+        return _become_preload_server(theirs, made)
     theirs.close()
-    preload = _Preload(ours, ForkedProcess(waiting, ["preload server"]), server, gathered, announced)
+    preload = _Preload(ours, ForkedProcess(waiting, ["preload server"]), made, gathered, announced)
 
     def run() -> None:
         from azureml_elastic.forks.client import PreloadServer
@@ -86,11 +88,11 @@ class _Preload:
     """
 
     def __init__(
-        self, link: socket.socket, process: ForkedProcess, server: Server, gathered: int, announced: int
+        self, link: socket.socket, process: ForkedProcess, made: EarlierImports, gathered: int, announced: int
     ) -> None:
         self._link = link
         self._process = process
-        self._server = server
+        self._attached = made.attached
         self._gathered, self._announced = gathered, announced
         self._early = read_early(os.environ)
         self._used = False
@@ -98,16 +100,13 @@ class _Preload:
     def start(self, words: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **options: Any) -> Any:
         """Start the preload server, with the arguments of ``subprocess.Popen``; the agent has announced its node."""
         self._gather()
-        off = self._server.attached and stack_imports.is_off(env)
-        if self._used or off or tuple(words[: len(COMMAND)]) != COMMAND or read_early(env) != self._early:
+        off = self._attached and stack_imports.is_off(env)
+        if self._used or off or tuple(words[: len(INTERPRETER)]) != INTERPRETER or read_early(env) != self._early:
             return subprocess.Popen(words, env=env, pass_fds=pass_fds, **options)
         self._used = True
-        document = {"words": list(words), "environment": dict(env), "folder": str(Path.cwd())}
-        with os.fdopen(os.memfd_create("azureml-elastic"), "w+b") as file:
-            file.write(json.dumps(document).encode())
-            file.flush()
-            descriptors = [file.fileno(), *pass_fds, options["stdout"].fileno(), options["stderr"].fileno()]
-            socket.send_fds(self._link, [b"-"], descriptors)
+        wanted = {"words": list(words), "environment": dict(env), "folder": str(Path.cwd())}
+        with document(wanted) as content:
+            send(self._link, {}, [content, *pass_fds, options["stdout"].fileno(), options["stderr"].fileno()])
         return self._process
 
     def close(self) -> None:
@@ -138,22 +137,35 @@ def _enter_network(name: str) -> None:
             raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
 
 
-def _become_preload_server(link: socket.socket, server: Server) -> Callable[[], Any]:
+def _mark(marker: str) -> None:
+    """Write a node's marker over the server's in the environment that ``/proc`` shows, that of the server's start."""
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    start, end = int(fields[_ENV_START]), int(fields[_ENV_START + 1])
+    shown = ctypes.string_at(start, end - start)
+    value = shown.index(f"{MARKER}=".encode()) + len(MARKER) + 1
+    length = shown.index(b"\0", value) - value
+    text = marker.encode()
+    assert len(text) <= length, f"{marker!r} is longer than the {length} bytes for it"
+    ctypes.memset(start + value, 0, length)
+    ctypes.memmove(start + value, text, len(text))
+
+
+def _become_preload_server(link: socket.socket, made: EarlierImports) -> Callable[[], Any]:
     """Become the node's preload server when the agent requests one. Returns only in workers."""
-    data, descriptors, _, _ = socket.recv_fds(link, 1, _DESCRIPTORS + 1)
-    if not data:
+    message, descriptors = receive(link)
+    if message is None:
         os._exit(0)
     link.close()
     os.setsid()
     content, agent, stdout, stderr = descriptors
-    document = script_runner.read_json(content)
-    os.chdir(document["folder"])
-    script_runner.adopt_environment(document["environment"])
+    wanted = read_document(content)
+    os.chdir(wanted["folder"])
+    script_runner.adopt_environment(wanted["environment"])
     script_runner.adopt_descriptors(stdout, stderr)
     script_runner.reset_process_state()
-    words = list(document["words"])
-    arguments = len(COMMAND) + 1  # behind the code
+    words = list(wanted["words"])
+    arguments = len(INTERPRETER) + 1  # behind the code
     words[arguments] = str(agent)
     sys.orig_argv[:] = words
     sys.argv[:] = ["-c", *words[arguments:]]
-    return preload_server.serve(preload_server.EarlierImports(server.excluded, server.printed, server.variables_set))
+    return serve(made)
