@@ -13,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.ledger.summary import load_report
 from azureml_elastic.report.page import write_page
@@ -34,6 +35,6 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1]).absolute()
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        write_page(load_report(folder), read_events(folder / "events"), scratch / "report.html")
+        write_page(load_report(folder), Picture.of(read_events(folder / "events")), scratch / "report.html")
         for scheme, value in SCHEMES.items():
             draw(scratch / "report.html", ASSETS / f"report-{scheme}.png", value, scratch / "profile")

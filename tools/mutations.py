@@ -313,8 +313,8 @@ MUTATIONS = (
     Mutation(
         "lost-work-counted-as-training",
         "ledger/accounting.py",
-        '                line.draw(min(time, steps.ended), "lost work", number, cause)',
-        '                line.draw(min(time, steps.ended), "training", number)',
+        '            line.draw(min(time, steps.ended), "lost work", number, run.causes[number])',
+        '            line.draw(min(time, steps.ended), "training", number)',
         ("unit/ledger",),
     ),
     Mutation(

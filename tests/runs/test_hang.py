@@ -6,10 +6,11 @@ import sys
 
 from azureml_elastic.config import CheckpointPolicy, ElasticDistribution
 from azureml_elastic.ledger.events import HangDetected, HostStruck, Progress, RoundEntered, RoundReopened, read_event
+from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.reading import read_events
+from azureml_elastic.ledger.sentences import describe
 from azureml_elastic.ledger.timeline import recoveries
 from azureml_elastic.local.cluster import LocalCluster
-from azureml_elastic.local.view import Board, describe
 from tests.support.paths import PROGRAMS
 
 TRAINING = PROGRAMS
@@ -95,12 +96,9 @@ def test_a_hang_is_a_pause_since_the_last_step():
         Progress(time=320, node="a", round=2, step=6),
     ]
     assert [read_event(event.model_dump_json()) for event in events] == events
-    (recovery,) = recoveries(events)
+    (recovery,) = recoveries(Picture.of(events))
     assert (recovery.round, recovery.resumed, recovery.since, recovery.seconds) == (1, 2, "last step", 310)
-    board = Board()
-    board.expect("a")
-    board.apply(events[:3])
-    assert board.nodes["a"].state == "hung"
+    assert [node.state for node in Picture.of(events[:3]).now.nodes] == ["hung"]
     assert describe(events[2]) == (
-        "round 1: no step for 300.1 s (limit 300.0 s); the stacks of all workers are in the nodes' logs"
+        "no step for 300.1 s (limit 300.0 s) after step 5; the stacks of all workers are in the nodes' logs"
     )

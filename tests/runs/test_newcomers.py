@@ -9,6 +9,7 @@ import pytest
 
 from azureml_elastic.environment import names as variables
 from azureml_elastic.ledger.events import RanksConnecting, RoundReopened, StateSaved
+from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
@@ -59,7 +60,7 @@ def test_a_new_node_stops_a_script_only_after_a_save_that_it_continues_from(tmp_
         assert text.count("trains all its steps again, as it has not looked for a saved state") == 1
         assert not any(isinstance(event, StateSaved) for event in events)
     # What was kept of a round before the last one is known by a save that the script has looked for.
-    spans = report.spans(events)
+    spans = report.spans(Picture.of(events))
     last = max(event.round for event in events)
     assert {event.round for event in events if isinstance(event, RanksConnecting)} == set(range(1, last + 1))
     assert {span.round for span in spans if span.activity == "unknown"} == (set() if way == "reads" else {1})

@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, HealthPolicy
-from azureml_elastic.ledger.accounting import NodeTime, account
+from azureml_elastic.ledger.accounting import account
 from azureml_elastic.ledger.events import Event, RoundEntered
+from azureml_elastic.ledger.picture import NodeTime, Picture
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.cluster import LocalCluster
@@ -82,7 +83,7 @@ def check_accounting(report: Report, faults: Schedule, trail: str) -> None:
     """Compare the accounting with what the launcher and the step log know."""
     events = read_events(report.paths.events)
     walls = {node.name: NodeTime(node.began or 0.0, node.ended or 0.0) for node in report.nodes}
-    spans = account(events, walls)
+    spans = account(Picture.of(events), walls)
     for node in report.nodes:
         own = [span for span in spans if span.node == node.name]
         if own:  # else it was killed before its agent wrote a line

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from azureml_elastic.checkpoint.format import catalogue
 from azureml_elastic.checkpoint.storage.locations import open_storage
 from azureml_elastic.config import FixedGlobalBatch
+from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.reading import read_events
-from azureml_elastic.ledger.samples import restored_steps
 from tests.support.stacks import (
     FAULTS,
     assert_in_process_recovery_is_a_restart,
@@ -90,7 +90,7 @@ def test_a_worker_is_lost_in_an_evaluation(run_script, tmp_path, undisturbed):
     run = run_script(tmp_path / "run", "--pause", "0", "--die-in-evaluation")
     assert run.report.audit.complete, run.report.audit
     assert run.report.audit.rolled_back_steps == 0
-    restored = restored_steps(read_events(run.report.paths.run_dir / "events"))
+    restored = Picture.of(read_events(run.report.paths.run_dir / "events")).restored
     assert list(restored.values()) == [0, STEPS // 3]
     repeated = [line for line in logged(run) if "trained already" in line]
     assert len(repeated) == 1

@@ -2,16 +2,22 @@
 
 import math
 
+from hypothesis import strategies as st
+
 from azureml_elastic.ledger.events import (
     CheckpointCommitted,
+    HangDetected,
     Metrics,
     NodeLeft,
+    NodeReady,
     NodeStarted,
     Progress,
+    RanksConnecting,
     Restored,
     RoundEntered,
     RoundReopened,
     RunEnded,
+    StateSaved,
     WorkerFailed,
     WorkersStarted,
 )
@@ -103,3 +109,34 @@ def long_run(events=100_000, *, nodes=8, rounds=200, failing=5):
         clock += 1.0
     found += [NodeLeft(time=clock, node=name, round=rounds, reason="done", exit_code=0) for name in names]
     return found
+
+
+NUMBERS, STEPS, NODES = st.integers(0, 4), st.integers(0, 10**9), st.sampled_from(["a", "b", "c"])
+
+
+def _drawn(kind, **fields):
+    return st.builds(kind, time=st.floats(0, 100) | st.floats(0, 1e10), node=NODES, round=NUMBERS, **fields)
+
+
+REPORTED = st.one_of(
+    _drawn(Restored, step=NUMBERS | STEPS),
+    _drawn(Progress, step=NUMBERS | STEPS, samples=st.none() | st.integers(0, 10**12)),
+    _drawn(Metrics, step=STEPS, values=st.dictionaries(st.text(max_size=3), st.floats(), max_size=3)),
+)
+UNREPORTED = st.one_of(
+    _drawn(NodeStarted, host=st.text(max_size=3), pid=st.just(1)),
+    _drawn(RoundEntered, rank=NUMBERS, members=st.tuples(NODES, NODES), world_size=st.integers(1, 10**6)),
+    _drawn(WorkersStarted, pids=st.just((1,))),
+    _drawn(CheckpointCommitted, step=NUMBERS, directory=st.text(max_size=5), seconds=st.floats(0, 1e6)),
+    _drawn(WorkerFailed, rank=NUMBERS, exit_code=NUMBERS, message=st.text()),
+    _drawn(HangDetected, step=NUMBERS, seconds=st.just(1.0), limit_seconds=st.just(1.0)),
+    _drawn(RoundReopened, reason=st.text(), lost=st.tuples(NODES)),
+    _drawn(RunEnded, succeeded=st.booleans(), message=st.text()),
+    _drawn(NodeLeft, reason=st.text(), exit_code=NUMBERS),
+    *map(_drawn, (NodeReady, RanksConnecting, StateSaved)),
+)
+
+
+def any_events():
+    """Events in any order, also torn and contradictory ones; those of some runs are of a script without a session."""
+    return st.lists(UNREPORTED | REPORTED, max_size=60) | st.lists(UNREPORTED, max_size=60)

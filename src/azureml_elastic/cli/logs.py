@@ -74,13 +74,12 @@ class _FolderLogs:
 
     def choose(self, node: str | None) -> str:
         """Return the node that is meant; by default the one of rank 0."""
+        from azureml_elastic.ledger.picture import Picture
         from azureml_elastic.ledger.reading import read_events
-        from azureml_elastic.local.view import Board
 
         if node is None:
-            board = Board()
-            board.apply(read_events(self._paths.events))
-            return board.rank0 if board.rank0 in self._logs else next(iter(self._logs))
+            leader = Picture.of(read_events(self._paths.events)).now.rank0
+            return leader if leader in self._logs else next(iter(self._logs))
         if node not in self._logs:
             raise UsageError(
                 f"The run in {self._paths.run_dir} has no node {node!r}. There are: {', '.join(self._logs)}."

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from azureml_elastic.cli.workspace_jobs import Jobs
     from azureml_elastic.ledger.bill import Prices
     from azureml_elastic.ledger.events import Event
+    from azureml_elastic.ledger.picture import Picture
     from azureml_elastic.ledger.summary import NodeSummary, Report
     from azureml_elastic.report.page_content import PageContent
     from azureml_elastic.submit.run import ElasticRun, NodeOfRun
@@ -95,7 +96,7 @@ class LivePage:
                 return message_page(self._reports.name, str(error), poll_seconds=_POLL_SECONDS)
             notice = f"This is the last known state: {error}"
             return run_page(self._content, notice=notice, poll_seconds=_POLL_SECONDS)
-        self._content = page_content(found.report, found.events, running=found.running)
+        self._content = page_content(found.report, found.picture, running=found.running)
         self._final = not found.running
         return run_page(self._content, poll_seconds=_POLL_SECONDS if found.running else None)
 
@@ -149,7 +150,7 @@ def report(
     if html is not None:
         from azureml_elastic.report.page import write_page
 
-        write_page(found.report, found.events, html, running=found.running)
+        write_page(found.report, found.picture, html, running=found.running)
         console.print(f"Wrote {html}", soft_wrap=True, highlight=False, markup=False)
     write_json(found.report, json)
 
@@ -167,10 +168,10 @@ _QUIET_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class RunReport:
-    """Report of a run at a moment, the events of all its nodes, and whether it goes on."""
+    """Report of a run at a moment, the picture of it, and whether it goes on."""
 
     report: Report
-    events: Sequence[Event]
+    picture: Picture
     running: bool
 
 
@@ -205,6 +206,7 @@ class LocalRunReports:
     """
 
     def __init__(self, folder: Path, prices: Prices | None = None) -> None:
+        from azureml_elastic.ledger.picture import Picture
         from azureml_elastic.ledger.reading import EventReader
         from azureml_elastic.ledger.summary import Paths
 
@@ -213,7 +215,7 @@ class LocalRunReports:
         self._prices = prices
         self._paths = Paths.of(folder.absolute())
         self._reader = EventReader(self._paths.events)
-        self._events: list[Event] = []
+        self._picture = Picture()
 
     def read(self) -> RunReport:
         """Return the report that the launcher has written, otherwise one of the events so far.
@@ -221,22 +223,21 @@ class LocalRunReports:
         Raises:
             UsageError: the folder has neither of them.
         """
-        from azureml_elastic.ledger.summary import load_report, report_of_events
+        from azureml_elastic.ledger.summary import load_report, report_of
 
         written = self._paths.report.is_file()  # before the events, so that none is missed
-        self._events += self._reader.read()
-        if written or not self._events:
+        self._picture.apply(self._reader.read())
+        if written or not self._picture.nodes:
             report = load_report(self._folder)
         else:
-            report = report_of_events(self._paths, self._events, skipped=self._reader.skipped)
+            report = report_of(self._paths, self._picture, skipped=self._reader.skipped)
         if self._prices is not None:
-            report = report.with_bill(self._events, self._prices)
-        return RunReport(report, tuple(self._events), running=not written and not self._is_over(report))
+            report = report.with_bill(self._picture, self._prices)
+        return RunReport(report, self._picture, running=not written and not self._is_over(report))
 
     def _is_over(self, report: Report) -> bool:
         """Return whether a run that was not launched here, or whose launcher was killed, has ended."""
-        last = max((event.time for event in self._events), default=0.0)
-        return report.outcome != "unfinished" and time.time() - last > _QUIET_SECONDS
+        return report.outcome != "unfinished" and time.time() - self._picture.latest > _QUIET_SECONDS
 
 
 class SubmittedRunReports:
@@ -264,6 +265,7 @@ class SubmittedRunReports:
         self._variables = variables
         self._paths = Paths.of(folder.absolute())
         self._prices = prices
+        self._events: list[Event] = []
 
     def read(self) -> RunReport:
         """Return the report of what the table and the run history have now.
@@ -271,8 +273,9 @@ class SubmittedRunReports:
         Raises:
             ElasticError: they cannot be read, or no node has started.
         """
+        from azureml_elastic.ledger.picture import Picture
         from azureml_elastic.ledger.reading import NodeNames
-        from azureml_elastic.ledger.summary import report_of_events
+        from azureml_elastic.ledger.summary import report_of
         from azureml_elastic.node.records.observation import read_event_rows
 
         submitted = self._submitted
@@ -287,15 +290,16 @@ class SubmittedRunReports:
                 f"'azureml-elastic status {submitted.name}' shows the jobs."
             )
         labels = {job.job: job.node for job in jobs}
-        events = NodeNames(labels.get).apply(rows)
-        made = report_of_events(self._paths, events, skipped=skipped)
+        self._events = NodeNames(labels.get).apply(rows)
+        picture = Picture.of(self._events)
+        made = report_of(self._paths, picture, skipped=skipped)
         nodes = tuple(
-            _with_times(node, events, jobs, times).model_copy(update=vars(machines[_job_node(node)]))
+            _with_times(node, picture, jobs, times).model_copy(update=vars(machines[_job_node(node)]))
             for node in made.nodes
         )
         made = made.model_copy(update={"name": submitted.name, "nodes": nodes})
-        made = made.with_timeline(events).with_bill(events, self._prices)
-        return RunReport(made, events, running=any(job.active for job in jobs))
+        made = made.with_timeline(picture).with_bill(picture, self._prices)
+        return RunReport(made, picture, running=any(job.active for job in jobs))
 
     def write(self, found: RunReport) -> None:
         """Write the events and the report to the run's folder.
@@ -303,7 +307,7 @@ class SubmittedRunReports:
         Raises:
             UsageError: the folder cannot be written.
         """
-        _write_events(self._paths.events, found.events)
+        _write_events(self._paths.events, self._events)
         found.report.write()
 
 
@@ -327,16 +331,15 @@ def _write_events(folder: Path, events: Sequence[Event]) -> None:
 
 def _with_times(
     node: NodeSummary,
-    events: Sequence[Event],
+    picture: Picture,
     jobs: Sequence[NodeOfRun],
     times: Mapping[str, tuple[datetime | None, datetime | None]],
 ) -> NodeSummary:
     """Return the node with its lifetime, whose end only the run history knows if the node was lost."""
-    own = [event for event in events if event.node == node.name]
+    own = picture.nodes[node.name].time
     ends = [times[job.job][1] for job in jobs if job.node == _job_node(node)]
-    began = min((getattr(event, "began", None) or event.time for event in own), default=0.0)
-    last = max((event.time for event in own), default=began)
-    changes: dict[str, Any] = {"began": began, "ended": last}
+    last = own.ended
+    changes: dict[str, Any] = {"began": own.began, "ended": last}
     if node.ending == "unknown":
         if ends and ends[0] is not None:
             changes |= {"ended": max(last, ends[0].timestamp()), "ending": "killed"}

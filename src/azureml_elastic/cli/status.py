@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from azureml_elastic.ledger.events import Event
+    from azureml_elastic.ledger.picture import Moment
     from azureml_elastic.ledger.reading import LineReader
     from azureml_elastic.local.view import View
     from azureml_elastic.node import table as tables
-    from azureml_elastic.node.records.observation import RunState
     from azureml_elastic.submit.run import ElasticRun, NodeOfRun
 
 _FOLDER_SECONDS = 0.2
@@ -47,21 +47,21 @@ def watch_run(run: str, *, live: bool | None) -> bool:
 
 def _watch_shown(run: _LocalRun | _SubmittedRun, view: View, interval: float) -> bool:
     """Show a run until its end; return whether it succeeded."""
-    from azureml_elastic.local.view import Board
+    from azureml_elastic.ledger.picture import Picture
 
-    board = Board()
+    picture = Picture()
     with view:
         while True:
             end = run.end()  # before the read, so that no event in between is missed
             events = run.read()
             for name, state in run.expected().items():
-                board.expect(name, state)
-            board.apply(events)
+                picture.expect(name, state)
+            picture.apply(events)
             for node, lines in run.output().items():
                 view.output(node, lines)
-            view.events(board, events)
-            if board.ended is not None:
-                return board.ended.succeeded
+            view.events(picture.now, events)
+            if picture.ended is not None:
+                return picture.ended.succeeded
             if end is not None:
                 view.note(end)
                 return False
@@ -192,74 +192,59 @@ def status(
 def _local(folder: Path) -> tuple[Iterable[str], dict[str, Any]]:
     """Return what describes a run on this machine by the files in its folder: lines, and a document."""
     from azureml_elastic.cli.report import LocalRunReports
-    from azureml_elastic.ledger.events import CheckpointCommitted
-    from azureml_elastic.local.view import Board
-    from azureml_elastic.plurals import counted
     from azureml_elastic.report.cells import ending_text
 
     found = LocalRunReports(folder).read()
-    report, board = found.report, Board()
-    board.apply(found.events)
-    # A node that was lost has not written that it left.
-    endings = {name: "lost" for round_ in report.rounds for name in round_.lost if name not in board.members}
+    report, now = found.report, found.picture.now
     ended = {node.name: ending_text(node.ending, node.exit_code) for node in report.nodes}
-    endings |= {name: text for name, text in ended.items() if text}
     nodes = [
         {
             "node": node.name,
-            "rank": node.rank if found.running and node.name in board.members else None,
+            "rank": node.rank if found.running and node.name in now.members else None,
             "step": node.step or None,
-            "state": endings.get(node.name) or node.state,
+            "state": ended.get(node.name) or node.state,
         }
-        for node in board.nodes.values()
+        for node in now.nodes
     ]
-    last = report.rounds[-1] if report.rounds else None
-    saved = max((event.step for event in found.events if isinstance(event, CheckpointCommitted)), default=None)
     document = {
         "name": report.name,
         "status": "running" if found.running else report.outcome,
         "message": report.message,
-        "round": None if last is None else last.number,
-        "world_size": None if last is None else last.world_size,
-        "step": report.last_step or None,
-        "checkpoint_step": saved,
+        **_progress_of(now if found.picture.sealed else None),
         "nodes": nodes,
     }
-    lines = [report.message]
-    if found.running and last is not None:
-        lines.append(f"Round {last.number}: world size {last.world_size} on {counted(len(last.members), 'node')}")
-    progress = f"step {report.last_step}, " if report.last_step else ""
-    lines.append(progress + ("no checkpoint yet" if saved is None else f"checkpoint of step {saved}"))
-    return lines, document
+    return (report.message, now.headline if found.running else "", now.progress), document
 
 
 def _submitted(run: str) -> tuple[Iterable[str], dict[str, Any]]:
     """Return what describes a submitted run by its jobs and its table: lines, and a document."""
     _, submitted, variables = open_run(run)
     jobs = submitted.nodes()
-    state: RunState | None = None
+    state: Moment | None = None
     message = "No node has started yet."
     try:
         state = read_state(submitted, variables)
     except ElasticError as error:
         message = f"Round, step and checkpoints are unknown, as the run's table cannot be read: {error}"
     lines = (message,) if state is None else (state.headline, state.progress, state.waits)
-    known = None if state is None or not state.round.number else state.round
     document = {
         "name": submitted.name,
         "status": submitted.status,
-        "message": message if state is None else state.round.message,
+        "message": message if state is None else state.message,
         "studio_url": submitted.first.studio_url,
-        "round": None if known is None else known.number,
-        "world_size": None if known is None else known.world_size,
-        "step": None if state is None else state.step,
-        "checkpoint_step": None if state is None else state.checkpoint_step,
+        **_progress_of(state),
         "nodes": list(_jobs(jobs, state)),
     }
     return (submitted.first.studio_url or "", *lines), document
 
 
-def _jobs(jobs: Sequence[NodeOfRun], state: RunState | None) -> Iterable[dict[str, Any]]:
+def _progress_of(state: Moment | None) -> dict[str, Any]:
+    """Return how far a run is; ``None`` for each value that is unknown."""
+    names = ("round", "world_size", "step", "checkpoint_step")
+    return {name: None if state is None else getattr(state, name) for name in names}
+
+
+def _jobs(jobs: Sequence[NodeOfRun], state: Moment | None) -> Iterable[dict[str, Any]]:
     """Yield the jobs with what their nodes do: several nodes of one job are in one row."""
     by_job: dict[str, list[str]] = {}
     for node in state.nodes if state is not None else ():

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from azure.ai.ml import MLClient
 
     from azureml_elastic.cli.workspace_jobs import Jobs
-    from azureml_elastic.node.records.observation import RunState
+    from azureml_elastic.ledger.picture import Moment
     from azureml_elastic.node.table import Table
     from azureml_elastic.submit.run import ElasticRun
     from azureml_elastic.submit.submitted import SubmittedRun
@@ -115,7 +115,7 @@ def open_client_run(run: str) -> tuple[MLClient, SubmittedRun]:
         return client, SubmittedRun(client, run)
 
 
-def read_state(submitted: ElasticRun, variables: Mapping[str, str]) -> RunState | None:
+def read_state(submitted: ElasticRun, variables: Mapping[str, str]) -> Moment | None:
     """Read the state of a run from its table with the user's login; return ``None`` if no node has started yet.
 
     Args:

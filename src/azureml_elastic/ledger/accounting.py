@@ -1,7 +1,12 @@
-"""Accounting of the nodes' time: each second of each node has one activity. Pure functions of the events.
+"""Accounting of the nodes' time: each second of each node has one activity. Pure functions of the picture.
 
 The times of one node are compared with each other, never with those of another node, with one exception: while a node
 waits outside of the rounds, the others' events decide whether it waits for the minimum or is a spare.
+
+A script without a session reports no steps. Of its rounds are known the beginning and the end of a round, the start of
+its workers, when these began to connect to each other, which rank 0's node sees, and the last save, which the next
+round's node of rank 0 finds. As the clocks of two nodes are never compared, each time that another node has written
+counts from that node's entry into the round.
 """
 
 from __future__ import annotations
@@ -10,39 +15,27 @@ import bisect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Literal
 
 from azureml_elastic.ledger.events import (
     CheckpointCommitted,
-    Event,
     HangDetected,
     NodeLeft,
     NodeReady,
-    NodeStarted,
     Progress,
     Restored,
     RoundEntered,
     RoundReopened,
     RunEnded,
+    StateSaved,
     WorkerFailed,
     WorkersStarted,
 )
-from azureml_elastic.ledger.samples import restored_steps, steps_undone, surviving_steps
-from azureml_elastic.ledger.timeline import UnreportedRound, UnreportedWork
+from azureml_elastic.ledger.picture import Node, NodeTime, Picture, Records, Round
+from azureml_elastic.ledger.samples import surviving_steps
 
-__all__ = [
-    "Activity",
-    "Cause",
-    "NodeTime",
-    "Span",
-    "Total",
-    "account",
-    "goodput",
-    "highest_goodput",
-    "lost_steps",
-    "node_times",
-    "totals",
-]
+__all__ = ["Activity", "Cause", "Span", "Total", "account", "goodput", "highest_goodput", "totals"]
 
 Activity = Literal["starting", "waiting", "training", "saving", "recovering", "lost work", "unknown", "idle"]
 """What a node does: ``waiting`` is for the minimum of nodes, ``lost work`` is trained again later, ``idle`` is a spare
@@ -51,20 +44,6 @@ was kept."""
 
 Cause = Literal["preemption", "node loss", "worker crash", "scale-up", "hang", "connection"]
 """Why the round ended from which a node recovers; ``scale-up`` is every other change at a step boundary."""
-
-
-@dataclass(frozen=True)
-class NodeTime:
-    """Lifetime of a node's process in seconds since the epoch, by the node's clock; of a running one until now."""
-
-    began: float
-    ended: float
-    running: bool = False
-
-    @property
-    def seconds(self) -> float:
-        """Wall time of the node."""
-        return max(0.0, self.ended - self.began)
 
 
 @dataclass(frozen=True)
@@ -100,30 +79,17 @@ class Total:
     seconds: float
 
 
-def node_times(events: Iterable[Event]) -> dict[str, NodeTime]:
-    """Return the lifetimes of the nodes as far as they have recorded them: up to the last event of a killed node."""
-    found: dict[str, NodeTime] = {}
-    for event in events:
-        began = event.began if isinstance(event, NodeStarted) and event.began is not None else event.time
-        known = found.get(event.node, NodeTime(began, event.time))
-        found[event.node] = NodeTime(min(known.began, began), max(known.ended, event.time))
-    return found
-
-
-def account(events: Sequence[Event], times: Mapping[str, NodeTime] | None = None) -> list[Span]:
+def account(picture: Picture, times: Mapping[str, NodeTime] | None = None) -> list[Span]:
     """Return the spans of all nodes; those of one node follow each other without a gap over its whole lifetime.
 
     Args:
         times: lifetimes of nodes that are known better than by their events, such as those of killed nodes.
     """
-    run = _Run.of(events)
-    lifetimes = {**node_times(events), **(times or {})}
-    spans: list[Span] = []
-    for node in sorted(run.events):
-        line = _Line(node, lifetimes[node])
+    run = _Run.of(picture)
+    lines = [_Line(name, node, (times or {}).get(name) or node.time) for name, node in sorted(picture.nodes.items())]
+    for line in lines:
         _account_node(line, run)
-        spans += line.spans
-    return spans
+    return [span for line in lines for span in line.spans]
 
 
 def totals(spans: Iterable[Span]) -> list[Total]:
@@ -151,16 +117,12 @@ def _share(found: Iterable[Total], *activities: Activity) -> float | None:
     return math.fsum(total.seconds for total in found if total.activity in activities) / whole if whole else None
 
 
-def lost_steps(events: Sequence[Event]) -> int:
-    """Return the number of steps that were trained again, because a later round was restored from an earlier one."""
-    return sum(steps_undone(events).values())
-
-
 @dataclass
 class _Line:
     """Spans of one node, drawn from the beginning to the end."""
 
-    node: str
+    name: str
+    node: Node
     time: NodeTime
     spans: list[Span] = field(default_factory=list)
 
@@ -174,98 +136,67 @@ class _Line:
             return
         last = self.spans[-1] if self.spans else None
         if last is not None and (last.activity, last.round, last.cause) == (activity, number, cause):
-            self.spans[-1] = Span(self.node, activity, last.started, until, number, cause)
+            self.spans[-1] = replace(last, ended=until)
         else:
-            self.spans.append(Span(self.node, activity, self.at, until, number, cause))
+            self.spans.append(Span(self.name, activity, self.at, until, number, cause))
         self.at = until
 
 
 @dataclass(frozen=True)
 class _Run:
-    """What concerns the whole run.
+    """What concerns the whole run; by number of the round, where there is one.
 
     Args:
-        events: events by node, in order.
-        by_round: events by node and round, in order.
-        entries: rounds that nodes have entered, with the times.
         sealed: time spans in which rounds ran, in order.
-        restored: step with which training begins, by round.
-        kept: last step of each round that no later round has trained again.
-        reached: last step that a node has reported, by round.
+        kept: last step that no later round has trained again.
+        reached: last step that a node has reported.
         causes: why each round ended.
-        commits: committed checkpoints by round.
-        unreported: what is known of each round where no step was reported, as by a script without a session; empty
-            otherwise.
+        following: time at which the first node entered a later round; the last round has none.
         ended_in: round in which the run ended, ``None`` if it has not.
     """
 
-    events: Mapping[str, list[Event]]
-    by_round: Mapping[tuple[str, int], list[Event]]
-    entries: list[tuple[int, float]]
-    sealed: list[tuple[float, float]]
-    restored: Mapping[int, int]
+    picture: Picture
+    sealed: Sequence[tuple[float, float]]
     kept: Mapping[int, float]
     reached: Mapping[int, int]
     causes: Mapping[int, Cause]
-    commits: Mapping[int, list[CheckpointCommitted]]
-    unreported: Mapping[int, UnreportedRound]
+    following: Mapping[int, float]
     ended_in: int | None
 
     @classmethod
-    def of(cls, events: Sequence[Event]) -> _Run:
-        by_node: dict[str, list[Event]] = {}
-        by_round: dict[int, list[Event]] = {}
-        by_node_and_round: dict[tuple[str, int], list[Event]] = {}
-        for event in sorted(events, key=lambda event: event.time):
-            by_node.setdefault(event.node, []).append(event)
-            by_round.setdefault(event.round, []).append(event)
-            by_node_and_round.setdefault((event.node, event.round), []).append(event)
-        restored = restored_steps(events)
-        numbers = sorted(
-            number for number, own in by_round.items() if any(isinstance(event, RoundEntered) for event in own)
-        )
-        sealed = []
-        for number in numbers:
-            own = by_round[number]
-            started = min(event.time for event in own if isinstance(event, RoundEntered))
-            closing = [event.time for event in own if isinstance(event, RoundReopened | RunEnded)]
-            sealed.append((started, min(closing, default=max(event.time for event in own))))
-        left = {event.node: event.reason for event in events if isinstance(event, NodeLeft)}
-        ends = [event.round for event in events if isinstance(event, RunEnded)]
-        reports_steps = any(isinstance(event, Progress | Restored) for event in events)
+    def of(cls, picture: Picture) -> _Run:
+        rounds = picture.sealed
+        started = [own.times(RoundEntered)[0] for own in rounds]
+        ends = [(own.times(RoundReopened, RunEnded) or [own.latest])[0] for own in rounds]
+        ended = picture.ended
         return cls(
-            by_node,
-            by_node_and_round,
-            [(event.round, event.time) for event in events if isinstance(event, RoundEntered)],
-            sealed,
-            restored,
-            surviving_steps(restored, numbers),
+            picture,
+            list(zip(started, ends, strict=True)),
+            surviving_steps(picture.restored, (own.number for own in rounds)),
+            {own.number: max(own.steps, default=0) for own in rounds},
+            {own.number: _cause(own, picture) for own in rounds},
+            # From the last one on, the first entry of all later rounds.
             {
-                number: max((event.step for event in by_round[number] if isinstance(event, Progress)), default=0)
-                for number in numbers
+                own.number: first
+                for own, first in zip(reversed(rounds[:-1]), accumulate(reversed(started), min), strict=False)
             },
-            {number: _cause(by_round[number], left) for number in numbers},
-            {
-                number: [event for event in own if isinstance(event, CheckpointCommitted)]
-                for number, own in by_round.items()
-            },
-            {} if reports_steps else {number: UnreportedRound.of(by_round[number]) for number in numbers},
-            max(ends, default=None),
+            None if ended is None else ended.round,
         )
 
 
-def _cause(events: Sequence[Event], left: Mapping[str, str]) -> Cause:
+def _cause(round_: Round, picture: Picture) -> Cause:
     """Return why a round ended, by its events and the reasons with which nodes have left."""
-    reopened = [event for event in events if isinstance(event, RoundReopened)]
-    lost = {node for event in reopened for node in event.lost}
-    if any(isinstance(event, HangDetected) for event in events):
+    if round_.has(HangDetected):
         return "hang"
-    if any(isinstance(event, WorkerFailed) for event in events):
+    if round_.has(WorkerFailed):
         return "worker crash"
+    reopened = round_.all(RoundReopened)
     reason = reopened[0].reason if reopened else ""
-    if lost:
+    lost = [picture.nodes[node] for event in reopened for node in event.lost if node in picture.nodes]
+    if any(event.lost for event in reopened):
         announced = "was preempted" in reason or reason == "rescale at a step boundary"
-        announced |= any(left.get(node, "").startswith("preempted") for node in lost)
+        left = [event for node in lost for event in node.all(NodeLeft)[-1:]]
+        announced |= any(event.reason.startswith("preempted") for event in left)
         return "preemption" if announced else "node loss"
     if "worker" in reason and "failed with" in reason:
         return "worker crash"
@@ -274,105 +205,104 @@ def _cause(events: Sequence[Event], left: Mapping[str, str]) -> Cause:
 
 def _account_node(line: _Line, run: _Run) -> None:
     """Draw the line of one node."""
-    own = run.events[line.node]
-    entries = [event for event in own if isinstance(event, RoundEntered)]
-    ready = next((event.time for event in own if isinstance(event, NodeReady)), None)
+    entries = line.node.all(RoundEntered)
     first = entries[0].time if entries else line.time.ended
-    line.draw(first if ready is None else min(ready, first), "starting")
+    line.draw(min([first, *line.node.times(NodeReady)[:1]]), "starting")
     _wait(line, first, run)
     for index, entry in enumerate(entries):
         following = entries[index + 1] if index + 1 < len(entries) else None
-        entry_cause = run.causes[entries[index - 1].round] if index else None
-        account_work = _account_unreported if run.unreported else _account_steps
-        account_work(line, run, entry.round, entry_cause, following)
+        cause = run.causes[entries[index - 1].round] if index else None
+        (_account_steps if run.picture.has(Progress, Restored) else _account_unreported)(
+            line, run, entry.round, cause, following
+        )
         _account_end(line, run, entry.round, following)
 
 
 def _wait(line: _Line, until: float, run: _Run) -> None:
     """Draw the time outside of the rounds: idle while others train, otherwise waiting for the minimum."""
     for started, ended in run.sealed:
-        if ended <= line.at:
-            continue
-        line.draw(min(started, until), "waiting")
-        line.draw(min(ended, until), "idle")
+        if ended > line.at:
+            line.draw(min(started, until), "waiting")
+            line.draw(min(ended, until), "idle")
     line.draw(until, "waiting" if run.ended_in is None else "idle")
 
 
 def _account_unreported(
     line: _Line, run: _Run, number: int, entry_cause: Cause | None, following: RoundEntered | None
 ) -> None:
-    """Draw the time from the entry into a round to its end, as far as it is known of a script without a session."""
-    repeated = any(later > number for later, _ in run.entries)
-    known = run.unreported[number]
-    work = UnreportedWork.of(known, run.by_round[line.node, number], repeated=repeated)
-    ended = work.ended if following is None else min(work.ended, following.time)
-    if following is None and run.ended_in != number and not _has_left(run, line.node, number):
+    """Draw the time from the entry into a round to its end, as far as it is known of a script without a session.
+
+    Workers that have failed without having connected have not trained. Others that were not seen to connect may have
+    trained, alone or by means of their own.
+    """
+    known, own = run.picture.rounds[number], line.node.parts[number]
+    succeeded, repeated = any(event.succeeded for event in known.all(RunEnded)), number in run.following
+    entered = own.times(RoundEntered)[0]
+    launched = (own.times(WorkersStarted) or [entered])[0]
+    noticed = min(known.since_entry(RoundReopened, RunEnded), default=math.inf)
+    saves = known.since_entry(StateSaved)
+    ended = min([entered + noticed, *own.times(RoundReopened, RunEnded, NodeLeft)])
+    begun = launched
+    if known.connecting_seconds is not None:
+        begun = max(launched, entered + known.connecting_seconds)
+    elif not saves and (known.failed or not (succeeded or repeated)):
+        begun = math.inf
+    # What follows the last save is lost where the round is repeated; without one nobody can tell.
+    kept = 0.0
+    if succeeded or (noticed == math.inf and not repeated):
+        kept = ended
+    elif saves:
+        kept = entered + max(saves)
+    loses = repeated and saves and not succeeded
+    if following is not None:
+        ended = min(ended, following.time)
+    elif run.ended_in != number and not line.node.has(NodeLeft) and not own.has(RoundReopened):
         ended = line.time.ended  # it was killed, which the others have noticed a moment later
-    begun = ended if work.begun is None else min(work.begun, ended)
-    line.draw(begun, "recovering" if entry_cause else "starting", number, entry_cause)
-    line.draw(min(work.kept, ended), "training", number)
-    if work.loses:
-        line.draw(ended, "lost work", number, run.causes[number])
-    else:
-        line.draw(ended, "unknown", number)
+    line.draw(min(begun, ended), "recovering" if entry_cause else "starting", number, entry_cause)
+    line.draw(min(kept, ended), "training", number)
+    line.draw(ended, *(("lost work", number, run.causes[number]) if loses else ("unknown", number)))
 
 
 def _account_steps(
     line: _Line, run: _Run, number: int, entry_cause: Cause | None, following: RoundEntered | None
 ) -> None:
     """Draw the time from the entry into a round to its last step."""
-    steps = _Steps.of(run, line.node, number)
-    if line.time.running and following is None and not _has_seen_the_end(run, line.node, number):
+    own, commits = line.node.parts[number], run.picture.rounds[number].all(CheckpointCommitted)
+    steps = _Steps.of(run, number, own)
+    if line.time.running and following is None and not own.has(RoundReopened):
         steps = replace(steps, ended=max(steps.ended, line.time.ended))
     line.draw(steps.started, "recovering" if entry_cause else "starting", number, entry_cause)
-    cause = run.causes[number]
-    pauses = steps.pauses(run.commits.get(number, ()))
+    pauses = steps.pauses(commits)
     kept_until = steps.time_of(run.kept[number])
     # Between two of these times nothing changes, so that the middle of a piece tells what all of it is.
     for time in sorted({*(edge for pause in pauses for edge in pause), kept_until, steps.ended}):
         middle = (line.at + time) / 2
-        if line.at < steps.ended or any(started <= middle <= ended for started, ended in pauses):
-            if any(started <= middle <= ended for started, ended in pauses):
-                line.draw(time, "saving", number)
-            elif middle <= kept_until:
-                line.draw(min(time, steps.ended), "training", number)
-            else:
-                line.draw(min(time, steps.ended), "lost work", number, cause)
+        if any(started <= middle <= ended for started, ended in pauses):
+            line.draw(time, "saving", number)
+        elif middle <= kept_until:
+            line.draw(min(time, steps.ended), "training", number)
+        else:
+            line.draw(min(time, steps.ended), "lost work", number, run.causes[number])
 
 
 def _account_end(line: _Line, run: _Run, number: int, following: RoundEntered | None) -> None:
     """Draw the time from a node's work in a round to its entry into its next one, or to its end."""
-    cause = run.causes[number]
+    cause, ended = run.causes[number], line.time.ended
+    until_others = run.following.get(number, ended)
     if following is not None and following.round == number + 1:
         line.draw(following.time, "recovering", number, cause)
     elif following is not None:  # rounds between the two had no place for it
-        _leave_round(line, run, number, cause)
+        line.draw(until_others, "recovering", number, cause)
         _wait(line, following.time, run)
     elif run.ended_in == number:
-        line.draw(line.time.ended, "idle", number)
-    elif any(isinstance(event, NodeLeft) for event in run.events[line.node]):
-        line.draw(line.time.ended, "recovering", number, cause)
-    elif not _has_seen_the_end(run, line.node, number):
-        line.draw(line.time.ended, "lost work", number, cause)  # the step in which it was killed
+        line.draw(ended, "idle", number)
+    elif line.node.has(NodeLeft):
+        line.draw(ended, "recovering", number, cause)
+    elif not line.node.parts[number].has(RoundReopened):
+        line.draw(ended, "lost work", number, cause)  # the step in which it was killed
     else:
-        _leave_round(line, run, number, cause)
-        line.draw(line.time.ended, "idle", number)
-
-
-def _leave_round(line: _Line, run: _Run, number: int, cause: Cause) -> None:
-    """Draw the time until the others have the next round."""
-    later = [time for entered, time in run.entries if entered > number]
-    line.draw(min(later, default=line.time.ended), "recovering", number, cause)
-
-
-def _has_left(run: _Run, node: str, number: int) -> bool:
-    """Return whether a node has recorded that it has left the run, or the round's end."""
-    left = any(isinstance(event, NodeLeft) for event in run.events[node])
-    return left or _has_seen_the_end(run, node, number)
-
-
-def _has_seen_the_end(run: _Run, node: str, number: int) -> bool:
-    return any(isinstance(event, RoundReopened) for event in run.by_round.get((node, number), ()))
+        line.draw(until_others, "recovering", number, cause)
+        line.draw(ended, "idle", number)
 
 
 @dataclass(frozen=True)
@@ -392,18 +322,17 @@ class _Steps:
     steps: tuple[int, ...]
 
     @classmethod
-    def of(cls, run: _Run, node: str, number: int) -> _Steps:
-        own = run.by_round[node, number]
-        done = [(event.time, event.step) for event in own if isinstance(event, Progress)]
-        launched = [event.time for event in own if isinstance(event, RoundEntered | WorkersStarted | Restored)]
+    def of(cls, run: _Run, number: int, own: Records) -> _Steps:
+        done = [(event.time, event.step) for event in own.all(Progress)]
+        begin = run.picture.rounds[number].restored
+        launched = own.times(RoundEntered, WorkersStarted, Restored)
         if not done:
-            started = max(launched)
-            return cls(started, started, (started,), (run.restored.get(number, 0),))
-        restored = run.restored.get(number, done[0][1] - 1)
+            return cls(launched[-1], launched[-1], (launched[-1],), (begin or 0,))
+        restored = done[0][1] - 1 if begin is None else begin
         (first_time, first_step), (last_time, last_step) = done[0], done[-1]
         each = (last_time - first_time) / (last_step - first_step) if last_step > first_step else 0.0
         missing = run.reached[number] - last_step
-        if each and missing > 0 and not any(isinstance(event, Progress) and event.last for event in own):
+        if each and missing > 0 and not any(event.last for event in own.all(Progress)):
             # A killed node has not recorded its last steps, which were those of the others, too.
             last_time, last_step = last_time + missing * each, last_step + missing
             done.append((last_time, last_step))

@@ -18,13 +18,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from azureml_elastic.ledger.events import Event, Progress, Restored
+from azureml_elastic.ledger.events import Progress
+from azureml_elastic.ledger.picture import Picture
 
 __all__ = [
     "SampleAudit",
     "SampleLine",
     "audit_samples",
-    "restored_steps",
     "steps_undone",
     "surviving_steps",
     "trained_samples",
@@ -98,11 +98,6 @@ class SampleAudit:
         return self.seen > 0 and self.exactly_once and self.unfinished == 0
 
 
-def restored_steps(events: Iterable[Event]) -> dict[int, int]:
-    """Return for each round that trained the number of completed steps before it."""
-    return {event.round: event.step for event in events if isinstance(event, Restored)}
-
-
 def surviving_steps(restored: Mapping[int, int], rounds: Iterable[int]) -> dict[int, float]:
     """Return for each round the last step that no later round rolled back (infinity for the last round)."""
     return {
@@ -111,39 +106,32 @@ def surviving_steps(restored: Mapping[int, int], rounds: Iterable[int]) -> dict[
     }
 
 
-def steps_undone(events: Iterable[Event]) -> dict[int, int]:
+def steps_undone(picture: Picture) -> dict[int, int]:
     """Return for each round that began at an earlier step than had been reached how many steps it undid."""
-    events = list(events)
-    restored = restored_steps(events)
-    reported: dict[int, int] = {}
-    for event in events:
-        if isinstance(event, Progress):
-            reported[event.round] = max(event.step, reported.get(event.round, 0))
     # In the order of the rounds: each begins where the one before has got to, unless it was restored from further back.
     reached, undone = 0, {}
-    for number in sorted({*restored, *reported}):
-        begin = restored.get(number, reached)
+    for number, round_ in sorted(picture.rounds.items()):
+        begin = reached if round_.restored is None else round_.restored
         if begin < reached:
             undone[number] = reached - begin
-        reached = max(begin, reported.get(number, begin))
+        reached = max(begin, max(round_.steps, default=begin))
     return undone
 
 
-def trained_samples(events: Iterable[Event]) -> int | None:
+def trained_samples(picture: Picture) -> int | None:
     """Return the number of samples in the steps that count, by the nodes' progress; ``None`` if they were not counted.
 
     Where a round's steps were rolled back up to a step that was not recorded, its samples are those in proportion.
     """
-    events = list(events)
-    restored = restored_steps(events)
     counted: dict[int, dict[int, int]] = {}
-    for event in events:
-        if isinstance(event, Progress) and event.samples is not None:
-            own = counted.setdefault(event.round, {restored.get(event.round, 0): 0})
-            own[event.step] = max(event.samples, own.get(event.step, 0))
+    for number, round_ in picture.rounds.items():
+        for event in round_.all(Progress):
+            if event.samples is not None:
+                own = counted.setdefault(number, {round_.restored or 0: 0})
+                own[event.step] = max(event.samples, own.get(event.step, 0))
     if not counted:
         return None
-    surviving = surviving_steps(restored, counted)
+    surviving = surviving_steps(picture.restored, counted)
     return round(math.fsum(_samples_at(surviving[number], own) for number, own in counted.items()))
 
 
@@ -171,7 +159,7 @@ def audit_samples(
 
     Args:
         lines: lines of all workers and rounds.
-        restored: completed steps before each round, see :func:`restored_steps`.
+        restored: completed steps before each round, see :attr:`~azureml_elastic.ledger.picture.Picture.restored`.
         dataset_size: number of samples per epoch; ``None`` for the lines' ``of``, else the largest index plus one.
         torn_lines: number to report.
         dropped_lines: number to report.

@@ -12,13 +12,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger import accounting, timeline
 from azureml_elastic.ledger.bill import Bill, NodeUse, Prices, Tier, bill
-from azureml_elastic.ledger.events import Event, NodeLeft, NodeStarted
+from azureml_elastic.ledger.events import NodeLeft, NodeStarted
+from azureml_elastic.ledger.picture import NodeTime, Picture
 from azureml_elastic.ledger.reading import EventReader, read_events, read_samples
 from azureml_elastic.ledger.samples import (
     SampleAudit,
     SampleLine,
     audit_samples,
-    restored_steps,
+    steps_undone,
     trained_samples,
 )
 
@@ -32,7 +33,7 @@ __all__ = [
     "RunState",
     "audit_folder",
     "load_report",
-    "report_of_events",
+    "report_of",
 ]
 
 REPORT_FILE = "report.json"
@@ -63,7 +64,7 @@ class NodeSummary(_Record):
     tier: Tier | None = None
     price_per_hour: float | None = None
 
-    def lived(self, time: accounting.NodeTime | None) -> NodeSummary:
+    def lived(self, time: NodeTime | None) -> NodeSummary:
         """Return the node with these times, unless it has times already."""
         if time is None or (self.began is not None and self.ended is not None):
             return self
@@ -158,32 +159,30 @@ class Report(_Record):
         """Last reported step."""
         return max((round_.last_step or 0 for round_ in self.rounds), default=0)
 
-    def with_timeline(self, events: Sequence[Event], losses: Iterable[tuple[str, float]] = ()) -> Report:
+    def with_timeline(self, picture: Picture, losses: Iterable[tuple[str, float]] = ()) -> Report:
         """Return the report with the rounds, the recoveries and the accounting of the run.
 
         For the observed losses see :func:`~azureml_elastic.ledger.timeline.recoveries`.
         """
-        rounds = tuple(timeline.rounds(events))
-        recoveries = tuple(timeline.recoveries(events, losses))
-        sizes = tuple(timeline.world_sizes(rounds))
-        activities = tuple(accounting.totals(self.spans(events)))
-        times = accounting.node_times(events)
+        rounds = tuple(timeline.rounds(picture))
+        activities = tuple(accounting.totals(self.spans(picture)))
+        times = {name: node.time for name, node in picture.nodes.items()}
         return self.model_copy(
             update={
                 "nodes": tuple(node.lived(times.get(node.name)) for node in self.nodes),
                 "rounds": rounds,
-                "recoveries": recoveries,
-                "world_sizes": sizes,
+                "recoveries": tuple(timeline.recoveries(picture, losses)),
+                "world_sizes": tuple(timeline.world_sizes(rounds)),
                 "activities": activities,
-                "lost_steps": accounting.lost_steps(events),
-                "samples": trained_samples(events),
+                "lost_steps": sum(steps_undone(picture).values()),
+                "samples": trained_samples(picture),
                 "goodput": accounting.goodput(activities),
                 "highest_goodput": accounting.highest_goodput(activities),
             }
         )
 
     def with_bill(
-        self, events: Sequence[Event], prices: Prices | None, spans: Sequence[accounting.Span] | None = None
+        self, picture: Picture, prices: Prices | None, spans: Sequence[accounting.Span] | None = None
     ) -> Report:
         """Return the report with the cost of its nodes.
 
@@ -194,9 +193,9 @@ class Report(_Record):
             prices: prices by VM size and tier; ``None`` for those of the job's pools.
             spans: result of :meth:`spans`, if the caller has it.
         """
-        times = {**accounting.node_times(events), **self._times}
+        times = {**{name: node.time for name, node in picture.nodes.items()}, **self._times}
         needed: dict[str, float] = {}
-        for span in self.spans(events) if spans is None else spans:
+        for span in self.spans(picture) if spans is None else spans:
             if span.activity in ("starting", "training", "saving"):
                 needed[span.node] = needed.get(span.node, 0.0) + span.seconds
         uses = [
@@ -213,14 +212,14 @@ class Report(_Record):
         ]
         return self.model_copy(update={"bill": bill(uses, prices)})
 
-    def spans(self, events: Sequence[Event]) -> list[accounting.Span]:
+    def spans(self, picture: Picture) -> list[accounting.Span]:
         """Return what each node was doing over its whole lifetime."""
-        return accounting.account(events, self._times)
+        return accounting.account(picture, self._times)
 
     @property
-    def _times(self) -> dict[str, accounting.NodeTime]:
+    def _times(self) -> dict[str, NodeTime]:
         return {
-            node.name: accounting.NodeTime(node.began, node.ended, node.ending == "running")
+            node.name: NodeTime(node.began, node.ended, node.ending == "running")
             for node in self.nodes
             if node.began is not None and node.ended is not None
         }
@@ -234,7 +233,7 @@ class Report(_Record):
         return self.paths.report
 
 
-def audit_folder(paths: Paths, events: Sequence[Event], continued: Sequence[Path] = ()) -> SampleAudit | None:
+def audit_folder(paths: Paths, picture: Picture, continued: Sequence[Path] = ()) -> SampleAudit | None:
     """Audit the run's recorded samples; return ``None`` if there are none.
 
     The rounds of the runs that the run has continued, in these folders from the first one on, come before its own.
@@ -242,13 +241,13 @@ def audit_folder(paths: Paths, events: Sequence[Event], continued: Sequence[Path
     lines: list[SampleLine] = []
     restored: dict[int, int] = {}
     all_torn = all_dropped = 0
-    before = [(earlier.samples, read_events(earlier.events)) for earlier in map(Paths.of, continued)]
-    for folder, own_events in (*before, (paths.samples, events)):
+    before = [(earlier.samples, Picture.of(read_events(earlier.events))) for earlier in map(Paths.of, continued)]
+    for folder, known in (*before, (paths.samples, picture)):
         # Each run counts its rounds from 1: those of a later run follow the last one of the run before.
         number = max((0, *restored, *(line.round for line in lines)))
         own, torn, dropped = read_samples(folder)
         lines += [replace(line, round=number + line.round) for line in own]
-        restored |= {number + own_number: step for own_number, step in restored_steps(own_events).items()}
+        restored |= {number + own_number: step for own_number, step in known.restored.items()}
         all_torn, all_dropped = all_torn + torn, all_dropped + dropped
     return audit_samples(lines, restored, torn_lines=all_torn, dropped_lines=all_dropped) if lines else None
 
@@ -275,27 +274,28 @@ def load_report(run_dir: Path) -> Report:
             f"{run_dir} contains neither {REPORT_FILE} nor events of a run. Give the folder that "
             "'azureml-elastic local' printed at its end (--run-dir, or one below ./runs)."
         )
-    return report_of_events(paths, events, skipped=reader.skipped)
+    return report_of(paths, Picture.of(events), skipped=reader.skipped)
 
 
-def report_of_events(paths: Paths, events: Sequence[Event], *, skipped: int = 0) -> Report:
+def report_of(paths: Paths, picture: Picture, *, skipped: int = 0) -> Report:
     """Return the report of a run of which nothing but its events and samples is known.
 
     ``skipped`` is the number of unreadable lines in the event files.
     """
-    outcome, message = timeline.outcome(events)
-    nodes = {event.node: NodeSummary(name=event.node) for event in events if isinstance(event, NodeStarted)}
-    for event in events:
-        if isinstance(event, NodeLeft) and event.node in nodes:
+    nodes = {event.node: NodeSummary(name=event.node) for event in picture.all(NodeStarted)}
+    for event in picture.all(NodeLeft):
+        if event.node in nodes:
             nodes[event.node] = NodeSummary(name=event.node, exit_code=event.exit_code, ending="exited")
+    ended = picture.ended
+    outcome: RunState = "unfinished" if ended is None else "succeeded" if ended.succeeded else "failed"
     report = Report(
         name=paths.run_dir.name,
         paths=paths,
         outcome=outcome,
         exit_code=0 if outcome == "succeeded" else 1,
-        message=message,
+        message="" if ended is None else ended.message,
         nodes=tuple(nodes.values()),
-        audit=audit_folder(paths, events),
+        audit=audit_folder(paths, picture),
         skipped_events=skipped,
     )
-    return report.with_timeline(events)
+    return report.with_timeline(picture)

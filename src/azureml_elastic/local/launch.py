@@ -13,7 +13,8 @@ from azureml_elastic.config import Plan
 from azureml_elastic.environment import names as environment
 from azureml_elastic.environment.user import UserEnvironment
 from azureml_elastic.free_space import is_full
-from azureml_elastic.ledger.events import Event
+from azureml_elastic.ledger.events import Progress, Restored, TrainsWithoutSession, WorkerFailed, WorkersStarted
+from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.reading import EventReader, LineReader
 from azureml_elastic.ledger.summary import (
     FaultRecord,
@@ -30,7 +31,7 @@ from azureml_elastic.local.faults.model import Add, Freeze, Kill, Preempt, Sched
 from azureml_elastic.local.faults.schedule import ChaosState, Due, due, may_add, reason_missed, training_seconds
 from azureml_elastic.local.processes import NodeProcess, NodeProcesses
 from azureml_elastic.local.run_end import TIMED_OUT, NodeStatus, RunEnd, StopSignals, outcome_of, phase
-from azureml_elastic.local.view import Board, View
+from azureml_elastic.local.view import View
 from azureml_elastic.node.hangs.stack_dump import collect, render, stack_folders, waiting_lines
 from azureml_elastic.private_folder import make_private
 
@@ -133,9 +134,8 @@ class Launch:
 
     def __post_init__(self) -> None:
         self._nodes: dict[str, LaunchedNode] = {}
-        self._board = Board()
+        self._picture = Picture()
         self._reader = EventReader(self.paths.events)
-        self._events: list[Event] = []
         self._timers: list[_Timer] = []
         self._fired: frozenset[int] = frozenset()
         self._without_session: float | None = None
@@ -162,8 +162,8 @@ class Launch:
             return timeout is not None and time.monotonic() - started > timeout
 
         for index in range(count):
-            self._board.expect(f"node-{index}")
-        self.view.events(self._board, ())
+            self._picture.expect(f"node-{index}")
+        self.view.events(self._picture.now, ())
         # The imports of the fork server take seconds. They count to the time limit, and a signal ends the wait for
         # them.
         self.processes.starting.prepare(lambda: is_late() or self.signals.first is not None)
@@ -178,14 +178,14 @@ class Launch:
             self._note_full_disk()
             state = self._chaos_state()
             statuses = [node.status for node in self._nodes.values()]
-            current = phase(statuses, self._board.ended, more_to_come=may_add(self.schedule, state))
+            current = phase(statuses, self._picture.ended, more_to_come=may_add(self.schedule, state))
             now = time.monotonic()
             if current == "ending" and ending_since is None:
                 ending_since = now
             # A node whose agent hangs must not keep the run from its end.
             hurried = self.signals.hurried or (ending_since is not None and now - ending_since > exit_grace)
             if current == "over" or (current == "ending" and hurried):
-                return outcome_of(statuses, self._board.ended, self._board.failure)
+                return outcome_of(statuses, self._picture.ended, self._picture.last(WorkerFailed))
             if current == "going" and self.signals.first is not None:
                 return self._leave(self.signals.first, exit_grace)
             if current == "going":
@@ -215,7 +215,7 @@ class Launch:
 
     def _time_out(self, timeout: float | None) -> RunEnd:
         places = [line for node in self._nodes.values() if node.exit_code is None for line in self._ask_where(node)]
-        message = f"The run was stopped after {timeout:g} s, the limit that --timeout set, at step {self._board.step}."
+        message = f"The run was stopped after {timeout:g} s, the limit that --timeout set, at step {self._step}."
         if places:
             message = f"{message} Its workers then: {'; '.join(places)}."
         return RunEnd("failed", TIMED_OUT, f"{message} The nodes' logs: {self.paths.logs}")
@@ -247,7 +247,7 @@ class Launch:
                 break
             time.sleep(_POLL_S)
             self._update()
-        return RunEnd("interrupted", 128 + first, f"{first.name} stopped the run at step {self._board.step}.")
+        return RunEnd("interrupted", 128 + first, f"{first.name} stopped the run at step {self._step}.")
 
     def stop_all(self) -> None:
         """Kill the remaining processes, and read the last events and output."""
@@ -277,10 +277,10 @@ class Launch:
             nodes=tuple(node.summary for node in self._nodes.values()),
             faults=tuple(self._faults),
             missed_faults=self._missed_faults(),
-            audit=audit_folder(self.paths, self._events, self.continued) if self.plan.audit else None,
+            audit=audit_folder(self.paths, self._picture, self.continued) if self.plan.audit else None,
             skipped_events=self._reader.skipped,
         )
-        return report.with_timeline(self._events, self._losses)
+        return report.with_timeline(self._picture, self._losses)
 
     def _start(self, count: int) -> tuple[str, ...]:
         names = tuple(f"node-{len(self._nodes) + index}" for index in range(count))
@@ -290,7 +290,7 @@ class Launch:
                 variables = node_environment(name, self.plan, self.table, self.paths)
                 process = self.processes.start(name, self.command, variables)
                 self._nodes[name] = LaunchedNode(process, LineReader(process.log))
-                self._board.expect(name)
+                self._picture.expect(name)
         if starting.refusal is not None and not self._refusal_shown:
             self._refusal_shown = True
             self.view.note(f"nodes are not forked, their command is started: {starting.refusal}")
@@ -308,34 +308,37 @@ class Launch:
                 # Of a node that was killed at once all processes are left; nothing else could have ended them.
                 node.leftovers = 0 if node.forced == "killed" else left
                 exited = "finished" if code == 0 else f"exited with {code}"
-                self._board.set_state(node.name, node.forced or exited, alive=False)
+                self._picture.observe(node.name, node.forced or exited, alive=False)
         fresh = sorted(self._reader.read(), key=lambda event: event.time)  # one machine, one clock
-        self._events += fresh
-        self._board.apply(fresh)
+        self._picture.apply(fresh)
         # A program that does not name this library has no session to wait for.
-        begun = self._board.without_session if self.opens_session else self._board.workers_started
+        begun = self._picture.has(TrainsWithoutSession if self.opens_session else WorkersStarted)
         if self._without_session is None and begun:
             self._without_session = time.monotonic()
-        if self._first_step is None and self._board.training:
+        if self._first_step is None and self._picture.has(Restored, Progress):
             self._first_step = time.monotonic()
         for node in self._nodes.values():
             lines = [line.decode("utf-8", "replace") for line in node.output.read(last=node.exit_code is not None)]
             node.last_line = next((line for line in reversed(lines) if line.strip()), node.last_line)
             if lines:
                 self.view.output(node.name, lines)
-        self.view.events(self._board, fresh)
+        self.view.events(self._picture.now, fresh)
+
+    @property
+    def _step(self) -> int:
+        return self._picture.now.step or 0
 
     def _chaos_state(self) -> ChaosState:
         nodes = self._nodes.values()
         return ChaosState(
-            step=self._board.step,
+            step=self._step,
             seconds=training_seconds(time.monotonic(), self._first_step, self._without_session),
             living=frozenset(
                 node.name for node in nodes if node.exit_code is None and node.forced is None and not node.frozen
             ),
             gone=frozenset(node.name for node in nodes if node.exit_code is not None),
-            rank0=self._board.rank0,
-            members=len(self._board.members),
+            rank0=self._picture.now.rank0,
+            members=len(self._picture.now.members),
             fired=self._fired,
         )
 
@@ -373,7 +376,7 @@ class Launch:
                 self._preempt(node, fault.notice_s)
             elif isinstance(fault, Freeze):
                 self._freeze(node, fault.duration_s)
-        self._faults.append(FaultRecord(fault=str(fault), nodes=hit, step=self._board.step, time=time.time()))
+        self._faults.append(FaultRecord(fault=str(fault), nodes=hit, step=self._step, time=time.time()))
         self.view.note(f"fault {fault}: {', '.join(hit) or 'all nodes'}")
 
     def _inject_into_table(self, fault: TableTrouble) -> None:
@@ -392,7 +395,7 @@ class Launch:
 
     def _preempt(self, node: LaunchedNode, notice_s: float) -> None:
         node.forced = "preempted"
-        self._board.set_state(node.name, "preempted")
+        self._picture.observe(node.name, "preempted")
         node.process.terminate()
 
         def end() -> None:
@@ -406,16 +409,16 @@ class Launch:
         node.frozen, node.resumes = True, duration_s is not None
         loss = (node.name, time.time())
         self._losses.append(loss)
-        self._board.set_state(node.name, "frozen")
+        self._picture.observe(node.name, "frozen")
         node.process.freeze()
         if duration_s is None:
             return
 
         def thaw() -> None:
             node.frozen = False
-            if node.name in self._board.members:
+            if node.name in self._picture.now.members:
                 self._losses.remove(loss)  # too short to be detected as a loss
-            self._board.set_state(node.name, "thawed")
+            self._picture.observe(node.name, "thawed")
             node.process.thaw()
 
         self._timers.append(_Timer(time.monotonic() + duration_s, thaw))

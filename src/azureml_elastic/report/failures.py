@@ -15,13 +15,22 @@ from azureml_elastic.ledger.events import (
     Unreachable,
     WorkerFailed,
 )
+from azureml_elastic.ledger.picture import Picture
+from azureml_elastic.ledger.sentences import describe, headline
 from azureml_elastic.ledger.summary import Report
-from azureml_elastic.ledger.timeline import headline
-from azureml_elastic.plurals import counted
 from azureml_elastic.report.cells import duration_text
 
 __all__ = ["Failure", "failures"]
 
+_KINDS: dict[type[Event], str] = {
+    WorkerFailed: "worker failed",
+    HangDetected: "hang",
+    CheckpointQuarantined: "damaged checkpoint",
+    Unreachable: "unreachable",
+    HealthChecked: "health of a node",
+    HostStruck: "strike",
+    HostQuarantined: "quarantined host",
+}
 _MOST = 100
 _LONGEST = 12_000
 _LONGEST_TOGETHER = 240_000
@@ -44,18 +53,19 @@ class Failure:
     details: str = ""
 
 
-def failures(report: Report, events: Iterable[Event], start: float) -> list[Failure]:
+def failures(report: Report, picture: Picture, start: float) -> list[Failure]:
     """Return the failures in the order in which they were recorded, and those of the schedule that did not happen.
 
     Args:
         start: time from which times count.
     """
     found = []
-    for event in sorted(events, key=lambda event: event.time):
-        failure = _failure(event)
-        if failure is not None:
+    for event in sorted((event for kind in _KINDS for event in picture.all(kind)), key=lambda event: event.time):
+        text = describe(event)
+        if text is not None:
             at = f"{event.node}, {duration_text(max(0.0, event.time - start))} after the start"
-            found.append(replace(failure, where=f"{at}, round {event.round}" if event.round else at))
+            where = f"{at}, round {event.round}" if event.round else at
+            found.append(Failure(_KINDS[type(event)], where, text[0].upper() + text[1:], _details(event)))
     found += [
         Failure("fault not injected", "", f"The fault {missed.fault} did not happen: {missed.reason}")
         for missed in report.missed_faults
@@ -66,33 +76,12 @@ def failures(report: Report, events: Iterable[Event], start: float) -> list[Fail
     return list(_cut(found))
 
 
-def _failure(event: Event) -> Failure | None:
-    if isinstance(event, WorkerFailed):
-        kind = event.failure_kind.replace("_", " ")
-        said = headline(event.message)
-        text = f"{event.process[0].upper()}{event.process[1:]} failed with exit code {event.exit_code}" + (
-            f" ({kind})" if kind else ""
-        )
-        text += f" after step {event.step}" if event.step is not None else ""
-        details = event.message if event.message.strip() != said else ""
-        return Failure("worker failed", "", f"{text}: {said}" if said else f"{text}.", details)
-    if isinstance(event, HangDetected):
-        text = f"No step for {event.seconds:.1f} s (limit {event.limit_seconds:.1f} s) after step {event.step}."
-        return Failure("hang", "", f"{text} The stacks of all workers are in the nodes' logs.")
+def _details(event: Event) -> str:
+    """Return the whole text of which the description has one line, empty if it is no more than that."""
+    text = event.message if isinstance(event, WorkerFailed) else ""
     if isinstance(event, CheckpointQuarantined):
-        text = f"The checkpoint {event.directory} was damaged, and an older one was used."
-        return Failure("damaged checkpoint", "", text, event.problems)
-    if isinstance(event, Unreachable):
-        text = f"{event.host} cannot reach {event.peer} ({event.address}), {event.purpose}: {headline(event.error)}"
-        return Failure("unreachable", "", text)
-    if isinstance(event, HealthChecked) and event.problems:
-        kind = "unhealthy node" if event.status == "fail" else "health warning"
-        return Failure(kind, "", "; ".join(map(headline, event.problems)))
-    if isinstance(event, HostStruck):
-        return Failure("strike", "", f"A strike against {event.host}: {headline(event.reason)}")
-    if isinstance(event, HostQuarantined):
-        return Failure("quarantined host", "", f"{counted(event.strikes, 'strike')} against {event.host}.")
-    return None
+        text = event.problems
+    return "" if text.strip() == headline(text) else text
 
 
 def _cut(found: Iterable[Failure]) -> Iterator[Failure]:

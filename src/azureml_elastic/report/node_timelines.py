@@ -17,6 +17,8 @@ from azureml_elastic.ledger.events import (
     RoundReopened,
     WorkerFailed,
 )
+from azureml_elastic.ledger.picture import Picture
+from azureml_elastic.ledger.sentences import describe
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.report.cells import activity_text, ending_text
 
@@ -37,6 +39,12 @@ _FINEST = 1 / 800
 """Shortest visible segment, as a share of the run."""
 
 _Key = tuple[Activity, "Cause | None"]
+MarkKind = Literal["checkpoint", "fault", "loss", "failure", "added"]
+_MARKED: dict[type[Event], MarkKind] = {
+    CheckpointCommitted: "checkpoint",
+    WorkerFailed: "failure",
+    HangDetected: "failure",
+}
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,7 @@ class Mark:
         time: seconds since the epoch.
     """
 
-    kind: Literal["checkpoint", "fault", "loss", "failure", "added"]
+    kind: MarkKind
     time: float
     text: str
 
@@ -94,7 +102,7 @@ class NodeTimeline:
         return self.node if len(self.node) <= _LONGEST_NAME else f"{self.node[:6]}…{self.node[-(_LONGEST_NAME - 7) :]}"
 
 
-def node_timelines(report: Report, spans: Sequence[Span], events: Sequence[Event]) -> list[NodeTimeline]:
+def node_timelines(report: Report, spans: Sequence[Span], picture: Picture) -> list[NodeTimeline]:
     """Return the timelines of the first nodes, in the order in which they started."""
     if not spans:
         return []
@@ -105,7 +113,7 @@ def node_timelines(report: Report, spans: Sequence[Span], events: Sequence[Event
     duration = max(span.ended for span in spans) - min(span.started for span in spans)
     shortest = duration * max(_FINEST, len(names) / _MOST_SEGMENTS)
     endings = {node.name: ending_text(node.ending, node.exit_code) for node in report.nodes}
-    found = _marks(report, events)
+    found = _marks(report, picture)
     marks = _thinned({name: found.get(name, []) for name in names}, duration * _CLOSEST)
     return [
         NodeTimeline(
@@ -178,7 +186,7 @@ def _append(parts: list[_Part], part: _Part) -> None:
         parts.append(part)
 
 
-def _marks(report: Report, events: Sequence[Event]) -> dict[str, list[Mark]]:
+def _marks(report: Report, picture: Picture) -> dict[str, list[Mark]]:
     """Return the injected faults, the losses that they do not explain, the failures and the checkpoints by node."""
     found: dict[str, list[Mark]] = {}
     injected = set()
@@ -189,23 +197,16 @@ def _marks(report: Report, events: Sequence[Event]) -> dict[str, list[Mark]]:
                 injected.add(node)
             text = f"{'added' if added else 'injected fault'}: {fault.fault}, at step {fault.step}"
             found.setdefault(node, []).append(Mark("added" if added else "fault", fault.time, text))
+    for kind, name in _MARKED.items():
+        for event in picture.all(kind):
+            found.setdefault(event.node, []).append(Mark(name, event.time, describe(event) or ""))
     lost: set[tuple[str, int]] = set()
-    for event in events:
-        if isinstance(event, CheckpointCommitted):
-            text = f"checkpoint of step {event.step} committed, training paused for {event.seconds * 1000:.0f} ms"
-            found.setdefault(event.node, []).append(Mark("checkpoint", event.time, text))
-        elif isinstance(event, WorkerFailed):
-            text = f"{event.process} failed with exit code {event.exit_code}"
-            found.setdefault(event.node, []).append(Mark("failure", event.time, text))
-        elif isinstance(event, HangDetected):
-            text = f"no step for {event.seconds:.1f} s (limit {event.limit_seconds:.1f} s)"
-            found.setdefault(event.node, []).append(Mark("failure", event.time, text))
-        elif isinstance(event, RoundReopened):
-            for node in event.lost:
-                if node not in injected and (node, event.round) not in lost:
-                    lost.add((node, event.round))
-                    text = f"lost in round {event.round}: {event.reason}"
-                    found.setdefault(node, []).append(Mark("loss", event.time, text))
+    for reopened in picture.all(RoundReopened):
+        for node in reopened.lost:
+            if node not in injected and (node, reopened.round) not in lost:
+                lost.add((node, reopened.round))
+                text = f"lost in round {reopened.round}: {reopened.reason}"
+                found.setdefault(node, []).append(Mark("loss", reopened.time, text))
     return {node: sorted(marks, key=lambda mark: mark.time) for node, marks in found.items()}
 
 

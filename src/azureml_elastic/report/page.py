@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -13,9 +12,9 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.ledger.events import Event
+from azureml_elastic.ledger.picture import Picture
+from azureml_elastic.ledger.sentences import headline
 from azureml_elastic.ledger.summary import Report
-from azureml_elastic.ledger.timeline import headline
 from azureml_elastic.report.charts import (
     AXIS,
     BAR,
@@ -36,7 +35,7 @@ _SIGNS = {"succeeded": "✓", "failed": "✕", "interrupted": "!", "unfinished":
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
-def write_page(report: Report, events: Sequence[Event], path: Path, *, running: bool = False) -> None:
+def write_page(report: Report, picture: Picture, path: Path, *, running: bool = False) -> None:
     """Write the page to a file, which is overwritten.
 
     Args:
@@ -46,7 +45,7 @@ def write_page(report: Report, events: Sequence[Event], path: Path, *, running: 
         UsageError: the file cannot be written.
     """
     try:
-        path.write_text(run_page(page_content(report, events, running=running)), encoding="utf-8")
+        path.write_text(run_page(page_content(report, picture, running=running)), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"The page {path} cannot be written: {error}. Give another file with --html.") from error
 

@@ -8,162 +8,38 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from azureml_elastic.ledger.accounting import Total
-from azureml_elastic.ledger.events import CheckpointCommitted, Event
-from azureml_elastic.ledger.samples import SampleAudit
+from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.summary import Report
-from azureml_elastic.ledger.timeline import RoundSpan, reason_and_losses
+from azureml_elastic.ledger.timeline import RoundSpan
 from azureml_elastic.plurals import counted
 from azureml_elastic.report.cells import (
-    MEASURED_FROM,
     OUTCOMES,
     activity_text,
-    bill_rows,
     duration_text,
     goodput_text,
     money_text,
     number_text,
-    steps_text,
     utc_text,
 )
 from azureml_elastic.report.failures import Failure, failures
 from azureml_elastic.report.node_timelines import NodeTimeline, node_timelines
 from azureml_elastic.report.series import Series, metric_series, throughput
-
-__all__ = ["DataTable", "Fact", "PageContent", "Rescale", "WaterfallBar", "cost_notes", "page_content"]
-
-_MOST_ROWS = 200
-_MOST_NAMES = 12
-_NUMBERS = frozenset(
-    {"round", "workers", "steps", "step", "at", "lasted", "back at step", "recovered in", "nodes", "node-hours"}
-    | {"trained again", "per hour", "cost", "dedicated", "paused"}
+from azureml_elastic.report.tables import (
+    DataTable,
+    audit_verdict,
+    checkpoints_table,
+    cost_notes,
+    cost_table,
+    notes,
+    recoveries_table,
+    rounds_table,
 )
 
-_TEXTS = frozenset({"because", "ended because", "nodes by rank"})
+__all__ = ["Fact", "PageContent", "Rescale", "WaterfallBar", "page_content"]
 
 _MOST_SERIES = 24
 _MOST_SIZES = 1000
 _MOST_FACT_SIZES = 4
-
-
-@dataclass(frozen=True)
-class DataTable:
-    """A table of texts.
-
-    Args:
-        omitted: number of rows in the middle that are left out.
-    """
-
-    headings: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    omitted: int = 0
-
-    @classmethod
-    def of(cls, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> DataTable:
-        """Return a table of all rows, or of the first and last ones of too many."""
-        found = [tuple(row) for row in rows]
-        omitted = max(0, len(found) - _MOST_ROWS)
-        if omitted:
-            # The first rows show how the run began, the last ones how it ended.
-            found = [*found[: _MOST_ROWS // 2], *found[-_MOST_ROWS // 2 :]]
-        return cls(tuple(headings), tuple(found), omitted)
-
-    @property
-    def kinds(self) -> list[str | None]:
-        """``number`` or ``text`` for each column of numbers or of long texts, otherwise ``None``."""
-        return ["number" if each in _NUMBERS else "text" if each in _TEXTS else None for each in self.headings]
-
-
-def cost_table(report: Report) -> DataTable | None:
-    """Return the nodes by pool, size and tier, with a line of sums; ``None`` without a bill."""
-    if report.bill is None or not report.bill.lines:
-        return None
-    rows = bill_rows(report.bill)
-    found = [tuple(row.values()) for row in rows]
-    if len(rows) > 1:
-        bill = report.bill
-        sums = {
-            "nodes": str(sum(line.nodes for line in bill.lines)),
-            "node-hours": f"{bill.hours:.4f}",
-            "cost": money_text(bill.cost, bill.currency),
-            "dedicated": money_text(bill.dedicated_cost, bill.currency),
-        }
-        found.append(tuple(sums.get(name, "") for name in rows[0]))
-    return DataTable.of(tuple(rows[0]), found)
-
-
-def cost_notes(report: Report) -> Iterable[str]:
-    """Return the sentences below the table of costs."""
-    bill = report.bill
-    if bill is None:
-        return
-    if bill.saving is not None:
-        yield f"Saved against dedicated nodes: {bill.saving:.1%}."
-    if bill.cost and report.samples:
-        yield f"Samples for 1 {bill.currency}: {report.samples / bill.cost:,.0f}."
-    if bill.cost is None:
-        yield "No price was given: there are node-hours alone. Give prices with --prices."
-
-
-def checkpoints_table(events: Iterable[Event], start: float) -> DataTable:
-    """Return the committed checkpoints."""
-    commits = sorted((each for each in events if isinstance(each, CheckpointCommitted)), key=lambda each: each.time)
-    return DataTable.of(
-        ("step", "at", "paused", "round", "node", "folder"),
-        (
-            (
-                "" if each.step is None else f"{each.step:,}",
-                duration_text(max(0.0, each.time - start)),
-                duration_text(each.seconds),
-                str(each.round),
-                each.node,
-                each.directory.rstrip("/").rpartition("/")[2],
-            )
-            for each in commits
-        ),
-    )
-
-
-def rounds_table(report: Report, start: float) -> DataTable:
-    """Return the rounds."""
-    return DataTable.of(
-        ("round", "workers", "steps", "at", "lasted", "nodes by rank", "ended because"),
-        (
-            (
-                str(each.number),
-                f"{each.world_size:,}",
-                steps_text(each),
-                duration_text(max(0.0, each.started - start)),
-                duration_text(max(0.0, each.ended - each.started)),
-                _names(each.members),
-                reason_and_losses(each.reason, each.lost[:_MOST_NAMES]),
-            )
-            for each in report.rounds
-        ),
-    )
-
-
-def recoveries_table(report: Report) -> DataTable:
-    """Return the recoveries."""
-    return DataTable.of(
-        ("round", "lost", "back at step", "trained again", "recovered in", "measured from", "because"),
-        (
-            (
-                str(each.round),
-                _names(each.lost) or "a worker",
-                "" if each.step is None else f"{each.step:,}",
-                "" if each.lost_steps is None else counted(each.lost_steps, "step"),
-                duration_text(each.seconds),
-                MEASURED_FROM[each.since],
-                each.reason,
-            )
-            for each in report.recoveries
-        ),
-    )
-
-
-def _names(nodes: Sequence[str]) -> str:
-    text = ", ".join(nodes[:_MOST_NAMES])
-    return f"{text} and {len(nodes) - _MOST_NAMES} more" if len(nodes) > _MOST_NAMES else text
 
 
 @dataclass(frozen=True)
@@ -260,23 +136,23 @@ class PageContent:
     notes: tuple[str, ...]
 
 
-def page_content(report: Report, events: Sequence[Event], *, running: bool = False) -> PageContent:
+def page_content(report: Report, picture: Picture, *, running: bool = False) -> PageContent:
     """Return the content of the page.
 
     Args:
         running: whether the run goes on.
     """
-    spans = report.spans(events)
+    spans = report.spans(picture)
     if report.bill is None and report.nodes:
         # Without prices the page has the node-hours at least.
-        report = report.with_bill(events, None, spans)
+        report = report.with_bill(picture, None, spans)
     ran = [round_ for round_ in report.rounds if round_.ran]
     times = [(span.started, span.ended) for span in spans] + [(round_.started, round_.ended) for round_ in ran]
-    timelines = node_timelines(report, spans, events)
+    timelines = node_timelines(report, spans, picture)
     start = min((began for began, _ in times), default=0.0)
     duration = max(max((ended for _, ended in times), default=0.0) - start, 1e-3)
     reporters = {round_.number: round_.reporter for round_ in report.rounds}
-    metrics = metric_series(events)
+    metrics = metric_series(picture)
     rescales = tuple(_rescales(ran))
     return PageContent(
         title=report.name,
@@ -291,16 +167,16 @@ def page_content(report: Report, events: Sequence[Event], *, running: bool = Fal
         hidden_nodes=len({span.node for span in spans}) - len(timelines),
         rescales=rescales,
         metrics=tuple(metrics[:_MOST_SERIES]),
-        throughput=tuple(throughput(events, reporters)),
+        throughput=tuple(throughput(picture, reporters)),
         training_notes=tuple(_training_notes(rescales, metrics)),
         waterfall=tuple(_waterfall(report.activities)),
         cost=cost_table(report),
         cost_notes=tuple(cost_notes(report)),
-        checkpoints=checkpoints_table(events, start),
+        checkpoints=checkpoints_table(picture, start),
         rounds=rounds_table(report, start),
         recoveries=recoveries_table(report),
-        failures=tuple(failures(report, events, start)),
-        notes=tuple(_notes(report)),
+        failures=tuple(failures(report, picture, start)),
+        notes=tuple(notes(report)),
     )
 
 
@@ -332,22 +208,8 @@ def _facts(report: Report, start: float, duration: float, known: bool) -> Iterab
         elif report.bill.lines:
             yield Fact("Node-hours", number_text(float(report.bill.hours)), "no price was given")
     if report.audit is not None:
-        yield _audit_fact(report.audit)
-
-
-def _audit_fact(audit: SampleAudit) -> Fact:
-    if not audit.exactly_once:
-        text = f"{audit.missing:,} missed, {audit.repeated:,} repeated of {counted(audit.seen, 'sample')}"
-        if audit.refuted:
-            return Fact("Exactly once", "✕ No", text, "bad")
-        lines = counted(audit.dropped_lines, "line")
-        return Fact("Exactly once", "Not proven", f"{text}; {lines} of the record could not be written")
-    text = f"{counted(audit.seen, 'sample')} of {counted(audit.epochs, 'epoch')}"
-    if audit.unfinished:
-        text += f", the last one after {audit.dataset_size - audit.unfinished:,} of {audit.dataset_size:,}"
-    if audit.rolled_back_samples:
-        text += f"; {audit.rolled_back_samples:,} rolled back and trained again"
-    return Fact("Exactly once", "✓ Yes", text, "good")
+        state, text = audit_verdict(report.audit)
+        yield Fact("Exactly once", {"good": "✓ Yes", "bad": "✕ No"}.get(state, "Not proven"), text, state)
 
 
 def _sizes(ran: Sequence[RoundSpan]) -> Iterable[SizeStep]:
@@ -395,13 +257,3 @@ def _waterfall(activities: Sequence[Total]) -> Iterable[WaterfallBar]:
 
 def _index(order: Sequence[str], activity: str) -> int:
     return order.index(activity) if activity in order else len(order)
-
-
-def _notes(report: Report) -> Iterable[str]:
-    left = sum(node.leftovers for node in report.nodes)
-    if left:
-        yield f"{counted(left, 'process', 'processes')} outlived their agent and had to be killed."
-    if report.skipped_events:
-        yield f"{counted(report.skipped_events, 'line')} of the event files could not be read."
-    if report.resumed_from is not None:
-        yield f"The run has continued that of {report.resumed_from}."

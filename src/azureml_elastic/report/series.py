@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from azureml_elastic.ledger.events import Event, Metrics, Progress
+from azureml_elastic.ledger.events import Metrics, Progress
+from azureml_elastic.ledger.picture import Picture
 
 __all__ = ["Bucket", "Series", "metric_series", "throughput"]
 
@@ -56,22 +57,19 @@ class Series:
     buckets: tuple[Bucket, ...]
 
 
-def metric_series(events: Iterable[Event], most: int = BUCKETS) -> list[Series]:
+def metric_series(picture: Picture, most: int = BUCKETS) -> list[Series]:
     """Return the logged metrics, losses and learning rates first, the others by name.
 
     A step that was trained again has the values of its highest round.
     """
-    found: dict[str, dict[int, tuple[int, float]]] = {}
-    for event in events:
-        if isinstance(event, Metrics):
-            for name, value in event.values.items():
-                steps = found.setdefault(name, {})
-                if event.round >= steps.get(event.step, (0, 0.0))[0]:
-                    steps[event.step] = (event.round, value)
-    return [_reduced(name, {step: value for step, (_, value) in found[name].items()}, most) for name in _order(found)]
+    found: dict[str, dict[int, float]] = {}
+    for event in sorted(picture.all(Metrics), key=lambda event: event.round):
+        for name, value in event.values.items():
+            found.setdefault(name, {})[event.step] = value
+    return [_reduced(name, found[name], most) for name in _order(found)]
 
 
-def throughput(events: Iterable[Event], reporters: Mapping[int, str], most: int = BUCKETS) -> list[Series]:
+def throughput(picture: Picture, reporters: Mapping[int, str], most: int = BUCKETS) -> list[Series]:
     """Return the steps per second and, if samples were counted, the samples per second.
 
     The times of a round are those of one node. A step that was trained again counts in its highest round.
@@ -79,14 +77,13 @@ def throughput(events: Iterable[Event], reporters: Mapping[int, str], most: int 
     Args:
         reporters: node whose times count, by round, among those that have reported the most steps.
     """
-    reported: dict[int, dict[str, dict[int, Progress]]] = {}
-    for event in events:
-        if isinstance(event, Progress):
-            reported.setdefault(event.round, {}).setdefault(event.node, {})[event.step] = event
     intervals: list[_Interval] = []
     oldest = math.inf
-    for number in sorted(reported, reverse=True):
-        by_node = reported[number]
+    for number, round_ in sorted(picture.rounds.items(), reverse=True):
+        if not round_.has(Progress):
+            continue
+        parts = round_.parts.items()
+        by_node = {node: {each.step: each for each in own.all(Progress)} for node, own in parts if own.has(Progress)}
         most_steps = max(map(len, by_node.values()))
         nodes = sorted(node for node, own in by_node.items() if len(own) == most_steps)
         # One node's, as clocks of two machines cannot be compared.

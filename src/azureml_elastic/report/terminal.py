@@ -9,27 +9,30 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from azureml_elastic.ledger.bill import Bill
 from azureml_elastic.ledger.samples import SampleAudit
 from azureml_elastic.ledger.summary import Report
-from azureml_elastic.ledger.timeline import RoundSpan, reason_and_losses
-from azureml_elastic.plurals import counted
+from azureml_elastic.ledger.timeline import RoundSpan
 from azureml_elastic.report.cells import (
-    MEASURED_FROM,
     OUTCOMES,
     activity_text,
-    bill_rows,
     duration_text,
     ending_text,
     goodput_text,
-    steps_text,
+)
+from azureml_elastic.report.tables import (
+    DataTable,
+    audit_verdict,
+    cost_notes,
+    cost_table,
+    notes,
+    recoveries_table,
+    rounds_table,
 )
 
 __all__ = [
     "KEY",
     "TimeColumns",
     "audit_text",
-    "bill_table",
     "lifelines",
     "size_chart",
     "summary",
@@ -47,6 +50,11 @@ _STYLES = {
     "failed": "bold red",
     "interrupted": "bold yellow",
     "unfinished": "bold yellow",
+}
+_VERDICTS = {
+    "good": ("exactly once", "bold green"),
+    "bad": ("NOT exactly once", "bold red"),
+    "": ("not proven", "bold yellow"),
 }
 
 
@@ -146,13 +154,15 @@ def summary(report: Report) -> RenderableType:
     """Return the whole report."""
     parts: list[RenderableType] = []
     if any(round_.ran for round_ in report.rounds):
-        parts += [timeline_picture(report), _rounds_table(report)]
+        parts += [timeline_picture(report), _table("rounds", rounds_table(report, 0.0).without("at", "lasted"))]
     if report.recoveries:
-        parts.append(_recoveries_table(report))
+        parts.append(_table("recoveries", recoveries_table(report).without("because")))
     if report.goodput is not None:
         parts.append(_activities_table(report))
-    if report.bill is not None:
-        parts.append(bill_table(report.bill, samples=report.samples))
+    cost = cost_table(report)
+    if cost is not None:
+        parts.append(_table("cost of the nodes", cost))
+    parts += map(Text, cost_notes(report))
     if report.audit is not None:
         parts.append(audit_text(report.audit))
     parts.append(_outcome(report))
@@ -179,51 +189,18 @@ def timeline_picture(report: Report, width: int = _WIDTH) -> RenderableType:
 
 def audit_text(audit: SampleAudit) -> Text:
     """Return the result of the audit in one or two sentences."""
-    text = Text()
-    if audit.exactly_once:
-        text.append("exactly once: ", style="bold green")
-        text.append(f"{counted(audit.seen, 'sample')} of {counted(audit.epochs, 'epoch')}, none missed, none repeated")
-    else:
-        text.append(*(("NOT exactly once: ", "bold red") if audit.refuted else ("not proven: ", "bold yellow")))
-        text.append(f"{audit.missing:,} missed and {audit.repeated:,} repeated of {counted(audit.seen, 'sample')}")
-    if audit.dropped_lines:
-        text.append(f"; {counted(audit.dropped_lines, 'line')} of the record could not be written")
-    if audit.unfinished:
-        text.append(
-            f"; the last epoch ended after {audit.dataset_size - audit.unfinished:,} of {audit.dataset_size:,} samples"
-        )
-    if audit.rolled_back_steps:
-        samples, steps = counted(audit.rolled_back_samples, "sample"), counted(audit.rolled_back_steps, "step")
-        text.append(f"; {samples} of {steps} rolled back by losses and trained again")
-    return text
+    state, text = audit_verdict(audit)
+    return Text.assemble(_VERDICTS[state], f": {text}")
 
 
-def _rounds_table(report: Report) -> Table:
-    table = _table("rounds", "round", "workers", "nodes", "steps", "ended because")
-    for round_ in report.rounds:
-        reason = Text(reason_and_losses(round_.reason, round_.lost))
-        table.add_row(str(round_.number), str(round_.world_size), ", ".join(round_.members), steps_text(round_), reason)
-    return table
-
-
-def _recoveries_table(report: Report) -> Table:
-    table = _table("recoveries", "round", "lost", "back at step", "trained again", "seconds", "measured from")
-    for recovery in report.recoveries:
-        table.add_row(
-            str(recovery.round),
-            ", ".join(recovery.lost) or "a worker",
-            "" if recovery.step is None else str(recovery.step),
-            "" if recovery.lost_steps is None else counted(recovery.lost_steps, "step"),
-            f"{recovery.seconds:.2f}",
-            MEASURED_FROM[recovery.since],
-        )
-    return table
-
-
-def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
+def _table(title: str, found: DataTable) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for heading, kind in zip(found.headings, found.kinds, strict=True):
+        table.add_column(heading, justify="right" if kind == "number" else "left", overflow="fold")
+    for row in found.rows:
+        table.add_row(*map(Text, row))
+    if found.omitted:
+        table.caption = f"{found.omitted:,} rows in the middle are left out"
     return table
 
 
@@ -240,26 +217,6 @@ def _activities_table(report: Report) -> Table:
     return table
 
 
-def bill_table(bill: Bill, *, samples: int | None = None) -> RenderableType:
-    """Return the cost of the nodes by pool, and what was saved; node-hours alone where there is no price.
-
-    Args:
-        samples: number of samples that were trained, if it is known.
-    """
-    rows = bill_rows(bill)
-    table = Table(title="cost of the nodes", title_justify="left", title_style="bold")
-    for name in rows[0] if rows else ():
-        table.add_column(name, justify="left" if name in ("pool", "size", "tier") else "right")
-    for row in rows:
-        table.add_row(*row.values())
-    parts: list[RenderableType] = [table]
-    if bill.saving is not None:
-        parts.append(Text(f"saved against dedicated nodes: {bill.saving:.1%}"))
-    if bill.cost and samples:
-        parts.append(Text(f"samples for 1 {bill.currency}: {samples / bill.cost:,.0f}"))
-    return Group(*parts)
-
-
 def _outcome(report: Report) -> Text:
     text = Text.assemble((f"the run {OUTCOMES[report.outcome]}", _STYLES[report.outcome]))
     if report.last_step:  # a script without a session reports no steps
@@ -268,12 +225,7 @@ def _outcome(report: Report) -> Text:
         text.append(f": {report.message}")
     for missed in report.missed_faults:
         text.append(f"\nthe fault {missed.fault} did not happen: {missed.reason}", style="yellow")
-    left = sum(node.leftovers for node in report.nodes)
-    if left:
-        text.append(
-            f"\n{counted(left, 'process', 'processes')} outlived their agent and had to be killed", style="yellow"
-        )
-    if report.skipped_events:
-        text.append(f"\n{counted(report.skipped_events, 'line')} of the event files could not be read", style="yellow")
+    for note in notes(report):
+        text.append(f"\n{note}", style="yellow")
     text.append(f"\nfiles: {report.paths.run_dir}", style="dim")
     return text

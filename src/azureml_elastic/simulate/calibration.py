@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import fmean, median
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.ledger.accounting import Cause, Span, account
+from azureml_elastic.ledger.accounting import Cause, account
 from azureml_elastic.ledger.events import (
     CheckpointCommitted,
     Event,
@@ -23,6 +23,7 @@ from azureml_elastic.ledger.events import (
     RoundReopened,
     RunEnded,
 )
+from azureml_elastic.ledger.picture import Picture, Records
 from azureml_elastic.simulate.scenario import Parameters
 
 __all__ = ["calibrate"]
@@ -32,8 +33,8 @@ _TRAINS = ("training", "saving", "lost work")
 _STALL = 10.0
 """Duration of a step, as a multiple of the median, from which a node has stalled: no property of the program."""
 
-_Steps = dict[tuple[str, int], list[Progress]]
-"""Reported steps by node and round, in order."""
+_Place = tuple[str, int]
+"""A node and a round."""
 
 
 @dataclass
@@ -87,88 +88,76 @@ def calibrate(runs: Iterable[Sequence[Event]], base: Parameters | None = None) -
     )
 
 
-def _measure(events: Sequence[Event], samples: _Samples) -> None:
-    spans = account(events)
-    first_steps: dict[tuple[str, int], float] = {}
+def _measure(events: Iterable[Event], samples: _Samples) -> None:
+    picture = Picture.of(events)
+    spans = account(picture)
+    first_steps: dict[_Place, float] = {}
+    pauses: dict[_Place, float] = {}
+    causes: dict[_Place, Cause] = {}
     for span in spans:
+        place = span.node, span.round
         if span.activity in _TRAINS:
-            key = span.node, span.round
-            first_steps[key] = min(span.started, first_steps.get(key, span.started))
-    entries = {(event.node, event.round): event for event in events if isinstance(event, RoundEntered)}
-    first = min((number for _, number in entries), default=0)
-    ready = {event.node: event.time for event in events if isinstance(event, NodeReady)}
-    _measure_starts(events, ready, first, samples)
-    # The node that was ready last has waited for the shortest time.
-    waits = [time - ready[node] for (node, number), time in first_steps.items() if number == first and node in ready]
-    samples.first_step += [min(waits)] if waits else []
-    steps: _Steps = {}
-    for event in sorted(events, key=lambda event: event.time):
-        if isinstance(event, Progress):
-            own = steps.setdefault((event.node, event.round), [])
-            if not own or event.step > own[-1].step:  # the last step may be reported twice
-                own.append(event)
-    _measure_recoveries(events, spans, first_steps, steps, samples)
-    _measure_steps(steps, spans, entries, samples)
-    for event in events:
-        own = steps.get((event.node, event.round), [])
-        if isinstance(event, CheckpointCommitted):
-            samples.pause.append(event.seconds)
-            samples.write += [
-                max(0.0, event.time - each.time - event.seconds) for each in own if each.step == event.step
-            ]
-        elif isinstance(event, RunEnded) and event.succeeded and own:
-            samples.finish.append(event.time - own[-1].time)
-
-
-def _measure_starts(events: Sequence[Event], ready: Mapping[str, float], first: int, samples: _Samples) -> None:
-    """Measure the time until a node is ready, apart for nodes that are not in the first round."""
-    early = {event.node for event in events if isinstance(event, RoundEntered) and event.round == first}
-    for event in events:
-        if isinstance(event, NodeStarted) and event.node in ready:
-            began = event.time if event.began is None else event.began
-            (samples.start if event.node in early else samples.joining_start).append(ready[event.node] - began)
-
-
-def _measure_recoveries(
-    events: Sequence[Event],
-    spans: Sequence[Span],
-    first_steps: dict[tuple[str, int], float],
-    steps: _Steps,
-    samples: _Samples,
-) -> None:
-    """Measure the time from the end of a round, as its reporter knows it, to its first step in the next one.
-
-    At a step boundary the round ends with its last step; otherwise it ends when the loss is noticed.
-    """
-    causes: dict[tuple[str, int], Cause] = {}
-    for span in spans:  # of the two spans with a cause in a round, the one at its end is the later one
-        if span.cause is not None:
-            causes[span.node, span.round] = span.cause
-    for event in events:
-        if not isinstance(event, RoundReopened):
-            continue
-        begun, cause = first_steps.get((event.node, event.round + 1)), causes.get((event.node, event.round))
-        if begun is None or cause is None:
-            continue
-        own = steps.get((event.node, event.round))
-        ended = own[-1].time if own and event.reason == "rescale at a step boundary" else event.time
-        samples.recovery.setdefault(cause, []).append(begun - ended)
-
-
-def _measure_steps(
-    steps: _Steps, spans: Sequence[Span], entries: dict[tuple[str, int], RoundEntered], samples: _Samples
-) -> None:
-    """Measure the duration of steps by number of nodes, on rank 0's node, without the pauses for checkpoints."""
-    pauses: dict[tuple[str, int], float] = {}
-    for span in spans:
+            first_steps[place] = min(span.started, first_steps.get(place, span.started))
         if span.activity == "saving":
-            pauses[span.node, span.round] = pauses.get((span.node, span.round), 0.0) + span.seconds
-    for place, entry in entries.items():
-        own = steps.get(place, [])
-        if entry.rank == 0 and len(own) > 1:
-            measured = samples.steps.setdefault(len(entry.members), [])
-            measured += [(after.time - each.time, after.step - each.step) for each, after in pairwise(own)]
-            samples.paused[len(entry.members)] = samples.paused.get(len(entry.members), 0.0) + pauses.get(place, 0.0)
+            pauses[place] = pauses.get(place, 0.0) + span.seconds
+        if span.cause is not None:  # of the two in a round, the one at its end is the later one
+            causes[place] = span.cause
+    first = min((round_.number for round_ in picture.sealed), default=0)
+    _measure_starts(picture, first_steps, first, samples)
+    for round_ in picture.rounds.values():
+        for node, own in round_.parts.items():
+            _measure_part(own, first_steps.get((node, round_.number + 1)), causes.get((node, round_.number)), samples)
+            entry, steps = own.last(RoundEntered), _steps_of(own)
+            if entry is not None and entry.rank == 0 and len(steps) > 1:
+                # On rank 0's node, by number of nodes; without the pauses for checkpoints.
+                measured = samples.steps.setdefault(len(entry.members), [])
+                measured += [(after.time - each.time, after.step - each.step) for each, after in pairwise(steps)]
+                paused = samples.paused.get(len(entry.members), 0.0)
+                samples.paused[len(entry.members)] = paused + pauses.get((node, round_.number), 0.0)
+
+
+def _measure_starts(picture: Picture, first_steps: Mapping[_Place, float], first: int, samples: _Samples) -> None:
+    """Measure the time until a node is ready, apart for nodes that are not in the first round, and its wait."""
+    waits = []
+    for name, node in picture.nodes.items():
+        started, ready = node.first(NodeStarted), node.last(NodeReady)
+        if ready is None:
+            continue
+        if started is not None:
+            began = started.time if started.began is None else started.began
+            early = first in node.parts and node.parts[first].has(RoundEntered)
+            (samples.start if early else samples.joining_start).append(ready.time - began)
+        if (name, first) in first_steps:
+            waits.append(first_steps[name, first] - ready.time)
+    # The node that was ready last has waited for the shortest time.
+    samples.first_step += [min(waits)] if waits else []
+
+
+def _measure_part(own: Records, resumed: float | None, cause: Cause | None, samples: _Samples) -> None:
+    """Measure what one node has recorded of a round: its checkpoints, and what follows its last step.
+
+    A recovery lasts from the end of a round, as its reporter knows it, to its first step in the next one. At a step
+    boundary the round ends with its last step; otherwise it ends when the loss is noticed.
+    """
+    steps = _steps_of(own)
+    for commit in own.all(CheckpointCommitted):
+        samples.pause.append(commit.seconds)
+        written = [commit.time - each.time - commit.seconds for each in steps if each.step == commit.step]
+        samples.write += [max(0.0, seconds) for seconds in written]
+    samples.finish += [end.time - steps[-1].time for end in own.all(RunEnded) if end.succeeded and steps]
+    for event in own.all(RoundReopened):
+        if resumed is not None and cause is not None:
+            at_boundary = steps and event.reason == "rescale at a step boundary"
+            samples.recovery.setdefault(cause, []).append(resumed - (steps[-1] if at_boundary else event).time)
+
+
+def _steps_of(own: Records) -> list[Progress]:
+    """Return the reported steps, each once: the last one may be reported twice."""
+    steps: list[Progress] = []
+    for event in own.all(Progress):
+        if not steps or event.step > steps[-1].step:
+            steps.append(event)
+    return steps
 
 
 def _recoveries(found: dict[Cause, list[float]], base: Parameters) -> dict[Cause, float]:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.summary import NodeSummary, Paths, Report
 from azureml_elastic.local.http_server import PageServer
 from azureml_elastic.report.page import run_page, write_page
@@ -30,7 +31,8 @@ def page(tmp_path_factory):
     ]
     nodes = tuple(NodeSummary(name=name, ending="exited", exit_code=0) for name in ("node-0", "node-2", "node-3"))
     made = Report(paths=Paths.of(folder), outcome="succeeded", exit_code=0, name="run-7", nodes=nodes)
-    write_page(made.with_timeline(events), events, folder / "page.html")
+    picture = Picture.of(events)
+    write_page(made.with_timeline(picture), picture, folder / "page.html")
     return (folder / "page.html").as_uri()
 
 
@@ -221,7 +223,7 @@ def test_an_update_keeps_position_focus_selection_and_what_is_open(opened, tmp_p
     empty = Report(paths=Paths.of(tmp_path), outcome="unfinished", exit_code=0, name="run-1")
 
     def made(count, poll):
-        own = events[:count]
+        own = Picture.of(events[:count])
         content = page_content(empty.with_timeline(own), own, running=poll is not None)
         return run_page(content, poll_seconds=poll).encode()
 
@@ -246,9 +248,9 @@ def test_an_update_keeps_position_focus_selection_and_what_is_open(opened, tmp_p
 
 
 def test_a_server_that_is_gone_is_shown_and_the_page_remains(opened, tmp_path):
-    events = long_run(300, nodes=2, rounds=2)
-    made = Report(paths=Paths.of(tmp_path), outcome="unfinished", exit_code=0).with_timeline(events)
-    page = run_page(page_content(made, events, running=True), poll_seconds=0.1).encode()
+    picture = Picture.of(long_run(300, nodes=2, rounds=2))
+    made = Report(paths=Paths.of(tmp_path), outcome="unfinished", exit_code=0).with_timeline(picture)
+    page = run_page(page_content(made, picture, running=True), poll_seconds=0.1).encode()
     with PageServer(lambda: page) as server:
         opened.open(server.url)
         until(lambda: opened.value("document.getElementById('live').textContent") == "Live, updates itself")

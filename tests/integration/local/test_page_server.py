@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,11 +13,11 @@ import pytest
 
 from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.errors import UsageError
-from azureml_elastic.ledger.summary import Paths, load_report
+from azureml_elastic.ledger.summary import load_report
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
 from azureml_elastic.local.http_server import PageServer
-from tests.support.chromium import Elements, dom
+from tests.support.chromium import Elements
 from tests.support.node_server import FORKED
 from tests.support.paths import SAMPLES
 from tests.support.waiting import until
@@ -168,38 +167,3 @@ def test_the_dashboard_follows_a_local_run_until_its_end(tmp_path):
     assert "kill=rank0@step:20" in ended.source
     assert "✓ Yes" in ended.source
     assert load_report(folder).outcome == "succeeded"
-
-
-def test_a_browser_s_page_is_updated_in_place_and_stops_with_the_run(tmp_path):
-    """Chromium opens the first page; the later ones change what it shows and keep what is open."""
-    from azureml_elastic.ledger.summary import Report
-    from azureml_elastic.report.page import run_page
-    from azureml_elastic.report.page_content import page_content
-    from tests.support.histories import loss_and_newcomer
-
-    events = loss_and_newcomer()
-    empty = Report(paths=Paths.of(tmp_path), outcome="unfinished", exit_code=0, name="run-1")
-
-    def made(count, poll):
-        own = events[:count]
-        return run_page(
-            page_content(empty.with_timeline(own), own, running=poll is not None), poll_seconds=poll
-        ).encode()
-
-    pages = [made(10, 0.2), made(60, 0.2), made(60, 0.2), made(len(events), None)]
-    asked = []
-    lock = threading.Lock()
-
-    def page():
-        with lock:
-            asked.append(1)
-            return pages[min(len(asked), len(pages)) - 1]
-
-    with PageServer(page) as server:
-        shown = dom(server.url, tmp_path / "profile", milliseconds=6000)
-    assert shown.text("p", id="live") == "Ended, no further updates"
-    assert len(asked) == len(pages)
-    assert shown.all("figure", id="throughput-0-figure")
-    assert "ended" in shown.source
-    assert shown.source.count('role="slider"') == len(shown.all("div", class_="cursor"))
-    assert len(shown.all("section")) == len(Elements.of(pages[-1].decode()).all("section"))

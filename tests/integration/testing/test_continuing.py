@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from azureml_elastic import CheckpointPolicy, ElasticCommandJob, ElasticDistribution, ElasticResources
 from azureml_elastic.cli import app
+from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.ledger.summary import Paths, audit_folder
 from azureml_elastic.testing import LocalWorkspace, Pool
@@ -85,6 +86,6 @@ def test_a_failed_run_is_continued_and_each_sample_is_seen_once(project, tmp_pat
         second = done.stdout.split()[0]
         assert workspace.wait(second, 200) == "Completed", workspace.log(second)
         after = together(folder, tmp_path / "second")
-    audit = audit_folder(after, read_events(after.events), [before.run_dir])
+    audit = audit_folder(after, Picture.of(read_events(after.events)), [before.run_dir])
     assert audit.complete
     assert (audit.seen, audit.steps) == (80, 20)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from azureml_elastic import ElasticCommandJob, ElasticResources
+from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.ledger.summary import Paths, audit_folder
 from azureml_elastic.submit import ElasticCommandJob as Registered
@@ -43,7 +44,7 @@ def audited(folder):
     paths = Paths.of(folder / "together")
     for disk in folder.glob("nodes/*/work/outputs/azureml-elastic"):
         shutil.copytree(disk, paths.run_dir, dirs_exist_ok=True)
-    return audit_folder(paths, read_events(paths.events))
+    return audit_folder(paths, Picture.of(read_events(paths.events)))
 
 
 def test_a_job_whose_nodes_the_service_starts_loses_the_first_and_completes(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 from azureml_elastic import ElasticCommandJob, ElasticResources, NodePool, ReplacementPolicy
 from azureml_elastic.ledger.events import RoundEntered
+from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.ledger.summary import Paths, audit_folder
 from azureml_elastic.submit import ElasticCommandJob as Registered
@@ -97,7 +98,7 @@ def test_two_evicted_spot_nodes_are_replaced_by_dedicated_ones_and_each_sample_i
     events = read_events(paths.events)
     last = max((event for event in events if isinstance(event, RoundEntered)), key=lambda event: event.round)
     assert last.world_size == 3
-    assert audit_folder(paths, events).exactly_once
+    assert audit_folder(paths, Picture.of(events)).exactly_once
     assert list(Path("named-outputs/azureml_elastic_checkpoints").rglob("manifest.json"))
     assert list(Path("artifacts/outputs/azureml-elastic/events").glob("*.jsonl"))
 

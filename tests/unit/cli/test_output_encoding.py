@@ -11,7 +11,8 @@ import typer
 from azureml_elastic.checkpoint.format.manifest import FolderName
 from azureml_elastic.cli import app
 from azureml_elastic.ledger.events import NodeStarted, Progress, RoundEntered, RunEnded
-from azureml_elastic.ledger.summary import Paths, report_of_events
+from azureml_elastic.ledger.picture import Picture
+from azureml_elastic.ledger.summary import Paths, report_of
 
 ENCODINGS = {
     "cp1252": {"PYTHONIOENCODING": "cp1252"},
@@ -55,7 +56,7 @@ def shown(tmp_path):
     (run / "events" / "node-0.jsonl").write_text("".join(f"{event.model_dump_json()}\n" for event in events))
     (run / "logs").mkdir()
     (run / "logs" / "n\u00e9.log").write_text("caf\u00e9 \u4f60\n")
-    (run / "report.json").write_text(report_of_events(Paths.of(run), events).model_dump_json())
+    (run / "report.json").write_text(report_of(Paths.of(run), Picture.of(events)).model_dump_json())
     (run / "checkpoints" / str(FolderName(5, 1, "00000005"))).mkdir(parents=True)
     return [
         ["checkpoints", "list", str(run)],

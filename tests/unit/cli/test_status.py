@@ -5,7 +5,8 @@ from typer.testing import CliRunner
 
 from azureml_elastic.cli import app
 from azureml_elastic.ledger.events import CheckpointCommitted, RunEnded
-from azureml_elastic.ledger.summary import NodeSummary, Paths, report_of_events
+from azureml_elastic.ledger.picture import Picture
+from azureml_elastic.ledger.summary import NodeSummary, Paths, report_of
 from tests.support.command_imports import completions, imported_packages
 from tests.support.histories import loss_and_newcomer
 
@@ -32,7 +33,7 @@ def folder(tmp_path):
 
 def end(folder):
     """Write the report, as the launcher does."""
-    report = report_of_events(Paths.of(folder), loss_and_newcomer())
+    report = report_of(Paths.of(folder), Picture.of(loss_and_newcomer()))
     nodes = tuple(
         NodeSummary(name=node.name, exit_code=0, ending="killed" if node.name == "node-0" else "exited")
         for node in report.nodes

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from azureml_elastic.ledger.events import Progress, Restored
+from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.samples import (
     SampleAudit,
     SampleLine,
     audit_samples,
-    restored_steps,
     surviving_steps,
     trained_samples,
 )
@@ -143,7 +143,7 @@ def test_the_steps_that_rounds_restored_from():
         Progress(time=1, node="a", round=1, step=5),
         Restored(time=2, node="b", round=3, step=4),
     ]
-    assert restored_steps(events) == {1: 0, 3: 4}
+    assert Picture.of(events).restored == {1: 0, 3: 4}
 
 
 def test_a_step_counts_when_any_rank_has_completed_it():
@@ -161,13 +161,13 @@ def progress(number, step, samples, node="a"):
 
 
 def test_samples_of_steps_that_count_are_summed_over_the_rounds():
-    assert trained_samples([]) is None
-    assert trained_samples([progress(1, 3, None)]) is None
+    assert trained_samples(Picture.of([])) is None
+    assert trained_samples(Picture.of([progress(1, 3, None)])) is None
     events = [progress(1, 2, 20), progress(1, 4, 40), progress(1, 4, 40, "b")]
-    assert trained_samples(events) == 40
+    assert trained_samples(Picture.of(events)) == 40
     events += [Restored(time=5, node="a", round=2, step=4), progress(2, 6, 24)]
-    assert trained_samples(events) == 64
+    assert trained_samples(Picture.of(events)) == 64
     rolled_back = [*events, Restored(time=7, node="a", round=3, step=3), progress(3, 5, 16)]
-    assert trained_samples(rolled_back) == 30 + 16
+    assert trained_samples(Picture.of(rolled_back)) == 30 + 16
     from_scratch = [*rolled_back, Restored(time=9, node="a", round=4, step=0)]
-    assert trained_samples(from_scratch) == 0
+    assert trained_samples(Picture.of(from_scratch)) == 0

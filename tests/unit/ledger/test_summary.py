@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from azureml_elastic.errors import UsageError
+from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.summary import FaultRecord, NodeSummary, Paths, Report, audit_folder, load_report
 from tests.support.histories import loss_and_newcomer
 
@@ -25,7 +26,7 @@ def test_a_report_is_written_and_read_back(tmp_path):
         name="run",
         nodes=(NodeSummary(name="node-0", exit_code=-9, ending="killed"),),
         faults=(FaultRecord(fault="kill=rank0@step:12", nodes=("node-0",), step=12, time=23.0),),
-    ).with_timeline(loss_and_newcomer(), losses=[("node-0", 23.0)])
+    ).with_timeline(Picture.of(loss_and_newcomer()), losses=[("node-0", 23.0)])
     assert report.world_sizes == (3, 2, 3)
     assert report.last_step == 30
     assert report.recoveries[0].since == "loss"
@@ -65,7 +66,7 @@ def test_a_report_is_recreated_from_the_events(tmp_path):
 
 
 def test_without_sample_files_there_is_no_audit(tmp_path):
-    assert audit_folder(Paths.of(tmp_path), []) is None
+    assert audit_folder(Paths.of(tmp_path), Picture()) is None
 
 
 def test_a_folder_that_is_no_run_s_is_refused(tmp_path):

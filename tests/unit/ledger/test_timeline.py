@@ -1,12 +1,8 @@
 """Rounds, world sizes, recoveries and outcomes from events."""
 
-import random
-
 import pytest
 
-from azureml_elastic.ledger.accounting import lost_steps
 from azureml_elastic.ledger.events import (
-    NodeLeft,
     Progress,
     RanksConnecting,
     Restored,
@@ -14,12 +10,15 @@ from azureml_elastic.ledger.events import (
     RunEnded,
     WorkerFailed,
 )
-from azureml_elastic.ledger.timeline import headline, outcome, recoveries, rounds, world_sizes
+from azureml_elastic.ledger.picture import Picture
+from azureml_elastic.ledger.samples import steps_undone
+from azureml_elastic.ledger.sentences import headline
+from azureml_elastic.ledger.timeline import recoveries, rounds, world_sizes
 from tests.support.histories import enter, loss_and_newcomer, steps
 
 
 def test_rounds_have_members_steps_and_reasons():
-    first, second, third = rounds(loss_and_newcomer())
+    first, second, third = rounds(Picture.of(loss_and_newcomer()))
     assert (first.number, first.members, first.world_size) == (1, ("node-0", "node-1", "node-2"), 3)
     assert (first.restored_step, first.first_step, first.last_step) == (0, 1, 12)
     assert (first.reason, first.lost) == ("node-0 is lost", ("node-0",))
@@ -33,24 +32,13 @@ def test_both_times_of_a_round_come_from_the_node_that_recorded_its_end():
         event.model_copy(update={"time": event.time + 1000}) if event.node == "node-2" else event
         for event in loss_and_newcomer()
     ]
-    first = rounds(skewed)[0]
+    first = rounds(Picture.of(skewed))[0]
     assert (first.reporter, first.started, first.ended) == ("node-2", 1010.0, 1023.5)
 
 
 def test_a_round_without_a_recorded_end_ends_with_its_reporter_s_last_event():
     events = [*enter(1, ["a", "b"], at=5.0), *steps(1, ["a"], 1, 3, at=6.0)]
-    assert (rounds(events)[0].reporter, rounds(events)[0].ended) == ("a", 8.0)
-
-
-def test_the_order_in_which_files_are_read_does_not_matter():
-    events = loss_and_newcomer()
-    by_node = {event.node: [other for other in events if other.node == event.node] for event in events}
-    for seed in range(5):
-        names = list(by_node)
-        random.Random(seed).shuffle(names)
-        shuffled = [event for name in names for event in by_node[name]]
-        assert rounds(shuffled) == rounds(events)
-        assert recoveries(shuffled) == recoveries(events)
+    assert (rounds(Picture.of(events))[0].reporter, rounds(Picture.of(events))[0].ended) == ("a", 8.0)
 
 
 def test_world_sizes_count_rounds_that_ran_and_merge_equal_neighbours():
@@ -60,12 +48,12 @@ def test_world_sizes_count_rounds_that_ran_and_merge_equal_neighbours():
         *enter(3, ["b", "c"], at=3.0),
         *enter(4, ["b", "c", "d"], at=4.0, slots=2),
     ]
-    assert world_sizes(rounds(events)) == [2, 6]
-    assert world_sizes(rounds([])) == []
+    assert world_sizes(rounds(Picture.of(events))) == [2, 6]
+    assert world_sizes(rounds(Picture())) == []
 
 
 def test_a_recovery_is_measured_from_the_survivor_s_notice_to_its_next_step():
-    (recovery,) = recoveries(loss_and_newcomer())
+    (recovery,) = recoveries(Picture.of(loss_and_newcomer()))
     assert (recovery.round, recovery.resumed, recovery.step) == (1, 2, 11)
     assert (recovery.lost, recovery.since) == (("node-0",), "notice")
     assert recovery.seconds == pytest.approx(1.5)
@@ -73,14 +61,14 @@ def test_a_recovery_is_measured_from_the_survivor_s_notice_to_its_next_step():
 
 def test_a_recovery_is_measured_from_the_loss_where_that_is_known():
     (recovery,) = recoveries(
-        loss_and_newcomer(), [("node-0", 23.0), ("node-0", 3.0), ("node-0", 60.0), ("node-9", 20.0)]
+        Picture.of(loss_and_newcomer()), [("node-0", 23.0), ("node-0", 3.0), ("node-0", 60.0), ("node-9", 20.0)]
     )
     assert (recovery.since, recovery.seconds) == ("loss", pytest.approx(2.0))
 
 
 def test_a_recovery_without_a_recorded_loss_is_measured_from_the_last_step():
     events = [event for event in loss_and_newcomer() if not isinstance(event, RoundReopened)]
-    recovery = recoveries(events)[0]
+    recovery = recoveries(Picture.of(events))[0]
     assert (recovery.lost, recovery.since) == (("node-0",), "last step")
     assert recovery.seconds == pytest.approx(25.0 - 22.0)
 
@@ -90,7 +78,7 @@ def test_clocks_of_two_nodes_are_never_compared():
         event.model_copy(update={"time": event.time - 500}) if event.node == "node-1" else event
         for event in loss_and_newcomer()
     ]
-    assert recoveries(skewed)[0].seconds == pytest.approx(1.5)
+    assert recoveries(Picture.of(skewed))[0].seconds == pytest.approx(1.5)
 
 
 def test_a_failed_worker_causes_a_recovery_and_a_new_node_does_not():
@@ -105,7 +93,7 @@ def test_a_failed_worker_causes_a_recovery_and_a_new_node_does_not():
         *enter(3, ["a", "b"], at=12.0),
         *steps(3, ["a", "b"], 4, 5, at=13.0),
     ]
-    (recovery,) = recoveries(events)
+    (recovery,) = recoveries(Picture.of(events))
     assert (recovery.round, recovery.lost, recovery.seconds) == (1, (), pytest.approx(3.0))
 
 
@@ -119,7 +107,10 @@ def test_a_second_loss_before_the_next_step_prolongs_the_first_recovery():
         *enter(3, ["a"], at=8.0),
         *steps(3, ["a"], 1, 3, at=9.0),
     ]
-    assert [(found.round, found.resumed, found.seconds) for found in recoveries(events)] == [(1, 3, 4.0), (2, 3, 2.0)]
+    assert [(found.round, found.resumed, found.seconds) for found in recoveries(Picture.of(events))] == [
+        (1, 3, 4.0),
+        (2, 3, 2.0),
+    ]
 
 
 def several_losses():
@@ -145,20 +136,20 @@ def several_losses():
 
 
 def test_each_loss_has_the_steps_that_it_cost():
-    found = recoveries(several_losses())
+    found = recoveries(Picture.of(several_losses()))
     assert [(each.lost, each.lost_steps) for each in found] == [(("d",), 3), (("c",), 4), (("b",), 0)]
-    assert sum(each.lost_steps for each in found) == lost_steps(several_losses())
+    assert sum(each.lost_steps for each in found) == sum(steps_undone(Picture.of(several_losses())).values())
 
 
 def test_steps_that_two_losses_have_cost_together_are_counted_once():
     events = [event for event in several_losses() if event.round != 2 or not isinstance(event, Restored | Progress)]
-    found = recoveries(events)
+    found = recoveries(Picture.of(events))
     assert [(each.lost, each.resumed, each.lost_steps) for each in found] == [
         (("d",), 4, 0),
         (("c",), 4, 5),
         (("b",), 5, 0),
     ]
-    assert lost_steps(events) == 5
+    assert steps_undone(Picture.of(events)) == {4: 5}
 
 
 @pytest.mark.parametrize("ahead", [0.0, 500.0])
@@ -171,22 +162,15 @@ def test_a_script_without_a_session_has_recovered_when_its_workers_connect(ahead
         *(event.model_copy(update={"time": event.time + ahead}) for event in enter(2, ["a"], at=6.0)),
         RanksConnecting(time=6.5 + ahead, node="a", round=2),
     ]
-    (recovery,) = recoveries(events)
+    (recovery,) = recoveries(Picture.of(events))
     assert (recovery.step, recovery.lost, recovery.since) == (None, ("c",), "notice")
     assert recovery.seconds == pytest.approx(1.5)
-    assert recoveries(events[:-1]) == []
+    assert recoveries(Picture.of(events[:-1])) == []
 
 
 def test_without_a_step_afterwards_there_is_no_recovery():
     events = [event for event in loss_and_newcomer() if event.round < 2]
-    assert recoveries(events) == []
-
-
-def test_outcome():
-    assert outcome(loss_and_newcomer()) == ("succeeded", "")
-    assert outcome([NodeLeft(time=0, node="a", reason="preempted", exit_code=143)]) == ("unfinished", "")
-    failed = RunEnded(time=0, node="a", round=4, succeeded=False, message="why")
-    assert outcome([failed]) == ("failed", "why")
+    assert recoveries(Picture.of(events)) == []
 
 
 CHAINED = """\
@@ -218,7 +202,6 @@ Worker 1 on node-1 failed in round 4 with exit code 1: its program raised an exc
 )
 def test_a_traceback_never_stands_in_a_tables_cell(message, expected):
     assert headline(message) == expected
-    (round_,) = rounds(
-        [*enter(1, ["a"], at=1.0), RunEnded(time=2.0, node="a", round=1, succeeded=False, message=message)]
-    )
+    ended = RunEnded(time=2.0, node="a", round=1, succeeded=False, message=message)
+    (round_,) = rounds(Picture.of([*enter(1, ["a"], at=1.0), ended]))
     assert round_.reason == f"the run failed: {expected}"

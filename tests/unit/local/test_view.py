@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from azureml_elastic.ledger.events import HealthChecked, NodeReady, NodeStarted, RoundEntered, WorkersStarted
-from azureml_elastic.local.view import Board, LiveView, PlainView
+from azureml_elastic.ledger.picture import Moment, Picture
+from azureml_elastic.local.view import LiveView, PlainView
 from azureml_elastic.log_lines import message_of_line
 
 LOGS = """
@@ -37,20 +38,20 @@ def test_lines_have_short_names_and_details_on_request_alone(level):
 
 
 def test_what_nodes_do_before_the_first_step():
-    board = Board()
+    picture = Picture()
     states = []
 
     def apply(*events):
-        board.apply(events)
-        states.append([node.state for node in board.nodes.values()])
+        picture.apply(events)
+        states.append([node.state for node in picture.now.nodes])
 
-    board.expect("a", "queued")
+    picture.expect("a", "queued")
     apply()
-    board.expect("a")
-    board.expect("b")
+    picture.expect("a")
+    picture.expect("b")
     apply()
     apply(NodeStarted(time=1, node="a", host="", pid=1), HealthChecked(time=2, node="a", status="ok", seconds=0.1))
-    board.expect("a", "queued")  # as its job's state was read before the event
+    picture.expect("a", "queued")  # as its job's state was read before the event
     apply(NodeReady(time=3, node="a"))
     apply(RoundEntered(time=4, node="a", round=1, rank=0, members=("a",), world_size=1))
     apply(WorkersStarted(time=5, node="a", round=1, pids=(1,)))
@@ -67,10 +68,10 @@ def test_what_nodes_do_before_the_first_step():
 def test_the_live_view_shows_messages_without_date_and_logger():
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
     with LiveView(console) as view:
-        board = Board()
-        board.expect("node-0")
+        picture = Picture()
+        picture.expect("node-0")
         view.output("node-0", ["2026-01-02 03:04:05,678 INFO azureml_elastic.agent: Round 1: rank 0 of 1 node."])
-        view.events(board, [])
+        view.events(picture.now, [])
         view._live.refresh()
     text = console.file.getvalue()
     assert "starting" in text
@@ -80,5 +81,5 @@ def test_the_live_view_shows_messages_without_date_and_logger():
 
 def test_the_plain_view_says_which_nodes_have_started():
     console = Console(file=io.StringIO())
-    PlainView(console).events(Board(), [NodeStarted(time=1, node="a", host="", pid=1)])
+    PlainView(console).events(Moment(), [NodeStarted(time=1, node="a", host="", pid=1)])
     assert console.file.getvalue() == "* a has started\n"

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from azureml_elastic.ledger.accounting import Span
 from azureml_elastic.ledger.events import CheckpointCommitted, RoundReopened
+from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.summary import FaultRecord, NodeSummary, Paths, Report
 from azureml_elastic.report.node_timelines import node_timelines
 
@@ -25,7 +26,7 @@ def spans(node, *parts, at=0.0):
 
 def test_short_pauses_become_part_of_the_training_around_them(tmp_path):
     own = spans("a", ("starting", 100), ("training", 300, 1), ("saving", 0.1, 1), ("training", 600, 1))
-    (timeline,) = node_timelines(report(tmp_path), own, [])
+    (timeline,) = node_timelines(report(tmp_path), own, Picture())
     assert [(s.activity, s.ended - s.started) for s in timeline.segments] == [("starting", 100), ("training", 900.1)]
     assert [(name, round(seconds, 3)) for name, seconds in timeline.segments[1].others] == [("saving", 0.1)]
 
@@ -36,7 +37,7 @@ activities = st.sampled_from(["training", "saving", "recovering", "lost work", "
 @given(st.lists(st.tuples(activities, st.floats(1e-6, 50), st.integers(0, 5)), min_size=1, max_size=300))
 def test_segments_cover_the_whole_life_without_gaps(tmp_path_factory, parts):
     own = spans("a", *parts)
-    (timeline,) = node_timelines(report(tmp_path_factory.getbasetemp()), own, [])
+    (timeline,) = node_timelines(report(tmp_path_factory.getbasetemp()), own, Picture())
     segments = timeline.segments
     assert (segments[0].started, segments[-1].ended) == (own[0].started, own[-1].ended)
     assert all(before.ended == after.started for before, after in pairwise(segments))
@@ -54,7 +55,7 @@ def test_an_injected_fault_is_not_shown_as_a_loss_too(tmp_path):
         FaultRecord(fault="add@step:6", nodes=("c",), step=6, time=6.0),
     )
     own = [span for name in "abc" for span in spans(name, ("training", 10.0, 1))]
-    found = node_timelines(report(tmp_path, faults=faults), own, events)
+    found = node_timelines(report(tmp_path, faults=faults), own, Picture.of(events))
     assert {line.node: [mark.kind for mark in line.marks] for line in found} == {
         "a": ["checkpoint"],
         "b": ["fault"],
@@ -69,7 +70,7 @@ def test_many_nodes_and_marks_are_bounded(tmp_path):
         for index in range(500)
         for at in range(1, 50)
     ]
-    found = node_timelines(report(tmp_path), own, events)
+    found = node_timelines(report(tmp_path), own, Picture.of(events))
     assert len(found) == 60
     assert sum(len(line.segments) for line in found) <= 2500
     assert sum(len(line.marks) for line in found) <= 1500
@@ -78,5 +79,5 @@ def test_many_nodes_and_marks_are_bounded(tmp_path):
 def test_ends_are_those_of_the_report(tmp_path):
     nodes = (NodeSummary(name="a", ending="exited", exit_code=3), NodeSummary(name="b", ending="preempted"))
     own = [*spans("a", ("training", 1.0)), *spans("b", ("training", 1.0)), *spans("c", ("training", 1.0))]
-    found = node_timelines(report(tmp_path, nodes=nodes), own, [])
+    found = node_timelines(report(tmp_path, nodes=nodes), own, Picture())
     assert {line.node: line.ending for line in found} == {"a": "exited with 3", "b": "preempted", "c": ""}

@@ -15,22 +15,17 @@ from azureml_elastic.ledger.events import (
     CheckpointQuarantined,
     HangDetected,
     Metrics,
-    NodeStarted,
     Progress,
-    Restored,
-    RoundEntered,
-    RoundReopened,
-    RunEnded,
     Unreachable,
     WorkerFailed,
-    WorkersStarted,
 )
+from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.samples import SampleAudit
-from azureml_elastic.ledger.summary import FaultRecord, MissedFault, NodeSummary, Paths, Report, report_of_events
+from azureml_elastic.ledger.summary import FaultRecord, MissedFault, NodeSummary, Paths, Report, report_of
 from azureml_elastic.report.page import message_page, run_page, write_page
 from azureml_elastic.report.page_content import page_content
 from tests.support.chromium import Elements
-from tests.support.histories import long_run, loss_and_newcomer
+from tests.support.histories import any_events, long_run, loss_and_newcomer
 
 TRACEBACK = "Traceback (most recent call last):\n  File 'train.py', line 3\nValueError: <b>&amp; \"bad\"</b>"
 EVIL = "</script></title><img src=x onerror=alert(1)>\"'&amp;<svg onload=alert(2)>\x1b[31m"
@@ -66,12 +61,12 @@ def report(tmp_path, events, **changes):
         missed_faults=(MissedFault(fault="kill=node-9@step:3", reason="there was no node-9"),),
         audit=SampleAudit(dataset_size=100, epochs=3, steps=30, seen=300, rolled_back_steps=2, rolled_back_samples=20),
     )
-    return made.with_timeline(events).model_copy(update=changes)
+    return made.with_timeline(Picture.of(events)).model_copy(update=changes)
 
 
 def page(tmp_path, **changes):
     events = [*loss_and_newcomer(), *extra_events()]
-    return run_page(page_content(report(tmp_path, events, **changes), events))
+    return run_page(page_content(report(tmp_path, events, **changes), Picture.of(events)))
 
 
 def test_the_page_has_what_the_report_has(tmp_path):
@@ -85,9 +80,9 @@ def test_the_page_has_what_the_report_has(tmp_path):
         "node-0 is lost",
         "The fault kill=node-9@step:3 did not happen",
         "No step for 40.0 s (limit 30.0 s) after step 15",
-        "10.0.0.1 cannot reach node-2 (10.0.0.2:29400)",
+        "(10.0.0.1) cannot reach node-2 (10.0.0.2:29400)",
         "checksum of rank 1",
-        "Worker 1 failed with exit code 1 (exception) after step 15: ValueError",
+        "Worker 1 on node-1 failed after step 15 with exit code 1 (exception): ValueError",
         "step-10",
         "250 ms",
         "node-hours",
@@ -144,7 +139,7 @@ def test_images_are_well_formed(tmp_path):
 def test_the_waterfall_goes_from_the_delivered_time_to_the_goodput(tmp_path):
     events = loss_and_newcomer()
     made = report(tmp_path, events)
-    bars = page_content(made, events).waterfall
+    bars = page_content(made, Picture.of(events)).waterfall
     assert bars[0].name == "delivered"
     assert bars[-1].seconds == pytest.approx(made.goodput * bars[0].seconds)
     assert bars[-2].left == pytest.approx(bars[-1].seconds)
@@ -152,14 +147,14 @@ def test_the_waterfall_goes_from_the_delivered_time_to_the_goodput(tmp_path):
 
 def test_costs_and_savings_are_shown_with_prices_and_node_hours_without(tmp_path):
     events = loss_and_newcomer()
-    bare = page_content(report(tmp_path, events), events)
+    bare = page_content(report(tmp_path, events), Picture.of(events))
     assert bare.cost is not None
     assert bare.cost.headings == ("pool", "size", "tier", "nodes", "node-hours")
     per_hour = {"Small": {"dedicated": 3600.0, "low_priority": 36.0}}
     prices = Prices.model_validate({"currency": "USD", "date": None, "source": "me", "per_hour": per_hour})
     only = NodeSummary(name="node-0", pool="spot", size="Small", tier="low_priority")
-    billed = report(tmp_path, events, nodes=(only,)).with_bill(events, prices)
-    content = page_content(billed, events)
+    billed = report(tmp_path, events, nodes=(only,)).with_bill(Picture.of(events), prices)
+    content = page_content(billed, Picture.of(events))
     assert content.cost.headings[-3:] == ("per hour", "cost", "dedicated")
     assert any("Saved against dedicated nodes" in note for note in content.cost_notes)
     assert "Cost" in [fact.name for fact in content.facts]
@@ -182,7 +177,7 @@ def page_with(text, tmp_path):
     made = report(tmp_path, events, name=text, message=f"{text}\n{TRACEBACK}", outcome="failed")
     faults = (FaultRecord(fault=text, nodes=(f"node-0{text}",), step=1, time=23.0),)
     made = made.model_copy(update={"faults": faults, "missed_faults": (MissedFault(fault=text, reason=text),)})
-    return run_page(page_content(made, events), notice=text)
+    return run_page(page_content(made, Picture.of(events)), notice=text)
 
 
 def test_nothing_of_a_run_becomes_markup(tmp_path):
@@ -216,7 +211,7 @@ def test_a_failed_run_s_message_is_folded_below_its_headline(tmp_path):
 
 def test_a_run_without_rounds_has_a_page_too(tmp_path):
     empty = Report(outcome="failed", exit_code=2, message="why", paths=Paths.of(tmp_path))
-    text = run_page(page_content(empty, []))
+    text = run_page(page_content(empty, Picture()))
     assert "No round of the run has started its workers" in text
     assert "why" in text
     assert "<figure" not in text
@@ -224,7 +219,7 @@ def test_a_run_without_rounds_has_a_page_too(tmp_path):
 
 def test_running_runs_poll_and_others_do_not(tmp_path):
     events = loss_and_newcomer()
-    content = page_content(report(tmp_path, events), events, running=True)
+    content = page_content(report(tmp_path, events), Picture.of(events), running=True)
     assert "The run is running" in run_page(content)
     assert 'data-poll="2000"' in run_page(content, poll_seconds=2)
     assert "connect-src 'self'" in run_page(content, poll_seconds=2)
@@ -234,8 +229,8 @@ def test_running_runs_poll_and_others_do_not(tmp_path):
 def test_100_000_events_make_a_page_of_bounded_size(tmp_path):
     events = long_run(100_000)
     assert len(events) > 90_000
-    made = Report(paths=Paths.of(tmp_path), outcome="succeeded", exit_code=0).with_timeline(events)
-    assert len(run_page(page_content(made, events)).encode()) < 1_500_000
+    made = Report(paths=Paths.of(tmp_path), outcome="succeeded", exit_code=0).with_timeline(Picture.of(events))
+    assert len(run_page(page_content(made, Picture.of(events))).encode()) < 1_500_000
 
 
 @pytest.mark.parametrize(("rounds", "nodes"), [(1500, 4), (40, 150)])
@@ -245,45 +240,16 @@ def test_the_page_is_bounded_for_many_rounds_and_nodes(tmp_path, rounds, nodes):
         each.model_copy(update={"message": each.message + "x" * 50_000}) if isinstance(each, WorkerFailed) else each
         for each in events
     ]
-    made = Report(paths=Paths.of(tmp_path), outcome="succeeded", exit_code=0).with_timeline(long)
-    assert len(run_page(page_content(made, long)).encode()) < 1_500_000
-
-
-TIMES = st.floats(0, 1e10)
-NODES = st.sampled_from(["a", "b", "c"])
-NUMBERS = st.integers(0, 4)
-ANY_EVENT = st.one_of(
-    st.builds(NodeStarted, time=TIMES, node=NODES, host=st.text(max_size=3), pid=st.just(1)),
-    st.builds(
-        RoundEntered, time=TIMES, node=NODES, round=NUMBERS, rank=NUMBERS, members=st.tuples(NODES, NODES),
-        world_size=st.integers(1, 10**6),
-    ),
-    st.builds(WorkersStarted, time=TIMES, node=NODES, round=NUMBERS, pids=st.just((1,))),
-    st.builds(Restored, time=TIMES, node=NODES, round=NUMBERS, step=st.integers(0, 10**9)),
-    st.builds(
-        Progress, time=TIMES, node=NODES, round=NUMBERS, step=st.integers(0, 10**9),
-        samples=st.none() | st.integers(0, 10**12),
-    ),
-    st.builds(
-        Metrics, time=TIMES, node=NODES, round=NUMBERS, step=st.integers(0, 10**9),
-        values=st.dictionaries(st.text(max_size=3), st.floats(), max_size=3),
-    ),
-    st.builds(
-        CheckpointCommitted, time=TIMES, node=NODES, round=NUMBERS, step=NUMBERS, directory=st.text(max_size=5),
-        seconds=st.floats(0, 1e6),
-    ),
-    st.builds(WorkerFailed, time=TIMES, node=NODES, round=NUMBERS, rank=NUMBERS, exit_code=NUMBERS, message=st.text()),
-    st.builds(RoundReopened, time=TIMES, node=NODES, round=NUMBERS, reason=st.text(), lost=st.tuples(NODES)),
-    st.builds(RunEnded, time=TIMES, node=NODES, round=NUMBERS, succeeded=st.booleans(), message=st.text()),
-)  # fmt: skip
+    made = Report(paths=Paths.of(tmp_path), outcome="succeeded", exit_code=0).with_timeline(Picture.of(long))
+    assert len(run_page(page_content(made, Picture.of(long))).encode()) < 1_500_000
 
 
 @settings(deadline=None, max_examples=150)
-@given(st.lists(ANY_EVENT, max_size=40))
+@given(any_events())
 @example([Progress(time=step, node="a", round=1, step=step, samples=1 - step) for step in (0, 1)])  # a rate below zero
 def test_any_events_have_a_page_with_numbers_as_positions(events):
-    made = report_of_events(Paths.of(Path("no-such-run")), events)
-    text = run_page(page_content(made, events))
+    made = report_of(Paths.of(Path("no-such-run")), Picture.of(events))
+    text = run_page(page_content(made, Picture.of(events)))
     for image in re.findall(r'<svg class="chart".*?</svg>(?=</div></div>)', text, re.DOTALL):
         for each in ET.fromstring(image).iter():
             places = [each.get(name, "0") for name in ("x", "x1", "x2", "y", "y1", "y2", "width", "height", "d")]
@@ -292,15 +258,15 @@ def test_any_events_have_a_page_with_numbers_as_positions(events):
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(UsageError, match="cannot be written"):
-        write_page(report(tmp_path, []), [], tmp_path / "no" / "page.html")
+        write_page(report(tmp_path, []), Picture(), tmp_path / "no" / "page.html")
 
 
 def test_what_there_is_one_of_is_named_in_the_singular(tmp_path):
     events = [event for event in loss_and_newcomer() if event.round <= 1 and event.time < 23]
-    content = page_content(report(tmp_path, events, recoveries=()), events)
+    content = page_content(report(tmp_path, events, recoveries=()), Picture.of(events))
     facts = {fact.name: fact for fact in content.facts}
     assert facts["World size"].detail == "1 round"
     assert "The world size was 3 in 1 round." in run_page(content)
-    two = page_content(report(tmp_path, loss_and_newcomer()), loss_and_newcomer())
+    two = page_content(report(tmp_path, loss_and_newcomer()), Picture.of(loss_and_newcomer()))
     recoveries = next(fact for fact in two.facts if fact.name == "Recoveries")
     assert (recoveries.value, "median" in recoveries.detail) == ("1", False)

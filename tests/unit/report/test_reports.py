@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from azureml_elastic.ledger.events import NodeLeft, RoundReopened, RunEnded
+from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.samples import SampleAudit
 from azureml_elastic.ledger.summary import FaultRecord, MissedFault, NodeSummary, Paths, Report
 from azureml_elastic.ledger.timeline import RoundSpan
@@ -39,7 +40,7 @@ def report(tmp_path, **changes):
         faults=(FaultRecord(fault="kill=rank0@step:12", nodes=("node-0",), step=12, time=23.0),),
         audit=SampleAudit(dataset_size=100, epochs=3, steps=30, seen=300, rolled_back_steps=2, rolled_back_samples=20),
     )
-    return made.with_timeline(loss_and_newcomer()).model_copy(update=changes)
+    return made.with_timeline(Picture.of(loss_and_newcomer())).model_copy(update=changes)
 
 
 def rendered(renderable, width=120):
@@ -56,7 +57,7 @@ def test_the_summary_has_rounds_recoveries_and_outcome(tmp_path):
         "11 to 20",
         "exactly once: 300 samples of 3 epochs",
         "20 samples of 2 steps rolled back",
-        "│ 2 steps",  # that the loss has cost, in the table of recoveries
+        " 2 steps │",  # that the loss has cost, in the table of recoveries
         "the run succeeded at step 30",
         str(tmp_path.name),
     ):
@@ -95,7 +96,9 @@ def test_a_table_s_cell_has_one_line_of_a_message_of_many(tmp_path):
         *enter(4, ["node-1"], at=61.0),
         RunEnded(time=62.0, node="node-1", round=4, succeeded=False, message=MESSAGE),
     ]
-    failed = report(tmp_path).with_timeline(events).model_copy(update={"outcome": "failed", "message": MESSAGE})
+    failed = (
+        report(tmp_path).with_timeline(Picture.of(events)).model_copy(update={"outcome": "failed", "message": MESSAGE})
+    )
     reasons = [round_.reason for round_ in failed.rounds[2:]]
     for start, reason in zip(("worker 0 on node-1 failed with exit code 1", "the run failed"), reasons, strict=True):
         assert reason.startswith(f"{start}: _pickle.UnpicklingError: while reading /data/state.pt (3 bytes")
@@ -151,21 +154,8 @@ def test_sizes_and_nodes_have_one_time_axis(tmp_path):
     assert texts["3"] == " " * 6 + "█" * 14 + " " * 12 + "█" * 11 + " " * 3
     assert texts["node-0"] == "·" * 6 + "█" * 14 + " " * 26
     assert texts["node-3"] == " " * 20 + "·" * 12 + "━" * 11 + "·" * 3
+    assert [line.plain[61:] for line in lines if "node-" in line.plain] == ["killed", *["finished"] * 4]
     assert texts["node-4"] == " " * 25 + "·" * 16 + " " * 5, "it has been in no round"
-
-
-def test_lifelines_show_rank_0_and_each_node_s_end(tmp_path):
-    lives = lifelines(report(tmp_path), TimeColumns(10.0, 47.0, 37))
-    assert [(life.node, life.end) for life in lives] == [
-        ("node-0", "killed"),
-        ("node-1", "finished"),
-        ("node-2", "finished"),
-        ("node-3", "finished"),
-    ]
-    assert lives[0].bar.rstrip() == "█" * 14
-    assert lives[1].bar.startswith("━" * 13)
-    assert lives[1].bar.endswith("█" * 11)
-    assert lives[3].bar.endswith("━" * 11)
 
 
 @given(

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from azureml_elastic.free_space import is_full
-from azureml_elastic.ledger.timeline import headline
+from azureml_elastic.ledger.sentences import headline
 from azureml_elastic.memory import OomKillCounter
 from azureml_elastic.node.core.failures import Failure, FailureKind
 

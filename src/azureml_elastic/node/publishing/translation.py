@@ -28,7 +28,8 @@ from azureml_elastic.ledger.events import (
     WorkersStarted,
 )
 from azureml_elastic.ledger.metric_names import OWN_PREFIX
-from azureml_elastic.ledger.timeline import headline, reason_and_losses
+from azureml_elastic.ledger.picture import Picture
+from azureml_elastic.ledger.sentences import describe, headline
 from azureml_elastic.plurals import counted
 
 __all__ = ["LONGEST_TAG", "NUMBERED_TAGS", "Publisher", "Span", "Translation", "Update", "Value"]
@@ -124,7 +125,7 @@ class Translation:
     """
 
     def __init__(self) -> None:
-        self._events: list[Event] = []
+        self._picture = Picture()
         self._leads = False
         self._entered: RoundEntered | None = None
         self._led: RoundEntered | None = None
@@ -137,7 +138,7 @@ class Translation:
         """Return what an event adds; nothing as long as this node is not that of rank 0."""
         # Logged values are by far the most events, and nothing that is computed here needs them.
         if not isinstance(event, Metrics):
-            self._events.append(event)
+            self._picture.apply([event])
         tags = self._tags_of(event)
         self._tags.update({name: _shorten(text) for name, text in tags.items()})
         spans = self._round_spans(event)
@@ -197,13 +198,13 @@ class Translation:
         return self._own(event, step, own)
 
     def _goodput(self, event: Event) -> float | None:
-        times = accounting.node_times(self._events)
-        if event.node not in times:
+        node = self._picture.nodes.get(event.node)
+        if node is None:
             return None
         # Of all events again, as the report computes it: a second way of counting would disagree with it. Events are
         # few, see EventRate.
-        own = replace(times[event.node], ended=max(times[event.node].ended, event.time), running=True)
-        return accounting.goodput(accounting.totals(accounting.account(self._events, {event.node: own})))
+        time = replace(node.time, ended=max(node.time.ended, event.time), running=True)
+        return accounting.goodput(accounting.totals(accounting.account(self._picture, {event.node: time})))
 
     @staticmethod
     def _own(event: Event, step: int, values: dict[str, float]) -> tuple[Value, ...]:
@@ -231,22 +232,16 @@ class Translation:
             case RoundEntered():
                 return {f"elastic.round.{_slot(event.round)}": _members_text(event)}
             case RoundReopened():
-                reason = reason_and_losses(event.reason, event.lost)
-                return {f"elastic.round_end.{_slot(event.round)}": f"round {event.round}: {reason}"}
-            case WorkerFailed():
-                at = "" if event.step is None else f" after step {event.step}"
-                text = f"round {event.round}: {event.process} failed{at} with exit code {event.exit_code}: "
-                return {f"elastic.failure.{_slot(event.round)}": text + headline(event.message)}
-            case HangDetected():
-                text = f"round {event.round}: no step for {event.seconds:.0f} s after step {event.step}"
-                return {f"elastic.failure.{_slot(event.round)}": text}
+                return {f"elastic.round_end.{_slot(event.round)}": describe(event) or ""}
+            case WorkerFailed() | HangDetected():
+                return {f"elastic.failure.{_slot(event.round)}": f"round {event.round}: {describe(event)}"}
             case HostQuarantined():
-                return {"elastic.quarantined.host": f"{event.host}: {counted(event.strikes, 'strike')}"}
+                return {"elastic.quarantined.host": describe(event) or ""}
             case CheckpointQuarantined():
-                return {"elastic.quarantined.checkpoint": f"{event.directory}: {headline(event.problems)}"}
+                return {"elastic.quarantined.checkpoint": describe(event) or ""}
             case RunEnded():
                 return {"elastic.end": "succeeded" if event.succeeded else f"failed: {headline(event.message)}"}
-            case NodeLeft() if not any(isinstance(each, RunEnded) for each in self._events):
+            case NodeLeft() if self._picture.ended is None:
                 return {"elastic.end": f"the node of rank 0 has left ({event.exit_code}): {headline(event.reason)}"}
         return {}
 

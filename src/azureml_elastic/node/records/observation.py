@@ -4,94 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from azureml_elastic.ledger.events import Event, NodeStarted, Progress, read_event_value
+from azureml_elastic.ledger.picture import Moment, NodeState
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.records.event_recorder import EVENT_PREFIX
 from azureml_elastic.node.rendezvous.row_keys import ALL_PREFIX, ROUND_KEY, node_of, parsed
 from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
 from azureml_elastic.node.table import Row, Table
 from azureml_elastic.node.table.checkpoint_pointer import CHECKPOINT_KEY
-from azureml_elastic.plurals import counted
 
-__all__ = ["EventRowReader", "NodeOfTable", "RunState", "read_event_rows", "read_run_state"]
+__all__ = ["EventRowReader", "read_event_rows", "read_run_state"]
 
 _BEFORE_ROUNDS = f"{EVENT_PREFIX}000000."
 
 
-@dataclass(frozen=True)
-class NodeOfTable:
-    """A node that has started its agent.
-
-    Args:
-        job: name of its job in Azure ML, empty if unknown.
-        rank: position of the node in the sealed round, ``None`` if it is not a member.
-        state: ``in round 3``, ``starting``, ``waiting`` or ``left``, as the node has written last.
-        reason: why it left, or which nodes it cannot reach.
-    """
-
-    name: str
-    job: str = ""
-    rank: int | None = None
-    state: str = ""
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class RunState:
-    """State of a run.
-
-    Args:
-        round: newest round.
-        nodes: all nodes so far: the members of the round in rank order, then the others by name.
-        step: last step that is known to be completed, ``None`` before the first.
-        steps: number of steps of the whole run, ``None`` if unknown.
-        checkpoint_step: step of the last committed checkpoint, ``None`` if there is none.
-        waits: what nodes wait for that have come while a program without a session trains, empty if none waits.
-    """
-
-    round: Round = field(default_factory=Round)
-    nodes: tuple[NodeOfTable, ...] = ()
-    step: int | None = None
-    steps: int | None = None
-    checkpoint_step: int | None = None
-    waits: str = ""
-
-    @property
-    def leading_job(self) -> str | None:
-        """Job of rank 0's node in the newest round, ``None`` while the round forms or if the job is unknown."""
-        leader = self.round.members[0].node if self.round.members else None
-        return next((node.job for node in self.nodes if node.name == leader and node.job), None)
-
-    @property
-    def headline(self) -> str:
-        """Round, world size and outcome in one line."""
-        round_ = self.round
-        if round_.closed:
-            why = f": {round_.message}" if round_.message else ""
-            return f"The run {round_.state} in round {round_.number}{why}"
-        if round_.state == "sealed":
-            nodes = counted(len(round_.members), "node")
-            return f"Round {round_.number}: world size {round_.world_size} on {nodes}"
-        why = f", after: {round_.reason}" if round_.reason else ""
-        return f"Round {round_.number} waits for its nodes{why}"
-
-    @property
-    def progress(self) -> str:
-        """Step, last checkpoint and losses so far in one line."""
-        parts = []
-        if self.step is not None:
-            parts.append(f"step {self.step}" + (f" of {self.steps}" if self.steps else ""))
-        saved = self.checkpoint_step
-        parts.append("no checkpoint yet" if saved is None else f"checkpoint of step {saved}")
-        if self.round.losses:
-            parts.append(f"losses of nodes or workers: {self.round.losses}")
-        return ", ".join(parts)
-
-
-def read_run_state(table: Table) -> RunState | None:
+def read_run_state(table: Table) -> Moment | None:
     """Read the state of a run; return ``None`` if the table has no row of it yet.
 
     Raises:
@@ -105,8 +34,14 @@ def read_run_state(table: Table) -> RunState | None:
     heartbeat, checkpoint = _value(table.get(TABLE_HEARTBEAT_KEY)), _value(table.get(CHECKPOINT_KEY))
     pointer = checkpoint.get("pointer") or {}
     steps = [step for step in (heartbeat.get("step"), pointer.get("step")) if step is not None]
-    return RunState(
-        round=round_,
+    return Moment(
+        round=round_.number,
+        state=round_.state,
+        members=tuple(member.node for member in round_.members),
+        sizes=(round_.world_size,) if round_.members else (),
+        reason=round_.reason,
+        message=round_.message,
+        losses=round_.losses,
         nodes=tuple(_nodes(round_, members, _jobs(table.query(_BEFORE_ROUNDS)))),
         step=max(steps, default=None),
         steps=heartbeat.get("steps"),
@@ -129,14 +64,16 @@ def _jobs(rows: Iterable[Row]) -> dict[str, str]:
     return {event.node: event.job for event in events if isinstance(event, NodeStarted)}
 
 
-def _nodes(round_: Round, rows: Iterable[Member], jobs: Mapping[str, str]) -> Iterable[NodeOfTable]:
+def _nodes(round_: Round, rows: Iterable[Member], jobs: Mapping[str, str]) -> Iterable[NodeState]:
     in_round = round_.members if round_.state == "sealed" else ()
     for rank, member in enumerate(in_round):
-        yield NodeOfTable(member.node, jobs.get(member.node, ""), rank, f"in round {round_.number}")
+        state = f"in round {round_.number}"
+        yield NodeState(member.node, state, rank, round_.number, job=jobs.get(member.node, ""))
     names = {member.node for member in in_round}
     for member in sorted(rows, key=lambda member: member.node):
         if member.node not in names:
-            yield NodeOfTable(member.node, jobs.get(member.node, ""), None, member.state, member.reason)
+            job, alive = jobs.get(member.node, ""), member.state != "left"
+            yield NodeState(member.node, member.state, None, member.round, alive=alive, job=job, reason=member.reason)
 
 
 def read_event_rows(table: Table) -> tuple[list[Event], int]:

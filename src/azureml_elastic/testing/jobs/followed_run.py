@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from azureml_elastic.ledger.events import Event
+from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.reading import EventReader, LineReader, NodeNames
-from azureml_elastic.ledger.summary import FaultRecord, Paths, Report, report_of_events
-from azureml_elastic.local.view import Board, View, state_of_job
+from azureml_elastic.ledger.summary import FaultRecord, Paths, Report, report_of
+from azureml_elastic.local.view import View, state_of_job
 from azureml_elastic.testing.jobs.machines import Evicted
 from azureml_elastic.testing.jobs.nodes import LEDGER, Setting
 from azureml_elastic.testing.jobs.runs import Run, Runs, unlike_the_run
@@ -34,7 +35,7 @@ class FollowedRun:
         self._readers: dict[Path, EventReader] = {}
         self._logs: dict[Path, LineReader] = {}
         self._events: list[Event] = []
-        self._board = Board()
+        self._picture = Picture()
         self._evictions = 0
 
     @property
@@ -54,9 +55,9 @@ class FollowedRun:
             found += self._readers.setdefault(ledger, EventReader(ledger / "events")).read()
         fresh = sorted(self._names.apply(found), key=lambda event: event.time)  # one machine, one clock
         self._events += fresh
-        self._board.apply(fresh)
+        self._picture.apply(fresh)
         for run in self._commands():
-            self._board.expect(self._label_of(run.name), state_of_job(run.status))
+            self._picture.expect(self._label_of(run.name), state_of_job(run.status))
             over = run.over.is_set()  # before the read: all is written by then
             # Copies, as the job's thread adds logs meanwhile.
             for name, files in list(run.logs.items()):
@@ -64,7 +65,7 @@ class FollowedRun:
                     lines = self._logs.setdefault(path, LineReader(path)).read(last=over)
                     if lines:
                         self._view.output(self._label(run, name), [line.decode("utf-8", "replace") for line in lines])
-        self._view.events(self._board, fresh)
+        self._view.events(self._picture.now, fresh)
 
     def save(self, evicted: Sequence[Evicted], *, interrupted: bool) -> Report:
         """Write events, samples, logs, outputs and the report of the run to its folder."""
@@ -103,7 +104,7 @@ class FollowedRun:
                 folder.rmdir()
 
     def _report(self, evicted: Sequence[Evicted], *, interrupted: bool) -> Report:
-        report = report_of_events(self._paths, self._events, skipped=sum(one.skipped for one in self._readers.values()))
+        report = report_of(self._paths, self._picture, skipped=sum(one.skipped for one in self._readers.values()))
         faults = tuple(
             FaultRecord(fault=str(each.eviction), nodes=(self._label_of(each.job),), step=each.step, time=each.time)
             for each in evicted
@@ -122,7 +123,7 @@ class FollowedRun:
             changes |= self._end_of_commands(report)
         # With a notice the node leaves before its machine is lost.
         losses = [(self._label_of(each.job), each.time) for each in evicted if not each.eviction.notice]
-        return report.model_copy(update=changes).with_timeline(self._events, losses)
+        return report.model_copy(update=changes).with_timeline(self._picture, losses)
 
     def _end_of_commands(self, report: Report) -> dict[str, object]:
         """Return how a run ended by its commands, where that is not how its program ended."""
@@ -144,7 +145,7 @@ class FollowedRun:
 
     def _failure(self, interrupted: bool) -> str:
         if interrupted:
-            return f"The run was interrupted at step {self._board.step}."
+            return f"The run was interrupted at step {self._picture.now.step or 0}."
         messages = [f"{self._label_of(run.name)}: {run.error[1]}" for run in self._commands() if run.error is not None]
         return messages[0] if messages else "All jobs have ended, and no node has recorded the end of the run."
 

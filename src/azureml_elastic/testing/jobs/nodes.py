@@ -14,7 +14,7 @@ from pathlib import Path
 
 from azureml_elastic.environment.names import LOCAL_ADDRESS, SCHEDULED_EVENTS
 from azureml_elastic.environment.user import UserEnvironment
-from azureml_elastic.ledger.events import Progress
+from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.local.faults.metadata_service import MetadataService
 from azureml_elastic.local.processes import NodeProcess, NodeProcesses
@@ -151,7 +151,7 @@ class Node:
     lost: bool = False
     """Whether the machine is gone together with its disk."""
     _events: EventReader = field(init=False)
-    _step: int = 0
+    _picture: Picture = field(default_factory=Picture, init=False)
 
     def __post_init__(self) -> None:
         self._events = EventReader(self.folder / LEDGER / "events")
@@ -180,9 +180,8 @@ class Node:
     @property
     def step(self) -> int:
         """Number of training steps in the node's event file."""
-        steps = [event.step for event in self._events.read() if isinstance(event, Progress)]
-        self._step = max([self._step, *steps])
-        return self._step
+        self._picture.apply(self._events.read())
+        return self._picture.now.step or 0
 
 
 def start_node(job: CommandJob, setting: Setting, number: int, machine: Machine, master: tuple[str, int]) -> Node:

@@ -27,7 +27,8 @@ from azureml_elastic.environment import names as variables
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import NodeLeaving
 from azureml_elastic.ledger.events import HealthChecked, HostQuarantined, HostStruck, read_event
-from azureml_elastic.local.view import Board, describe
+from azureml_elastic.ledger.picture import Picture
+from azureml_elastic.ledger.sentences import describe
 from azureml_elastic.memory import available_memory
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.diagnostics.checks.accelerator import check_ecc, check_gpus, examine, read_ecc
@@ -760,11 +761,7 @@ def test_the_ledger_and_its_readers_know_the_events():
     ]
     assert [read_event(event.model_dump_json()) for event in events] == events
     assert [event.rare for event in events] == [True, False, True, True]
-    board = Board()
-    states = []
-    for event in events:
-        board.apply([event])
-        states.append(board.nodes["n"].state)
+    states = [Picture.of(events[: count + 1]).now.nodes[0].state for count in range(len(events))]
     assert states == ["unhealthy", "preparing", "preparing", "quarantined"]
     texts = [describe(event) for event in events]
     assert texts[0] == "n is unhealthy: disk: run: full"

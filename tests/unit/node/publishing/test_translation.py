@@ -107,8 +107,8 @@ def test_other_nodes_publish_nothing_until_they_lead_and_then_what_they_know(nod
     assert update.took_over
     assert update.tags == {
         "elastic.round.1": "round 1: sealed 4 workers on 2 nodes: a, b",
-        "elastic.failure.1": "round 1: worker 3 failed after step 7 with exit code 1: Traceback",
-        "elastic.round_end.1": "round 1: worker 3 failed",
+        "elastic.failure.1": "round 1: worker 3 on a failed after step 7 with exit code 1: Traceback",
+        "elastic.round_end.1": "round 1 ends: worker 3 failed",
         "elastic.round.2": "round 2: sealed 4 workers on 2 nodes: a, b",
     }
     assert not node.enter(3).took_over
