@@ -234,14 +234,12 @@ class PreemptionPolicy(ConfigModel):
             which may be announced days ahead.
         marker: path of a file whose existence is a notice; ``{node}`` is replaced by the node's identifier. ``None``
             disables the file.
-        acknowledge: whether a node that has left approves the event, so that Azure may start it at once.
     """
 
     grace: Takes[Duration, Span] = default(timedelta(seconds=25))
     scheduled_events: Annotated[str, AfterValidator(_metadata_address)] | None = METADATA_ADDRESS
     lead: Takes[Duration, Span] = default(timedelta(minutes=2))
     marker: str | None = Field(default=None, min_length=1)
-    acknowledge: bool = False
 
 
 class ReplacementPolicy(ConfigModel):
@@ -308,9 +306,6 @@ class Profile(ConfigModel):
         ranks: ranks that record, or ``"all"``; ranks that a round does not have are ignored.
         folder: folder of the traces, in which the node's variables, as in ``"$AZURE_ML_OUTPUT_traces"``, are expanded;
             ``None`` for ``profiles`` in the run folder, which Azure ML uploads.
-        record_shapes: whether the shapes of operators' inputs are recorded.
-        profile_memory: whether allocations are recorded.
-        with_stack: whether source lines are recorded. Each of these three makes the recorded steps slower.
     """
 
     first_step: int = Field(default=10, ge=1)
@@ -323,9 +318,6 @@ class Profile(ConfigModel):
         Literal["all"] | tuple[int, ...] | list[int],
     ] = default((0,))
     folder: str | None = Field(default=None, min_length=1)
-    record_shapes: bool = False
-    profile_memory: bool = False
-    with_stack: bool = False
 
     @model_validator(mode="after")
     def _recordings_do_not_meet(self) -> Self:

@@ -169,7 +169,7 @@ def test_ranks_are_in_order_and_once():
 
 
 def test_a_profile_crosses_in_the_plan():
-    profile = Profile(first_step=5, every_steps=100, ranks=(0, 2), folder="$X/traces", with_stack=True)
+    profile = Profile(first_step=5, every_steps=100, ranks=(0, 2), folder="$X/traces")
     plan = Plan(resources=ElasticResources(max_instance_count=1), profile=profile)
     assert Plan.from_json(plan.to_json()).profile == profile
     assert Plan(resources=ElasticResources(max_instance_count=1)).profile is None

@@ -89,7 +89,6 @@ class MetadataService(Server):
         self._first_delay = first_delay
         self._clock_offset = clock_offset
         self._requests: list[str] = []
-        self._approved: list[str] = []
         self._at_once = 0
         self._events: dict[str, _Event] = {}
         self._incarnation = 1
@@ -107,11 +106,6 @@ class MetadataService(Server):
         """Number of requested documents."""
         return self._requests.count("scheduledevents")
 
-    @property
-    def approved(self) -> tuple[str, ...]:
-        """Ids of the events that machines have approved, in order."""
-        return tuple(self._approved)
-
     def announce(self, type_: str, *machines: str, notice: float = 30.0, duration: int = -1) -> str:
         """Schedule an event and return its id.
 
@@ -127,15 +121,11 @@ class MetadataService(Server):
             self._incarnation += 1
         return event.id
 
-    def begin(self, *events: str) -> bool:
-        """Start events; return whether all of them are scheduled."""
+    def begin(self, event: str) -> None:
+        """Start an event."""
         with self._lock:
-            if not self._events.keys() >= set(events):
-                return False
-            for event in events:
-                self._events[event] = replace(self._events[event], started=True)
+            self._events[event] = replace(self._events[event], started=True)
             self._incarnation += 1
-            return True
 
     def remove(self, event: str) -> None:
         """Remove an event that is over or was cancelled."""
@@ -154,17 +144,6 @@ class MetadataService(Server):
         with self._lock:
             events = [event.to_json() for event in self._events.values()]
             return json.dumps({"DocumentIncarnation": self._incarnation, "Events": events}).encode()
-
-    def approve(self, body: bytes) -> bool:
-        """Start the events that a machine approves; return whether the request was valid."""
-        try:
-            wanted = [str(request["EventId"]) for request in json.loads(body)["StartRequests"]]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return False
-        if not self.begin(*wanted):
-            return False
-        self._approved += wanted
-        return True
 
     @contextlib.contextmanager
     def request(self, resource: str) -> Iterator[None]:
@@ -187,21 +166,15 @@ class _Handler(Handler):
     server: MetadataService
 
     def do_GET(self) -> None:  # noqa: N802 - the base class's name
-        body = self.read_body()
-        if body is not None:
-            self._serve(None)
-
-    def do_POST(self) -> None:  # noqa: N802 - as above
-        body = self.read_body()
-        if body is not None:
-            self._serve(body)
+        if self.read_body() is not None:
+            self._serve()
 
     def date_time_string(self, timestamp: float | None = None) -> str:
         # Nodes measure by this header how much time a notice leaves, whatever their own clock says.
         del timestamp
         return format_datetime(self.server.now(), usegmt=True)
 
-    def _serve(self, body: bytes | None) -> None:
+    def _serve(self) -> None:
         try:
             parts = urlsplit(self.path)
         except ValueError as error:
@@ -210,7 +183,7 @@ class _Handler(Handler):
         machine, _, path = parts.path.strip("/").partition("/")
         resource = path.removeprefix("metadata/")
         with self.server.request(resource):
-            status, answer = self._answer(machine, resource, parse_qs(parts.query), body)
+            status, answer = self._answer(machine, resource, parse_qs(parts.query))
         if status is None:
             self.close_connection = True
             return
@@ -220,9 +193,7 @@ class _Handler(Handler):
         self.end_headers()
         self.wfile.write(answer)
 
-    def _answer(
-        self, machine: str, resource: str, query: dict[str, list[str]], body: bytes | None
-    ) -> tuple[int | None, bytes]:
+    def _answer(self, machine: str, resource: str, query: dict[str, list[str]]) -> tuple[int | None, bytes]:
         """Return the status and the body; ``None`` as status closes the connection without a response."""
         service, fault = self.server, self.server.fault
         if fault.silent or fault.dripping:
@@ -235,12 +206,10 @@ class _Handler(Handler):
             return fault.status, b'{"error": "injected"}'
         if self.headers.get("Metadata", "").lower() != "true" or "api-version" not in query:
             return HTTPStatus.BAD_REQUEST, b'{"error": "the header Metadata or the api-version is missing"}'
-        if resource == "instance/compute/name" and body is None and not fault.nameless:
+        if resource == "instance/compute/name" and not fault.nameless:
             return HTTPStatus.OK, machine.encode()
         if resource == "scheduledevents" and query["api-version"] == [_EVENTS_VERSION]:
-            if body is None:
-                return HTTPStatus.OK, service.document() if fault.body is None else fault.body
-            return (HTTPStatus.OK if service.approve(body) else HTTPStatus.BAD_REQUEST), b""
+            return HTTPStatus.OK, service.document() if fault.body is None else fault.body
         return HTTPStatus.NOT_FOUND, b'{"error": "not found"}'
 
     def _hung_up(self) -> bool:

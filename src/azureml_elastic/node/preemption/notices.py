@@ -20,12 +20,10 @@ class Announcement:
 
     Args:
         seconds_left: seconds until the node may be lost; ``None`` or at most 0 if unknown.
-        event: id of the scheduled event if it concerns this machine alone, so that it may be acknowledged.
     """
 
     reason: str
     seconds_left: float | None = None
-    event: str | None = None
 
 
 @dataclass(frozen=True)
@@ -35,21 +33,19 @@ class Notice:
     Args:
         since: time of arrival, in seconds of the monotonic clock.
         until: deadline of the workers, by the same clock.
-        event: see :class:`Announcement`.
     """
 
     reason: str
     since: float
     until: float
     exit_code: int
-    event: str | None = None
 
     @classmethod
     def of(cls, announcement: Announcement, now: float, grace: float, exit_code: int) -> Notice:
         """Return the notice for a new announcement."""
         left = announcement.seconds_left
         until = now + (min(grace, left) if left is not None and left > 0 else grace)
-        return cls(announcement.reason, now, until, exit_code, announcement.event)
+        return cls(announcement.reason, now, until, exit_code)
 
 
 def merge(

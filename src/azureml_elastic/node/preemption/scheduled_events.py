@@ -63,14 +63,13 @@ class Answer:
     time: datetime | None
 
 
-def call(address: str, path: str, *, timeout: float, connect_timeout: float, body: bytes | None = None) -> Answer:
+def call(address: str, path: str, *, timeout: float, connect_timeout: float) -> Answer:
     """Send a request to the service, bypassing any proxy.
 
     Args:
         address: address of the service, ``http://host[:port]/path``.
         path: path below the address, with the query.
         timeout: time limit of the whole exchange in seconds.
-        body: JSON body of a POST request; ``None`` for a GET request.
 
     Raises:
         MetadataError: the service is unreachable, late, or sends an invalid or too long response or another status.
@@ -87,10 +86,7 @@ def call(address: str, path: str, *, timeout: float, connect_timeout: float, bod
     headers = {"Metadata": "true", "Accept": "application/json, text/plain", "Connection": "close"}
     with contextlib.closing(sock):
         try:
-            if body is None:
-                connection.request("GET", f"{parts.path}{path}", headers=headers)
-            else:
-                connection.request("POST", f"{parts.path}{path}", body, {**headers, "Content-Type": "application/json"})
+            connection.request("GET", f"{parts.path}{path}", headers=headers)
             with connection.getresponse() as response:
                 content = response.read(_LARGEST_BODY_BYTES + 1)
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -230,8 +226,7 @@ def leave_announcements(
             continue
         left = seconds_left(event, now)
         if event.type == "Preempt" or left is None or left <= lead:
-            own = event.id if len(event.resources) == 1 else None
-            found[event.id] = Announcement(f"scheduled event {event.type} {event.id}", left, own)
+            found[event.id] = Announcement(f"scheduled event {event.type} {event.id}", left)
     return found
 
 
@@ -278,16 +273,6 @@ class ScheduledEvents(PolledSource):
         self._past: set[str] = set()
         self._logged: set[tuple[str, str]] = set()
 
-    def acknowledge(self, event: str) -> None:
-        """Allow an event to start at once. Never raises."""
-        body = json.dumps({"StartRequests": [{"EventId": event}]}).encode()
-        try:
-            self._call(_EVENTS, self._timeouts.request, body)
-        except MetadataError as error:
-            _LOG.warning("The scheduled event %s could not be acknowledged: %s", event, error)
-        else:
-            _LOG.info("The scheduled event %s is acknowledged.", event)
-
     def poll(self) -> float:
         """Request the document once and return the seconds until the next request."""
         try:
@@ -313,8 +298,8 @@ class ScheduledEvents(PolledSource):
         self._announce(leaving)
         return self._interval
 
-    def _call(self, path: str, timeout: float, body: bytes | None = None) -> Answer:
-        return call(self._address, path, timeout=timeout, connect_timeout=self._timeouts.connect, body=body)
+    def _call(self, path: str, timeout: float) -> Answer:
+        return call(self._address, path, timeout=timeout, connect_timeout=self._timeouts.connect)
 
     def _read_name(self) -> None:
         if self._name is None:

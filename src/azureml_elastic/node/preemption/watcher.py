@@ -51,17 +51,17 @@ class PreemptionWatcher:
         # Setting an event is not safe in a signal handler, which may interrupt the holder of its lock; this queue is.
         self._changes: queue.SimpleQueue[bool] = queue.SimpleQueue()
         threading.Thread(target=self._wake_on_changes, name="preemption", daemon=True).start()
-        self._events: ScheduledEvents | None = None
         self._sources: list[PolledSource] = []
         if policy.scheduled_events is not None:
-            self._events = ScheduledEvents(
-                policy.scheduled_events,
-                partial(self.announce, "event"),
-                host_name=socket.gethostname(),
-                lead=policy.lead.total_seconds(),
-                interval=interval,
+            self._sources.append(
+                ScheduledEvents(
+                    policy.scheduled_events,
+                    partial(self.announce, "event"),
+                    host_name=socket.gethostname(),
+                    lead=policy.lead.total_seconds(),
+                    interval=interval,
+                )
             )
-            self._sources.append(self._events)
         if policy.marker is not None:
             path = policy.marker.replace("{node}", node)
             self._sources.append(MarkerFile(path, partial(self.announce, "marker"), interval=interval))
@@ -133,16 +133,6 @@ class PreemptionWatcher:
             _LOG.warning("Withdrawn: %s%s.", notice.reason, ", too late: this node leaves" if final else "")
         if added or removed:
             self._changes.put(True)
-
-    def acknowledge(self) -> None:
-        """Allow the event for which this node has left to start, if the policy says so. Never raises."""
-        notice = self._first()
-        if not self._policy.acknowledge or self._events is None or notice is None:
-            return
-        if notice.event is not None:
-            self._events.acknowledge(notice.event)
-        else:
-            _LOG.info("Not acknowledged: %s is no event of this machine alone.", notice.reason)
 
     def _notices(self) -> list[Notice]:
         notices = (self._final, self._signalled, *self._active.values())

@@ -246,7 +246,6 @@ class _Node(Surroundings):
         leaving = threading.Thread(target=self._rendezvous.leave, args=(reason,), name="leave", daemon=True)
         leaving.start()
         leaving.join(_LEAVE_SECONDS)
-        self._preemption.acknowledge()
         return self._preemption.exit_code, reason
 
     def must_leave(self) -> bool:

@@ -271,9 +271,6 @@ class Profiling:
             activities=self._device.profiler_activities,
             schedule=lambda step: ProfilerAction.WARMUP if max(step, begin) < first else ProfilerAction.RECORD,
             on_trace_ready=self._write,
-            record_shapes=self._wanted.record_shapes,
-            profile_memory=self._wanted.profile_memory,
-            with_stack=self._wanted.with_stack,
         )
         profiler.step_num = begin  # so that the trace has the run's own numbers
         with self._pause():

@@ -172,29 +172,6 @@ def test_the_time_that_is_left_is_the_end_of_the_grace(service, woken, monkeypat
         assert preemption.seconds_left == 0
 
 
-@pytest.mark.parametrize(("acknowledge", "machines"), [(True, ("vm_1",)), (False, ("vm_1",)), (True, ("vm_1", "vm_2"))])
-def test_an_event_of_this_machine_alone_is_acknowledged_on_request(service, woken, acknowledge, machines):
-    asked = policy(scheduled_events=service.address("vm_1"), acknowledge=acknowledge)
-    with opened(PreemptionWatcher(asked, woken, interval=0.02)) as preemption:
-        preemption.acknowledge()
-        event = service.announce("Preempt", *machines)
-        until(lambda: preemption.noticed)
-        assert preemption.commit_to_leave()
-        assert service.approved == ()
-        preemption.acknowledge()
-    assert service.approved == ((event,) if acknowledge and len(machines) == 1 else ())
-
-
-def test_a_failing_service_does_not_prevent_leaving(service, woken):
-    asked = policy(scheduled_events=service.address("vm_1"), acknowledge=True)
-    with opened(PreemptionWatcher(asked, woken, interval=0.02)) as preemption:
-        service.announce("Preempt", "vm_1")
-        until(lambda: preemption.noticed)
-        service.fault = MetadataFault(status=503)
-        preemption.acknowledge()
-    assert service.approved == ()
-
-
 def test_a_marker_is_a_notice_while_it_is_there(tmp_path, woken):
     with opened(
         PreemptionWatcher(policy(marker=str(tmp_path / "leave-{node}")), woken, "node-7", interval=0.02)
