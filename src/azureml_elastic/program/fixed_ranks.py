@@ -14,8 +14,8 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -33,6 +33,9 @@ _WORDS = re.compile("|".join((*_VARIABLES, *_GROUPS)).encode())
 """Words of which a program that fixes its ranks has at least one."""
 
 _MOST_SHOWN = 3
+_UNSET = ast.Constant(None)
+_NAMES = (ast.Name, ast.Attribute)
+_TRY = (ast.Try, getattr(ast, "TryStar", ast.Try))  # Python 3.10 has no except*
 _LEAVING = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 
@@ -89,139 +92,77 @@ def find_fixed_ranks(modules: Sequence[Module]) -> list[FixedRank]:
     """
     if not any(_WORDS.search(module.text) for module in modules):
         return []
-    units = [
-        unit
-        for module in modules
-        for unit in _Unit(module, _constants(module), module is modules[0]).walk(module.tree.body)
-    ]
-    found: list[FixedRank] = []
-    gives_rank = False
-    for unit in _reached(units):
-        for node in unit.nodes:
-            for each in unit.fixed(node):
-                found.append(each)
-                gives_rank |= each.kind == "variable"
-            if isinstance(node, ast.Call) and dotted_name(node.func).rpartition(".")[2] in _GROUPS:
-                gives_rank |= any(keyword.arg == "rank" for keyword in node.keywords)
+    units = [unit for module in modules for unit in _units(module, is_main=module is modules[0])]
+    reached = list(_reached(units))
+    found = {each for unit in reached for node in unit.nodes for each in unit.fixed(node)}
+    gives_rank = any(each.kind == "variable" for each in found) or any(
+        keyword.arg == "rank"
+        for unit in reached
+        for node in unit.nodes
+        if isinstance(node, ast.Call) and _last_name(node) in _GROUPS
+        for keyword in node.keywords
+    )
     # Processes that are given no rank prepare data, or the like.
-    return sorted({each for each in found if gives_rank or each.kind != "spawn"})
+    return sorted(each for each in found if gives_rank or each.kind != "spawn")
 
 
-@dataclass(eq=False)
+def _units(module: Module, *, is_main: bool) -> Iterator[_Unit]:
+    """Yield the unit of a module, and those of the functions that are defined anywhere in it."""
+    constants = _constants(module)
+    yield _Unit(module, constants, "", "", list(_executed(module.tree.body, is_main=is_main)))
+    classes = [node for node in module.nodes if isinstance(node, ast.ClassDef)]
+    owners = {id(statement): each.name for each in classes for statement in each.body}
+    for node in module.nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            executed = list(_executed(node.body, is_main=is_main))
+            yield _Unit(module, constants, node.name, owners.get(id(node), ""), executed)
+
+
+@dataclass(frozen=True, eq=False)
 class _Unit:
-    """The statements of a module or a function that are executed whenever it is.
+    """The expressions and statements of a module or a function that are executed whenever it is.
 
     Args:
         constants: values of the module's names that are assigned once, to a fixed value.
-        is_main: whether the module is the program's own.
+        name: name of the function, empty for the module.
         owner: class of the function, empty without one.
-        nodes: expressions and statements that are executed in any case, without nested blocks and functions.
-        functions: functions that are defined in it, with the names of their classes.
-        class_: class whose body is being walked through.
     """
 
     module: Module
     constants: Mapping[str, ast.expr]
-    is_main: bool
-    name: str = ""
-    owner: str = ""
-    nodes: list[ast.AST] = field(default_factory=list)
-    functions: list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]] = field(default_factory=list)
-    class_: str = ""
-
-    @property
-    def references(self) -> set[str]:
-        """Names of functions and classes that the unit may call, or pass on to a caller."""
-        names = {node.id for node in self.nodes if isinstance(node, ast.Name)}
-        return names | {node.attr for node in self.nodes if isinstance(node, ast.Attribute)}
-
-    def walk(self, body: Iterable[ast.stmt]) -> Iterator[_Unit]:
-        """Collect what the unit executes; yield it and the units of the functions that are defined in it."""
-        self._block(body, certain=True)
-        yield self
-        for owner, function in self.functions:
-            below = replace(self, name=function.name, owner=owner, nodes=[], functions=[])
-            yield from below.walk(function.body)
-
-    def _block(self, body: Iterable[ast.stmt], *, certain: bool) -> bool:
-        """Walk through statements; return whether what follows them is executed in any case."""
-        for statement in body:
-            certain = self._statement(statement, certain=certain)
-        return certain
-
-    def _statement(self, statement: ast.stmt, *, certain: bool) -> bool:
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
-            self.functions.append((self.class_, statement))
-            for decorator in statement.decorator_list if certain else ():
-                self._visit(decorator)
-            return certain
-        if isinstance(statement, ast.ClassDef):
-            owner, self.class_ = self.class_, statement.name
-            self._block(statement.body, certain=certain)
-            self.class_ = owner
-            return certain
-        if certain:
-            self._visit(statement)
-        body, orelse = getattr(statement, "body", []), getattr(statement, "orelse", [])
-        match statement:
-            case ast.If(test=ast.Compare(left=ast.Name("__name__"))):
-                return self._block(body, certain=certain and self.is_main)
-            case ast.If():
-                self._block([*body, *orelse], certain=False)
-                return certain and not _leaves(statement)
-            case ast.For() | ast.AsyncFor() | ast.While():
-                self._block(body, certain=certain)
-                self._block(orelse, certain=False)
-                return certain
-        for part in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
-            self._block(part.body, certain=False)
-        # What is left is a with, a try or a statement without blocks.
-        return self._block([*body, *orelse, *getattr(statement, "finalbody", ())], certain=certain)
-
-    def _visit(self, node: ast.AST) -> None:
-        self.nodes.append(node)
-        below: Iterable[ast.AST] = ast.iter_child_nodes(node)
-        if isinstance(node, ast.Lambda):
-            below = ()
-        elif isinstance(node, ast.IfExp):
-            below = [node.test]
-        elif isinstance(node, ast.BoolOp):
-            below = node.values[:1]
-        for child in below:
-            if not isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
-                self._visit(child)
+    name: str
+    owner: str
+    nodes: Sequence[ast.AST]
 
     def fixed(self, node: ast.AST) -> Iterator[FixedRank]:
         """Yield what a node fixes."""
         for name, value in self._assigned(node):
-            if name in _VARIABLES and self._is_fixed(value):
+            if name in _VARIABLES and _is_fixed(value, self.module, self.constants):
                 what = f"sets {name} to {ast.unparse(value)}"
                 yield FixedRank(self.module.path, value.lineno, "variable", what)
         if not isinstance(node, ast.Call):
             return
-        called = self.module.full_name(node.func)
-        if called in _SPAWNS:
+        if self.module.full_name(node.func) in _SPAWNS:
             what = f"starts its ranks itself by {dotted_name(node.func)}()"
             yield FixedRank(self.module.path, node.lineno, "spawn", what)
-        elif (name := called.rpartition(".")[2]) in _GROUPS and (argument := self._of_group(node)):
+        elif (name := _last_name(node)) in _GROUPS and (argument := self._of_group(node)):
             yield FixedRank(self.module.path, node.lineno, "group", f"calls {name}() with {argument}")
 
     def _assigned(self, node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
         """Yield the names and values of environment variables that a node sets."""
-        if isinstance(node, ast.Assign):
-            for target in node.targets:
-                if isinstance(target, ast.Subscript) and self.module.full_name(target.value) == "os.environ":
-                    yield text_of(target.slice), node.value
-        elif isinstance(node, ast.Call):
-            called = self.module.full_name(node.func)
-            if called == "os.environ.update":
-                yield from ((keyword.arg or "", keyword.value) for keyword in node.keywords)
-                for argument in node.args:
+        match node:
+            case ast.Assign(targets, value):
+                for target in targets:
+                    if isinstance(target, ast.Subscript) and self.module.full_name(target.value) == "os.environ":
+                        yield text_of(target.slice), value
+            case ast.Call(function, arguments, keywords) if self.module.full_name(function) == "os.environ.update":
+                yield from ((keyword.arg or "", keyword.value) for keyword in keywords)
+                for argument in arguments:
                     if isinstance(argument, ast.Dict):
                         pairs = zip(argument.keys, argument.values, strict=True)
                         yield from ((text_of(key), value) for key, value in pairs if key is not None)
-            elif called == "os.putenv" and len(node.args) == len(("name", "value")):
-                yield text_of(node.args[0]), node.args[1]
+            case ast.Call(function, [name, value]) if self.module.full_name(function) == "os.putenv":
+                yield text_of(name), value
 
     def _of_group(self, call: ast.Call) -> str:
         """Return the argument with which a call that opens the process group fixes a rank or an address."""
@@ -233,63 +174,108 @@ class _Unit:
             method = self.constants.get(method.id)
         if method is not None and text_of(method).startswith(("tcp://", "file://")):
             return f"init_method={text_of(method)!r}"
-        texts = {name: ast.unparse(given[name]) for name in ("rank", "world_size") if name in given}
-        fixed = (f"{name}={text}" for name, text in texts.items() if text != "-1" and self._is_fixed(given[name]))
-        return next(fixed, "")
-
-    def _is_fixed(self, value: ast.AST) -> bool:
-        """Return whether a value is the same whatever the launcher, the arguments and the environment are."""
-        return _is_fixed(value, self.module, self.constants)
+        for name in ("rank", "world_size"):
+            value = given.get(name, _UNSET)
+            if ast.unparse(value) != "-1" and _is_fixed(value, self.module, self.constants):
+                return f"{name}={ast.unparse(value)}"
+        return ""
 
 
-def _leaves(statement: ast.stmt) -> bool:
-    """Return whether a statement may leave the function or the loop, or end the program, anywhere in it."""
-    return any(
-        isinstance(node, _LEAVING)
-        or (isinstance(node, ast.Call) and dotted_name(node.func).rpartition(".")[2] in ("exit", "_exit", "quit"))
-        for node in ast.walk(statement)
-    )
+def _executed(body: Iterable[ast.stmt], *, is_main: bool) -> Generator[ast.AST, None, bool]:
+    """Yield what is executed whenever a block is; return whether what follows the block is, too."""
+    for statement in body:
+        match statement:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                for decorator in statement.decorator_list:
+                    yield from _evaluated(decorator)
+                continue
+            case ast.ClassDef():
+                yield from _executed(statement.body, is_main=is_main)
+                continue
+        yield from _evaluated(statement)
+        blocks: list[ast.stmt] = []
+        match statement:
+            case ast.If(test=ast.Compare(left=ast.Name("__name__"))):
+                blocks = statement.body if is_main else []
+            case ast.If() if any(map(_leaves, ast.walk(statement))):
+                return False
+            case ast.For() | ast.AsyncFor() | ast.While():
+                yield from _executed(statement.body, is_main=is_main)
+            case ast.With() | ast.AsyncWith():
+                blocks = statement.body
+            case _ if isinstance(statement, _TRY):
+                blocks = [*statement.body, *statement.orelse, *statement.finalbody]
+        if not (yield from _executed(blocks, is_main=is_main)):
+            return False
+    return True
 
 
-def _reached(units: list[_Unit]) -> list[_Unit]:
-    """Return the units that the program executes in any case: its modules, and the functions that those refer to."""
-    reached: list[_Unit] = []
+def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and what is evaluated whenever it is, without the statements of its blocks."""
+    yield node
+    below: Iterable[ast.AST] = ast.iter_child_nodes(node)
+    if isinstance(node, ast.Lambda):
+        below = ()
+    elif isinstance(node, ast.IfExp):
+        below = [node.test]
+    elif isinstance(node, ast.BoolOp):
+        below = node.values[:1]
+    for child in below:
+        if not isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield from _evaluated(child)
+
+
+def _leaves(node: ast.AST) -> bool:
+    """Return whether a node leaves the function or the loop, or ends the program."""
+    return isinstance(node, _LEAVING) or (isinstance(node, ast.Call) and _last_name(node) in ("exit", "_exit", "quit"))
+
+
+def _last_name(call: ast.Call) -> str:
+    return dotted_name(call.func).rpartition(".")[2]
+
+
+def _reached(units: list[_Unit]) -> Iterator[_Unit]:
+    """Yield the units that the program executes in any case: its modules, and the functions that those refer to."""
     names = {""}  # of modules
     # Python calls methods such as __init__ and __call__ of a class that is referred to.
     while new := [
-        unit
-        for unit in units
-        if unit.name in names or (unit.owner and unit.owner in names and unit.name.startswith("__"))
+        unit for unit in units if unit.name in names or (unit.owner in names - {""} and unit.name.startswith("__"))
     ]:
-        reached += new
+        yield from new
         units = [unit for unit in units if unit not in new]
-        names.update(*(unit.references for unit in new))
-    return reached
+        nodes = [node for unit in new for node in unit.nodes]
+        names.update(dotted_name(node).rpartition(".")[2] for node in nodes if isinstance(node, _NAMES))
 
 
-def _is_fixed(value: ast.AST, module: Module, constants: Collection[str]) -> bool:
-    if isinstance(value, ast.Constant):
-        return value.value is not None
-    if isinstance(value, ast.Name):
-        return value.id in constants
-    parts: Iterable[ast.AST] | None = None
-    if isinstance(value, ast.JoinedStr | ast.FormattedValue | ast.UnaryOp | ast.BinOp):
-        parts = [part for part in ast.iter_child_nodes(value) if isinstance(part, ast.expr)]
-    elif isinstance(value, ast.Call):
-        called = module.full_name(value.func)
-        parts = value.args if called in _FIXED_CALLS or called.startswith("random.") else None
-    return parts is not None and all(_is_fixed(part, module, constants) for part in parts)
+def _is_fixed(value: ast.AST, module: Module, constants: Container[str]) -> bool:
+    """Return whether a value is the same whatever the launcher, the arguments and the environment are."""
+    parts: Iterable[ast.AST]
+    match value:
+        case ast.Constant(constant):
+            return constant is not None
+        case ast.Name(name):
+            return name in constants
+        case ast.JoinedStr() | ast.FormattedValue() | ast.UnaryOp() | ast.BinOp():
+            parts = [part for part in ast.iter_child_nodes(value) if isinstance(part, ast.expr)]
+        case ast.Call(function, parts):
+            called = module.full_name(function)
+            if called not in _FIXED_CALLS and not called.startswith("random."):
+                return False
+        case _:
+            return False
+    return all(_is_fixed(part, module, constants) for part in parts)
 
 
 def _constants(module: Module) -> dict[str, ast.expr]:
     """Return the values of those names that a module assigns once, to a fixed value, and uses for nothing else."""
     uses: Counter[str] = Counter(dict.fromkeys(module.names, 2))  # what is imported is no constant of this module
     values: dict[str, ast.expr] = {}
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
-            uses[node.id] += 1
-        elif isinstance(node, ast.arg):
-            uses[node.arg] += 2  # a parameter may have any value
-        elif isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            values[node.targets[0].id] = node.value
+    for node in module.nodes:
+        match node:
+            case ast.Name(name, ast.Store() | ast.Del()):
+                uses[name] += 1
+            case ast.arg(name):
+                uses[name] += 2  # a parameter may have any value
+            case ast.Assign([ast.Name(name)], value):
+                values[name] = value
     return {name: value for name, value in values.items() if uses[name] == 1 and _is_fixed(value, module, ())}

@@ -184,7 +184,7 @@ def _launches(module: Module) -> Iterator[_Place]:
     """Yield where a module imports a launcher, or starts one or a cluster."""
     for each in module.imports:
         # The names of commands, such as accelerate, and all of engines are libraries that training scripts import.
-        for name in (each.module, each.dotted) if not each.level else ():
+        for name in (each.dotted.rpartition(".")[0], each.dotted) if not each.level else ():
             known = "." in name and name in NAMES and not NAMES[name].framework
             if known or name.startswith("torch.distributed.launcher"):
                 yield _Place(each.line, f"imports {name}", (name,))

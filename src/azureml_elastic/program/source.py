@@ -16,20 +16,14 @@ from azureml_elastic.program.command import Program
 
 
 class Imported(NamedTuple):
-    """What an import statement names."""
+    """A name that an import statement has."""
 
     line: int
     level: int
     """Number of dots in front."""
-    module: str
-    """Module of the name after ``import``; empty without ``from``."""
-    name: str
+    dotted: str
+    """The name with its module."""
     as_name: str
-
-    @property
-    def dotted(self) -> str:
-        """The name with its module."""
-        return f"{self.module}.{self.name}" if self.module else self.name
 
 
 class Module:
@@ -50,13 +44,13 @@ class Module:
     @cached_property
     def imports(self) -> list[Imported]:
         """Its imports, those inside functions too."""
-        return [
-            Imported(node.lineno, level, module, alias.name, alias.asname or alias.name)
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.Import | ast.ImportFrom)
-            for level, module in [(node.level, node.module or "") if isinstance(node, ast.ImportFrom) else (0, "")]
-            for alias in node.names
-        ]
+        found = []
+        for node in self.nodes:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                level, module = (node.level, node.module) if isinstance(node, ast.ImportFrom) else (0, None)
+                for name, as_name in ((alias.name, alias.asname or alias.name) for alias in node.names):
+                    found.append(Imported(node.lineno, level, f"{module}.{name}" if module else name, as_name))
+        return found
 
     @cached_property
     def names(self) -> dict[str, str]:
@@ -174,9 +168,10 @@ def _local_imports(module: Module, root: Path) -> Iterator[Path]:
     """Yield the files of the local modules that a module imports: those of their packages and their own."""
     for each in module.imports:
         base = module.path.parents[each.level - 1] if each.level else root
-        if each.level and not each.module:
+        parts = each.dotted.split(".")
+        if each.level and len(parts) == 1:
             yield base / "__init__.py"
-        for part in each.dotted.split("."):
+        for part in parts:
             base /= part
             yield base.with_name(f"{part}.py")
             yield base / "__init__.py"
