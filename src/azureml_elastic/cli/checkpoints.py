@@ -175,12 +175,7 @@ def export(
 
 
 def _folder(run: str, *, ended: bool = False) -> str:
-    """Return the folder or URL of the checkpoints that an argument names.
-
-    Args:
-        run: folder or URL of checkpoints, folder of a run, or name of a submitted run.
-        ended: whether a submitted run must have ended.
-    """
+    """Return the folder or URL of the checkpoints that an argument names."""
     require(("xxhash", "xxhash", "node"))
     from azureml_elastic.checkpoint.storage.locations import is_remote
 
@@ -243,7 +238,6 @@ def _storage(folder: str) -> Storage:
 
 
 def _state(found: FoundCheckpoint) -> tuple[str, str]:
-    """Return the state of a checkpoint, and the style in which it is shown."""
     if found.problem is not None:
         return (found.problem, "red") if found.committed else ("incomplete", "dim")
     if not found.committed:

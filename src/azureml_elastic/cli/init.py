@@ -48,7 +48,6 @@ def starter_files() -> dict[str, str]:
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:
-    """Write all files or none."""
     taken = [str(folder / name) for name in files if (folder / name).exists() or (folder / name).is_symlink()]
     if taken:
         raise UsageError(f"{', '.join(taken)} already exists; nothing was written. Give another folder.")

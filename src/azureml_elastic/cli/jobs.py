@@ -199,7 +199,6 @@ def submit(
 
 
 def _refuse_several_runs(job_file: Path, overrides: Sequence[str], run: str) -> None:
-    """Refuse to continue a run by a file of several."""
     from azureml_elastic.submit.yaml.job_file import read_document
 
     kind = read_document(job_file, overrides).get("type")
@@ -213,7 +212,6 @@ def _refuse_several_runs(job_file: Path, overrides: Sequence[str], run: str) -> 
 
 
 def _check_combination(*, local: bool, dry_run: bool, stream: bool, **of_local: object) -> None:
-    """Refuse options that do not go together."""
     given = next((name for name, value in of_local.items() if value is not None), None)
     if not local and given is not None:
         raise UsageError(f"--{given.replace('_', '-')} needs --local: it concerns a run on this machine.")

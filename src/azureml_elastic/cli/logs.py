@@ -56,8 +56,6 @@ def logs(
 
 
 class _FolderLogs:
-    """The logs in the folder of a run on this machine."""
-
     def __init__(self, folder: Path) -> None:
         from azureml_elastic.ledger.summary import Paths
 

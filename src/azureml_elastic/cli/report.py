@@ -39,7 +39,6 @@ _SHARE = 4.0
 
 
 def _serve_page(reports: LocalRunReports | SubmittedRunReports, *, host: str, port: int) -> None:
-    """Serve the page of a run until Ctrl-C."""
     from azureml_elastic.local.http_server import PageServer
 
     local = isinstance(reports, LocalRunReports)
@@ -156,7 +155,6 @@ def report(
 
 
 def _refuse(why: str, options: Mapping[str, object]) -> None:
-    """Refuse options that have no effect."""
     given = [name for name, value in options.items() if value is not None]
     if given:
         raise UsageError(f"{why}. Leave {' and '.join(given)} out.")
@@ -312,12 +310,10 @@ class SubmittedRunReports:
 
 
 def _job_node(node: NodeSummary) -> str:
-    """Return the name of a node's job: several nodes of one job are numbered."""
     return node.name.partition(".")[0]
 
 
 def _write_events(folder: Path, events: Sequence[Event]) -> None:
-    """Replace the event files of a folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.glob("*.jsonl"):

@@ -120,7 +120,6 @@ def _pause(interval: str) -> float:
 
 
 def _act(replacer: NodeReplacer, *, keep_trying: bool) -> ReplacementStatus | None:
-    """Check and act once; print a temporary failure and return ``None`` if it may be retried."""
     try:
         return replacer.act()
     except UsageError:  # a missing role or a wrong name does not pass by itself
@@ -133,7 +132,6 @@ def _act(replacer: NodeReplacer, *, keep_trying: bool) -> ReplacementStatus | No
 
 
 def _print(status: ReplacementStatus, printed: str) -> str:
-    """Print the actions, and the state of the run if it differs from the text printed last; return that state."""
     text = _state(status)
     if text != printed:
         typer.echo(text)

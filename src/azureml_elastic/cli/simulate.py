@@ -122,7 +122,6 @@ def simulate(
 def _show(
     scenario: Scenario, *, sweep: bool, deadline: float | None, json: Path | None, write_parameters: Path | None
 ) -> None:
-    """Simulate, and show and write the results."""
     import math
 
     from azureml_elastic.report.simulation import cost_chart, recommendation, strategies_table
@@ -150,7 +149,6 @@ def _show(
 def _parameters(
     path: Path | None, runs: Sequence[Path], step_seconds: str | None, changes: Sequence[str]
 ) -> Parameters:
-    """Return the durations: those of a file, then of runs, then single ones."""
     from azureml_elastic.ledger.reading import read_events
     from azureml_elastic.simulate.calibration import calibrate
     from azureml_elastic.simulate.scenario import Parameters
@@ -205,7 +203,6 @@ def _pools(
 
 
 def _document(results: Sequence[Outcome], found: Sequence[Candidate], best: Candidate | None) -> dict[str, Any]:
-    """Return all results, for JSON."""
     from azureml_elastic.simulate.comparison import pareto_front
 
     front = pareto_front(found)

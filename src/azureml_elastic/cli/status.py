@@ -46,7 +46,6 @@ def watch_run(run: str, *, live: bool | None) -> bool:
 
 
 def _watch_shown(run: _LocalRun | _SubmittedRun, view: View, interval: float) -> bool:
-    """Show a run until its end; return whether it succeeded."""
     from azureml_elastic.ledger.picture import Picture
 
     picture = Picture()
@@ -69,8 +68,6 @@ def _watch_shown(run: _LocalRun | _SubmittedRun, view: View, interval: float) ->
 
 
 class _LocalRun:
-    """The folder of a run on this machine, running or ended."""
-
     def __init__(self, folder: Path) -> None:
         from azureml_elastic.ledger.reading import EventReader
         from azureml_elastic.ledger.summary import Paths
@@ -107,8 +104,6 @@ class _LocalRun:
 
 
 class _SubmittedRun:
-    """The table of a submitted run, with the names of its nodes by its jobs."""
-
     def __init__(self, submitted: ElasticRun, table: tables.Table, note: Callable[[str], object]) -> None:
         from azureml_elastic.ledger.reading import NodeNames
         from azureml_elastic.node.records.observation import EventRowReader
@@ -190,7 +185,6 @@ def status(
 
 
 def _local(folder: Path) -> tuple[Iterable[str], dict[str, Any]]:
-    """Return what describes a run on this machine by the files in its folder: lines, and a document."""
     from azureml_elastic.cli.report import LocalRunReports
     from azureml_elastic.report.cells import ending_text
 
@@ -217,7 +211,6 @@ def _local(folder: Path) -> tuple[Iterable[str], dict[str, Any]]:
 
 
 def _submitted(run: str) -> tuple[Iterable[str], dict[str, Any]]:
-    """Return what describes a submitted run by its jobs and its table: lines, and a document."""
     _, submitted, variables = open_run(run)
     jobs = submitted.nodes()
     state: Moment | None = None

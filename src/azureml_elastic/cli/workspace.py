@@ -127,7 +127,6 @@ def _files(local: LocalWorkspace) -> Iterator[None]:
 
 
 def _run(command: list[str], local: LocalWorkspace) -> int:
-    """Run a command that is connected to the workspace."""
     try:
         return subprocess.run(command, check=False, env=UserEnvironment.read().for_child(local.variables)).returncode
     except OSError as error:
@@ -138,11 +137,6 @@ def finish(code: int, local: LocalWorkspace, *, kept: bool) -> int:
     """Wait for the jobs that a command has submitted, and return the exit code of both.
 
     Jobs of a command that has failed are not waited for: nobody knows what it has left behind.
-
-    Args:
-        code: exit code of the command.
-        local: open workspace.
-        kept: whether the workspace's files are kept.
     """
     active = local.active
     if code:
@@ -174,7 +168,6 @@ def _tell(name: str, status: str, *, kept: bool) -> None:
 
 
 def _stay() -> int:
-    """Serve until Ctrl-C or SIGTERM."""
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     typer.echo(f". {shlex.quote(str(_SOURCE.absolute()))}")

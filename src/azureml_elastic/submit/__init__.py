@@ -32,9 +32,8 @@ def __getattr__(name: str) -> Any:
     if name != "ElasticCommandJob":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from azureml_elastic.submit import job, sdk_hooks
-    from azureml_elastic.submit.runtime.staging import RUNTIME_FILE
 
-    sdk_hooks.register(job.ElasticCommandJob, RUNTIME_FILE)
+    sdk_hooks.register(job.ElasticCommandJob)
     globals()[name] = job.ElasticCommandJob
     return job.ElasticCommandJob
 

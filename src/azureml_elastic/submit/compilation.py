@@ -124,7 +124,6 @@ def _bind_outputs(job: JobFields, first: Command) -> None:
 
 
 def _first_nodes(job: JobFields) -> Iterator[tuple[str, NodePool | None]]:
-    """Yield the name and pool of each node that is requested at submission."""
     stems = step_names(job.pools)
     counts = first_nodes(job.pools, job.resources.max_instance_count) or (job.resources.max_instance_count,)
     for stem, pool, count in zip(stems, job.pools or (None,), counts, strict=True):

@@ -130,7 +130,6 @@ def refuse_unknown(held: Mapping[str, Any], names: Collection[str]) -> None:
 def _without_launcher(
     command: str, inputs: Mapping[str, Any], distribution: ElasticDistribution | Mapping[str, Any] | None
 ) -> Launched:
-    """Return the command without its launcher, and the distribution fields from the launcher's options."""
     literals = partial(with_literals, inputs=inputs)
     launched = read_launcher(command, literals)
     if launched is None:
@@ -142,7 +141,6 @@ def _without_launcher(
 
 
 def _completed(given: ElasticDistribution | Mapping[str, Any], launcher: Launched) -> ElasticDistribution:
-    """Return the given distribution, completed from the options of a launcher."""
     distribution = ElasticDistribution.model_validate(translated(given))
     fields = given_fields(distribution)
     count, launched = (each.get("process_count_per_instance") for each in (fields, launcher.fields))
@@ -166,7 +164,6 @@ def queue_fields(settings: Any) -> dict[str, str]:
 
 
 def _resources(held: Any, given: ElasticResources | Mapping[str, Any] | None) -> ElasticResources:
-    """Return the given resources, completed from those of the job."""
     count = getattr(held, "instance_count", None) or 1
     most = getattr(held, "max_instance_count", None) or count
     if given is not None:
@@ -189,7 +186,6 @@ def _resources(held: Any, given: ElasticResources | Mapping[str, Any] | None) ->
 
 
 def _distribution(held: Any, launcher: Launched) -> ElasticDistribution:
-    """Return the combination of the job's distribution and its launcher's options."""
     if held is None:
         return ElasticDistribution(**launcher.all_fields)
     fields = translated(held)
@@ -209,7 +205,6 @@ def _distribution(held: Any, launcher: Launched) -> ElasticDistribution:
 
 
 def _located_input(value: Any, base: Path) -> Any:
-    """Return a copy of an input whose local path is absolute."""
     copied = copy.deepcopy(value)
     if getattr(value, "path", None) is not None:
         copied.path = located(str(value.path), base)

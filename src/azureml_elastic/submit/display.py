@@ -111,7 +111,6 @@ def _environment(environment: Any) -> str:
 
 
 def _value(value: Any) -> str:
-    """Return the type and address of an input or output; for a literal its type alone."""
     fields = value if isinstance(value, dict) else getattr(value, "__dict__", None)
     if not fields:
         return type(value).__name__ if value is not None else "uri_folder"

@@ -133,9 +133,6 @@ class ElasticCommandJob(JobFields, Submittable):  # type: ignore[misc]  # its ma
         ``job.with_options(resources={"max_instance_count": 8}, tags={"trial": "2"})``. All other values replace those
         of the job. To remove an entry, use :meth:`model_copy`, which replaces whole mappings.
 
-        Args:
-            **changes: fields of the job.
-
         Raises:
             pydantic.ValidationError: a field is unknown, or its value is invalid.
         """

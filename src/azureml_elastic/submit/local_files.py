@@ -5,15 +5,19 @@ The folder of a job's code may upload more than its author knows, which a warnin
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from azureml_elastic.errors import SubmitError
 from azureml_elastic.plurals import counted
 from azureml_elastic.submit.sdk_hooks import Ignored
+
+_LOG = logging.getLogger(__name__)
 
 SCHEME = re.compile(r"[A-Za-z][\w+.-]+:|/subscriptions/", re.ASCII | re.IGNORECASE)
 """The beginning of what is no local path, an id in the workspace among it; a single letter is a drive of Windows."""
@@ -27,9 +31,6 @@ _OF_FILES = re.compile(r"azureml:(?=azureml:|/subscriptions/|[\w.-]+@)", re.ASCI
 
 _LARGE_BYTES = 100e6
 _MANY_FILES = 2000
-_MOST_FILES = 20_000
-"""Files after which none is counted any more."""
-
 _SHOWN = 3
 
 
@@ -81,11 +82,20 @@ def checked_data(name: str, path: str | os.PathLike[str]) -> None:
 
 
 def _check_folder(folder: Path) -> None:
-    """Check everything in a folder that is uploaded."""
     ignored = Ignored(folder).has
-    for entry, problem, _ in _walk(folder, ignored):
-        if problem and not ignored(str(entry.relative_to(folder))):
+    sizes: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for entry, problem, nbytes in _walk(folder, ignored):
+        relative = str(entry.relative_to(folder))
+        if ignored(relative):
+            continue
+        if problem:
             raise _refused(folder, _link_to(entry, folder) if problem == _LOOP else entry, problem)
+        part = relative.partition(os.sep)[0] + (os.sep if os.sep in relative else "")
+        sizes[part] += nbytes
+        counts[part] += 1
+    if sizes.total() >= _LARGE_BYTES or counts.total() >= _MANY_FILES:
+        _LOG.warning("%s", _large(folder, sizes, counts))
 
 
 def _walk(folder: Path, ignored: Callable[[str], bool]) -> Iterator[tuple[Path, str, int]]:
@@ -130,7 +140,6 @@ def _examine(entry: Path, above: set[tuple[int, int]]) -> tuple[str, set[tuple[i
 
 
 def _link_to(entry: Path, folder: Path) -> Path:
-    """Return the link by which an entry is reached from a folder."""
     return next(each for each in (entry, *entry.parents) if each.is_symlink() or each == folder)
 
 
@@ -157,33 +166,13 @@ def _refused(folder: Path, path: Path, problem: str) -> SubmitError:
     )
 
 
-def describe_upload(folder: Path, ignored: Callable[[str], bool]) -> str | None:
-    """Return what a folder uploads, by its largest parts, if that is large; otherwise ``None``.
-
-    Args:
-        ignored: whether a file, by its path in the folder, is not uploaded.
-    """
-    sizes: dict[str, int] = {}
-    counts: dict[str, int] = {}
-    for entry, problem, nbytes in _walk(folder, ignored):
-        relative = str(entry.relative_to(folder))
-        if not problem and not ignored(relative):
-            part = relative.partition(os.sep)[0] + (os.sep if os.sep in relative else "")
-            sizes[part] = sizes.get(part, 0) + nbytes
-            counts[part] = counts.get(part, 0) + 1
-            if sum(counts.values()) >= _MOST_FILES:
-                break
-    nbytes, count = sum(sizes.values()), sum(counts.values())
-    if nbytes < _LARGE_BYTES and count < _MANY_FILES:
-        return None
-    # By bytes where there are many, otherwise by files.
-    weights = sizes if nbytes >= _LARGE_BYTES else counts
-    largest = sorted(weights, key=lambda part: -weights[part])[:_SHOWN]
-    parts = ", ".join(f"{part} ({_text(sizes[part])}, {counted(counts[part], 'file')})" for part in largest)
-    more = " and more" if count >= _MOST_FILES else ""
+def _large(folder: Path, sizes: Counter[str], counts: Counter[str]) -> str:
+    """Return what a folder uploads, by its largest parts: by bytes where there are many, otherwise by files."""
+    largest = (sizes if sizes.total() >= _LARGE_BYTES else counts).most_common(_SHOWN)
+    parts = ", ".join(f"{part} ({_text(sizes[part])}, {counted(counts[part], 'file')})" for part, _ in largest)
     return (
-        f"code={str(folder)!r} uploads {_text(nbytes)} in {counted(count, 'file')}{more}, anew whenever one of "
-        f"them has changed. The largest parts are {parts}. Name what the job does not need in "
+        f"code={str(folder)!r} uploads {_text(sizes.total())} in {counted(counts.total(), 'file')}, anew whenever one "
+        f"of them has changed. The largest parts are {parts}. Name what the job does not need in "
         f"{str(folder / '.amlignore')!r}, or give code= a folder that has the program alone."
     )
 

@@ -86,11 +86,7 @@ def _named(name: str, text: str, *, several: bool) -> str:
 
 
 def leading_node(logs: Mapping[str, str]) -> str | None:
-    """Return the node that was rank 0 in the last round, by what the nodes' agents have logged; ``None`` if unknown.
-
-    Args:
-        logs: text of each node's log.
-    """
+    """Return the node that was rank 0 in the last round, by what the nodes' agents have logged; ``None`` if unknown."""
     rounds = {node: max(map(int, _ENTERED.findall(text)), default=0) for node, text in logs.items()}
     last = max(rounds.values(), default=0)
     return next((node for node, number in rounds.items() if number == last), None) if last else None
@@ -103,10 +99,8 @@ class JobRecord:
     Args:
         status: status in Azure ML's spelling.
         display_name: name that the studio shows, for a step that of the step.
-        pipeline: whether the job has steps.
         variables: environment variables of the job, or of each step of a pipeline that was not read from its history.
         compute: name of the compute; ``None`` if it is unknown.
-        studio_url: address of the job's page.
     """
 
     name: str

@@ -15,11 +15,9 @@ first. A component is refused before azure-ai-ml reads attributes that an elasti
 Whatever creates a node while a ``@dsl.pipeline`` function runs adds it to that pipeline, also where the node is only
 looked at. The stack of the pipelines being built is therefore hidden while an elastic job is compiled or converted.
 
-A client shows the progress of all its uploads or of none. The function that uploads local inputs is therefore wrapped:
-it is quiet for the library that is sent with a job. Without these wrapped functions, jobs are submitted all the same.
-
-It also uploads what a link in a folder leads to, whatever ``.amlignore`` says of the link, and follows links that lead
+A client uploads what a link in a folder leads to, whatever ``.amlignore`` says of the link, and follows links that lead
 back without end. The function that walks through folders is therefore replaced by one that leaves ignored links out.
+Without these functions, jobs are submitted all the same.
 """
 
 from __future__ import annotations
@@ -46,7 +44,6 @@ if TYPE_CHECKING:
     from azure.ai.ml.sweep import SweepJob
 
 _MARK = "_wrapped_for_elastic_jobs"
-_UPLOAD = "_upload_and_generate_remote_uri"
 _BINDING = re.compile(r"\$\{\{\s*parent\..*\}\}")
 _SHOWN = ("display_name", "experiment_name", "description", "tags", "properties")
 _STEP = "elastic"
@@ -148,18 +145,13 @@ def outside_pipelines() -> Iterator[None]:
         stack.items = held
 
 
-def register(model: type, quiet: str) -> None:
-    """Register a class with ``BaseNode``, so that ``MLClient`` accepts and validates its instances; idempotent.
-
-    Args:
-        model: class of elastic jobs.
-        quiet: name of the file whose upload shows no progress.
-    """
+def register(model: type) -> None:
+    """Register a class with ``BaseNode``, so that ``MLClient`` accepts and validates its instances; idempotent."""
     with needs_extra("azure-ai-ml", "submit"):
         from azure.ai.ml._utils import _asset_utils
         from azure.ai.ml.entities import JobSchedule
         from azure.ai.ml.entities._builders import BaseNode
-        from azure.ai.ml.operations import ComponentOperations, JobOperations, ScheduleOperations, _job_operations
+        from azure.ai.ml.operations import ComponentOperations, JobOperations, ScheduleOperations
     BaseNode.register(model)
     _before(BaseNode, "_set_referenced_control_flow_node_instance_id", _refuse_in_loop)
     _before(ComponentOperations, "create_or_update", _refuse_component)
@@ -169,9 +161,6 @@ def register(model: type, quiet: str) -> None:
         JobOperations.validate = _compiling(JobOperations.validate)  # type: ignore[method-assign]
     if not hasattr(getattr(_asset_utils, "os", None), _MARK):
         setattr(_asset_utils, "os", _WithoutIgnoredLinks())  # noqa: B010 - it is no public name
-    upload = getattr(_job_operations, _UPLOAD, None)
-    if upload is not None and not hasattr(upload, _MARK):
-        setattr(_job_operations, _UPLOAD, _quiet(upload, quiet))
 
 
 def _before(owner: type, name: str, act: Callable[..., None]) -> None:
@@ -259,27 +248,8 @@ def _compiling(validate: Callable[..., ValidationResult]) -> Callable[..., Valid
     return wrapper
 
 
-def _quiet(upload: Callable[..., str], name: str) -> Callable[..., str]:
-    """Return the function that uploads a local path, without progress for a file of this name."""
-
-    @functools.wraps(upload)
-    def wrapper(*arguments: Any, **options: Any) -> str:
-        # The path is the third argument.
-        if not any(Path(str(each)).name == name for each in (*arguments[2:3], options.get("path"))):
-            return upload(*arguments, **options)
-        with contextlib.redirect_stderr(_WithoutBlankLines(sys.stderr)):
-            return upload(*arguments, **{**options, "show_progress": False})
-
-    setattr(wrapper, _MARK, True)
-    return wrapper
-
-
 class Ignored:
-    """The files of a folder that its ``.amlignore``, or ``.gitignore``, keeps from being uploaded.
-
-    Args:
-        folder: folder of a job's code or input.
-    """
+    """The files of a folder that its ``.amlignore``, or ``.gitignore``, keeps from being uploaded."""
 
     def __init__(self, folder: str | Path) -> None:
         from azure.ai.ml._utils._asset_utils import get_ignore_file

@@ -142,7 +142,6 @@ def made_output(name: str, value: Any) -> Any:
 
 
 def _bound(name: str, value: Bound) -> SubmitError:
-    """Return the error of an input without a value of its own in a job that is submitted by itself."""
     if value.searched:
         return SubmitError(
             f"The input {name!r} is a search expression, which only a sweep has a value for. Submit a sweep of the "
@@ -155,7 +154,6 @@ def _bound(name: str, value: Bound) -> SubmitError:
 
 
 def _made(kind: type, fields: Mapping[str, Any], path: str) -> Any:
-    """Return a new object of azure-ai-ml with these fields."""
     known = set(inspect.signature(kind).parameters)
     try:
         made = kind(**copy.deepcopy(dict(fields)))

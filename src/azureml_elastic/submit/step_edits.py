@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 from azureml_elastic.errors import SubmitError, needs_extra
 from azureml_elastic.submit.conversion import FIELDS_OF_RESOURCES, queue_fields
 from azureml_elastic.submit.fields import JobFields, merged_fields
-from azureml_elastic.submit.sdk_hooks import is_binding
+from azureml_elastic.submit.sdk_hooks import is_binding, outside_pipelines
 
 with needs_extra("azure-ai-ml", "submit"):
-    from azure.ai.ml.entities import Command, CommandComponent, Pipeline, Sweep
+    from azure.ai.ml.entities import Command, CommandComponent, Pipeline, PipelineJob, Sweep
 
-Compile = Callable[[JobFields], "tuple[Command | Pipeline | Sweep, Command | Sweep]"]
-"""Function that returns the node of a job, and what has the settings of all its nodes: a command, or the node."""
+Compile = Callable[[JobFields], "tuple[Command | PipelineJob | Pipeline | Sweep, Command | None]"]
+"""Function that returns the node of a job, and a command with the settings of all its nodes where it is a pipeline."""
 
 _Node = TypeVar("_Node", bound="Command | Pipeline | Sweep")
 
@@ -82,7 +82,6 @@ class _Step:
         )
 
     def _apply(self) -> None:
-        """Give the nodes what was set."""
         node: Any = self
         if isinstance(_component(node), str):  # it has been submitted, and azure-ai-ml has put ids in its place
             return
@@ -100,13 +99,14 @@ class _Step:
             fields |= self._field(name, _setting(self._template, name), self._before.get(name) or {})
         own = fields.pop("environment_variables", self._job.environment_variables)
         job = type(self._job)(**{**merged_fields(self._job, fields), "environment_variables": own})
-        made, template = self._again(job)
+        with outside_pipelines():
+            made, template = self._again(job)
         for old, new in zip(_nodes(node), _nodes(made), strict=True):
             if _component(old).command != _component(new).command:
                 raise _refused(changed[0], now[changed[0]])
             for name in _COMPILED_OF_SWEEPS if isinstance(new, Sweep) else _COMPILED:
                 _set(old, name, _setting(new, name))
-        self._template = template if isinstance(node, Pipeline) else node
+        self._template = template or node
         self._job, self._before = job, _settings(self._template)
 
     def _collect(self, node: Any) -> None:
@@ -116,7 +116,6 @@ class _Step:
                 raise _refused(name, value)
 
     def _field(self, name: str, value: Any, before: Any) -> dict[str, Any]:
-        """Return the field of a job that a changed setting is."""
         if name in {"environment_variables", "trial.environment_variables"}:
             # Those of the presets and the plan stay, also where all are replaced.
             own = self._job.environment_variables
@@ -185,7 +184,6 @@ class _Trial(CommandComponent):
     """
 
     def _to_dict(self) -> dict[str, Any]:
-        """Return what is registered."""
         fields = super()._to_dict()
         variables = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in self.environment_variables.items())
         return {**fields, "command": f"export {variables} && {fields['command']}"}
@@ -272,7 +270,6 @@ def _settings(node: Any) -> dict[str, Any]:
 
 
 def _setting(node: Any, name: str) -> Any:
-    """Return a setting of a node, or of a sweep's trial."""
     holder = node.trial if name.startswith("trial.") else node
     return getattr(holder, name.removeprefix("trial."))
 
@@ -287,7 +284,6 @@ def _is_resolved(name: str, value: Any) -> bool:
 
 
 def _settable(node: Any) -> Iterator[str]:
-    """Yield the public attributes of a node that can be set."""
     yield from (name for name in vars(node) if not name.startswith("_"))
     for base in type(node).__mro__:
         properties = ((name, value) for name, value in vars(base).items() if isinstance(value, property))

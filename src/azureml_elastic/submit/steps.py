@@ -68,12 +68,7 @@ def _as_declared(held: Any, value: Any) -> Any:
 def compile_node(job: JobFields) -> Command | PipelineJob:
     """Return the job as a new entity, which may become a step of a pipeline: that of one node is one."""
     made = compile_job(job)
-    return as_step(made, None, job, _compile_again) if isinstance(made, Command) else made
-
-
-def _compile_again(job: JobFields) -> tuple[Any, Any]:
-    made = compile_job(job)
-    return made, made
+    return as_step(made, None, job, lambda changed: (compile_job(changed), None)) if isinstance(made, Command) else made
 
 
 def compile_step(job: JobFields, position: str) -> Command | Pipeline:
@@ -87,13 +82,7 @@ def compile_step(job: JobFields, position: str) -> Command | Pipeline:
         position: text that no other step of the pipeline has.
     """
     node, template = _node(job, position)
-    return as_step(node, template, job, functools.partial(_node_again, position=position))
-
-
-def _node_again(job: JobFields, position: str) -> tuple[Any, Any]:
-    with outside_pipelines():
-        node, template = _node(job, position)
-    return node, template or node
+    return as_step(node, template, job, functools.partial(_node, position=position))
 
 
 def _node(job: JobFields, position: str) -> tuple[Command | Pipeline, Command | None]:
@@ -126,7 +115,6 @@ def _given(job: JobFields) -> dict[str, Any]:
 
 
 def _component_of_nodes(job: JobFields, text: str) -> PipelineComponent:
-    """Return the nodes of a job as a component, whose outputs are those of the first node."""
     inputs = inputs_of(job, unset=job.inputs)
     children = fan_out_nodes(job, text, inputs)
     types = {name: field_of(output, "type") for name, output in job.outputs.items()}
@@ -169,14 +157,8 @@ def compile_sweep(job: JobFields, search_space: Mapping[str, Any], options: Mapp
             "job.model_copy(update={'services': None}).sweep(...)."
         )
     unset = search if position_in_pipelines() is None else job.inputs
-    again = functools.partial(_sweep_again, search=search, options=options, unset=unset)
-    return as_step(_sweep(job, search, options, unset), None, job, again)
-
-
-def _sweep_again(job: JobFields, **search: Any) -> tuple[Sweep, Sweep]:
-    with outside_pipelines():
-        made = _sweep(job, **search)
-    return made, made
+    made = functools.partial(_sweep, search=search, options=options, unset=unset)
+    return as_step(made(job), None, job, lambda changed: (made(changed), None))
 
 
 def _sweep(job: JobFields, search: Mapping[str, Any], options: Mapping[str, Any], unset: Collection[str]) -> Sweep:

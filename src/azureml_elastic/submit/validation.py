@@ -18,8 +18,7 @@ from azureml_elastic.program.source import program_modules
 from azureml_elastic.program.translation import refuse_launcher
 from azureml_elastic.submit.expressions import check_expressions, translated_command, with_literals
 from azureml_elastic.submit.fields import JobFields, field_of
-from azureml_elastic.submit.local_files import SCHEME, describe_upload
-from azureml_elastic.submit.sdk_hooks import Ignored
+from azureml_elastic.submit.local_files import SCHEME
 
 _LOG = logging.getLogger(__name__)
 
@@ -73,7 +72,6 @@ def check(job: JobFields) -> FoundProgram:
     found = find_program(job.command)
     _check_script(job, found)
     _check_text(job, found)
-    _warn_of_large_uploads(job)
     translated_command(job, found)  # for what it refuses
     _warn_of_secrets(job)
     _warn_of_previews(job)
@@ -81,7 +79,6 @@ def check(job: JobFields) -> FoundProgram:
 
 
 def _code_folder(job: JobFields) -> Path | None:
-    """Return the local folder that the program runs in, ``None`` where the code is not on this machine."""
     if job.code is None or SCHEME.match(str(job.code)):
         return None
     code = Path(job.code)
@@ -237,14 +234,6 @@ def _warn_of_secrets(job: JobFields) -> None:
             "can read it. Let the script read it from a key vault, for which the nodes have an identity.",
             name,
         )
-
-
-def _warn_of_large_uploads(job: JobFields) -> None:
-    folder = _code_folder(job)
-    if folder is not None and Path(str(job.code)).is_dir():
-        found = describe_upload(folder, Ignored(folder).has)
-        if found is not None:
-            _LOG.warning("%s", found)
 
 
 def _warn_of_previews(job: JobFields) -> None:

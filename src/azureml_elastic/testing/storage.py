@@ -113,7 +113,6 @@ class StorageAccount:
 
 
 def _forward(request: Request, endpoint: str, signature: str) -> Answer:
-    """Forward a request to an emulator with the original host name, which identifies the account."""
     headers = {name: value for name, value in request.headers.items() if name not in _OF_THE_CONNECTION}
     target = request.target
     if headers.get("authorization", "").startswith("Bearer "):

@@ -72,7 +72,6 @@ class LocalWorkspace:
         requeue: whether the service restarts a preempted job from the beginning, as Azure's documentation says,
             instead of failing it, as users report.
         grows: whether the service starts further nodes of a command job up to its ``max_instance_count``, a preview.
-        lenient: whether a pipeline with ``continue_on_step_failure`` completes if at least one step completed.
         folder: folder for all files, which is kept, and which has none of another workspace's; ``None`` for a temporary
             one.
         start: how the nodes of elastic jobs are started: ``command`` by the command of the job, as on a machine of its
@@ -91,7 +90,6 @@ class LocalWorkspace:
         evictions: Sequence[Eviction] = (),
         requeue: bool = False,
         grows: bool = True,
-        lenient: bool = True,
         folder: str | Path | None = None,
         start: StartMethod | ForkStart = "command",
     ) -> None:
@@ -101,7 +99,7 @@ class LocalWorkspace:
         self._grows = grows
         self._folder = None if folder is None else Path(folder).absolute()
         self._start = start
-        self._runs = Runs(lenient=lenient)
+        self._runs = Runs()
         self._tracking = Tracking(self._runs)
         self._stack = contextlib.ExitStack()
         self._storage = StorageAccount()
@@ -312,7 +310,6 @@ class LocalWorkspace:
         return self._tracking.logged(self._runs.find(name).name)
 
     def _open_wrappers(self, stack: contextlib.ExitStack, folder: Path) -> Path | None:
-        """Enter the contexts of what forks the nodes, and return the folder of the wrappers that request it."""
         if self._start == "command":
             return None
         starting = stack.enter_context(open_fork_start()) if self._start == "fork" else self._start

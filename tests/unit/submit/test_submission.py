@@ -100,14 +100,6 @@ def test_the_library_is_uploaded_once(client, workspace):
     assert not [request for request in workspace.requests if request.startswith("PUT") and "_runtime" in request]
 
 
-def test_progress_is_shown_of_what_the_user_sends_alone(client, capsys):
-    client.jobs.create_or_update(make())
-    shown = capsys.readouterr().err
-    assert shown.count("Uploading src") == shown.count("100%") > 0, shown
-    assert "azureml_elastic_runtime" not in shown
-    assert not shown.endswith("\n\n\n\n")
-
-
 def test_children_are_one_component(client, workspace):
     client.jobs.create_or_update(make(resources=ElasticResources(max_instance_count=20)))
     assert len([key for key in workspace.entities if key.startswith("/components/")]) == 1

@@ -211,5 +211,5 @@ def test_other_jobs_are_validated_as_before(folder):
 
 def test_registering_again_changes_nothing():
     before = JobOperations.validate
-    sdk_hooks.register(ElasticCommandJob, "x.pyz")
+    sdk_hooks.register(ElasticCommandJob)
     assert JobOperations.validate is before

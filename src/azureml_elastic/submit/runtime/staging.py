@@ -106,7 +106,6 @@ def replace_file(path: Path, data: bytes) -> bool:
 
 
 def _archive() -> bytes:
-    """Return a ZIP archive of the files that is the same in each call."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in sorted(_content().items()):
@@ -118,7 +117,6 @@ def _archive() -> bytes:
 
 
 def _content() -> dict[str, bytes]:
-    """Return the files by their POSIX path."""
     package = Path(azureml_elastic.__file__).parent
     content = {f"site/azureml_elastic/{name}": path.read_bytes() for name, path in _sources(package).items()}
     content["__main__.py"] = (package / "submit" / "runtime" / "start.py").read_bytes()

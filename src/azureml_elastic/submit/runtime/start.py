@@ -174,7 +174,6 @@ def _is_met(module: str, requirement: str) -> bool:
 
 
 def _put_on_path(folder: Path) -> None:
-    """Prepend a folder to the import path of this process and of its children."""
     sys.path.insert(0, str(folder))
     # The package cannot be imported before this, so that it uses the environment itself.
     inherited = os.environ.get("PYTHONPATH")
@@ -183,7 +182,6 @@ def _put_on_path(folder: Path) -> None:
 
 
 def _install(requirements: Sequence[str]) -> Path:
-    """Install requirements into a folder of this node, unless an earlier start has, and return the folder."""
     # Another Python of the same image needs packages of its own.
     name = hashlib.sha256("\n".join([sys.version, *requirements]).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"azureml-elastic-{name}"

@@ -33,7 +33,6 @@ class Compiled:
     """A compiled job file.
 
     Args:
-        text: standard YAML of the job.
         runtime: file with the library's copy beside the target; ``None`` if none is needed.
         runtime_changed: whether the copy had to be written.
     """
@@ -137,7 +136,6 @@ def _check_target(target: Path, source: Path) -> None:
 
 
 def _absolute_paths(value: Any) -> Iterator[str]:
-    """Yield the absolute paths in a document."""
     if isinstance(value, Mapping | list):
         for one in value.values() if isinstance(value, Mapping) else value:
             yield from _absolute_paths(one)

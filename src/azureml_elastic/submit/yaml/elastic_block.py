@@ -171,7 +171,6 @@ def _shown(value: Any) -> str:
 
 
 def _models_at(model: type[BaseModel], given: Any, path: Sequence[str | int]) -> list[type[BaseModel]]:
-    """Return the models that are possible at a path."""
     models, here = [model], given
     for part in path:
         here = here[part]
@@ -186,15 +185,7 @@ def _models_at(model: type[BaseModel], given: Any, path: Sequence[str | int]) ->
 
 
 def _meant(name: str, block: str, holder: type[BaseModel], root: str, model: type[BaseModel]) -> str:
-    """Return a suggestion for an unknown field name, as the end of a sentence.
-
-    Args:
-        name: name of the field.
-        block: dotted path of the block that has it.
-        holder: model of that block.
-        root: dotted path of the document.
-        model: model of the document.
-    """
+    """Return a suggestion for an unknown field name, as the end of a sentence."""
     if block == root and (name in FIELDS_OF_RESOURCES or name == "instance_count"):
         return f"; it belongs outside the block, as resources.{name}."
     if block == root and name in _OUTSIDE:
@@ -206,7 +197,6 @@ def _meant(name: str, block: str, holder: type[BaseModel], root: str, model: typ
 
 
 def _paths(model: type[BaseModel], block: str) -> Iterator[str]:
-    """Yield the dotted paths of all fields of a model and of its nested models."""
     for name, info in model.model_fields.items():
         yield f"{block}.{name}"
         for deeper in models_in(info.annotation):

@@ -180,7 +180,6 @@ def _refuse_lost(what: str, held: Any, dump: Mapping[str, Any] | None, elsewhere
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as plain dictionaries and lists."""
     if isinstance(value, Mapping):
         return {str(name): _plain(one) for name, one in value.items()}
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
@@ -191,7 +190,6 @@ def _without_empty(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shared(found: Any, earlier: list[Any]) -> Any:
-    """Return an equal object from ``earlier``, or add this one to it and return it."""
     if not isinstance(found, dict):
         return found
     for one in earlier:

@@ -359,7 +359,6 @@ def _check_variables(variables: Any, where: str) -> None:
 
 
 def _check_literals(inputs: Any, where: str) -> None:
-    """Reject literals that are declared with a type, which azure-ai-ml only accepts for components."""
     for name, value in inputs.items() if isinstance(inputs, dict) else ():
         kind = value.get("type") if isinstance(value, dict) else None
         if isinstance(kind, str) and kind in _LITERALS:
@@ -370,7 +369,6 @@ def _check_literals(inputs: Any, where: str) -> None:
 
 
 def _check_misplaced(document: Mapping[str, Any], where: str) -> None:
-    """Reject fields of the block that are outside of it."""
     resources = document.get("resources")
     for name in COUNTS:
         if isinstance(resources, dict) and name in resources and name != "max_instance_count":

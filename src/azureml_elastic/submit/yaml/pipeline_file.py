@@ -28,7 +28,6 @@ class ElasticPipeline:
     """A pipeline of a file.
 
     Args:
-        job: the pipeline, for azure-ai-ml.
         document: content of the file, without the blocks.
         steps: names of the nodes that stand for each elastic step.
         ships: whether a step needs this library's copy.
@@ -103,7 +102,6 @@ def _kind(step: Any) -> str:
 
 
 def _with_nodes(pipeline: PipelineJob, document: dict[str, Any], blocks: Mapping[str, Any]) -> ElasticPipeline:
-    """Return a loaded pipeline with the nodes of its elastic steps in place of these."""
     loaded: dict[str, Any] = dict(pipeline.jobs)
     nodes: dict[str, Any] = {}
     steps: dict[str, tuple[str, ...]] = {}
@@ -132,7 +130,6 @@ def _with_nodes(pipeline: PipelineJob, document: dict[str, Any], blocks: Mapping
 
 
 def _nodes_of_step(name: str, step: Any, document: Mapping[str, Any], block: Any) -> tuple[dict[str, Any], bool]:
-    """Return the nodes of an elastic step by name, and whether they need this library's copy."""
     from azure.ai.ml import Output
 
     from azureml_elastic.submit.compilation import outputs_of

@@ -64,7 +64,6 @@ def _sentence(path: str, message: str) -> str:
 
 
 def _faults(message: str, path: str) -> Iterator[tuple[str, str]]:
-    """Yield the dotted path and the text of each fault in a message."""
     start = message.find("{")
     try:
         found, _ = json.JSONDecoder().raw_decode(message, max(start, 0))
@@ -178,8 +177,6 @@ def _replace_runtime(holder: dict[str, Any], paths: PathFormat, runtime: Path | 
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML has no types
-    """YAML dumper that writes multi-line text as literal blocks."""
-
     def represent_text(self, text: str) -> Any:
         style = "|" if "\n" in text else None
         if _LINE_ENDS.search(text):  # only double quotes preserve them in PyYAML
@@ -227,7 +224,6 @@ def _check(
 
 
 def _difference(one: Any, other: Any, path: str) -> str | None:
-    """Return the dotted path of the first difference between two documents; ``None`` if they are equal."""
     if isinstance(one, dict) and isinstance(other, dict):
         for name in {**one, **other}:
             found = _difference(one.get(name), other.get(name), f"{path}.{name}".lstrip("."))

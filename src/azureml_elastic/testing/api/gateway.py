@@ -128,7 +128,6 @@ class _Handler(Handler):
     do_DELETE = do_HEAD = do_MERGE = do_OPTIONS = do_PATCH = do_POST = do_PUT = do_GET  # noqa: N815 - names of methods
 
     def _tunnel(self, host: str, port: int) -> None:
-        """Relay bytes between the client and another host until one of them closes."""
         self.close_connection = True
         try:
             other = socket.create_connection((host.strip("[]"), port), _CONNECT_TIMEOUT_S)

@@ -136,7 +136,6 @@ class History:
 
 
 def _service_instances(run: Run) -> dict[str, Any]:
-    """Return the state of a node's interactive services, none of which is started here."""
     reason = "The local workspace starts no interactive services."
     return {
         name: {
@@ -221,7 +220,6 @@ def _outputs(run: Run) -> dict[str, Any]:
 
 
 def _services(run: Run, workspace: str) -> dict[str, Any]:
-    """Return the services of the run, with the fields of their state, and those of the service itself."""
     given = {
         name: {**_EMPTY_OF_SERVICE, **service, "endpoint": None, "status": "NotStarted"}
         for name, service in (run.body.get("services") or {}).items()

@@ -132,5 +132,4 @@ def _milliseconds(time: Any) -> int:
 
 
 def _refusal(status: int, code: str, message: str) -> Answer:
-    """Return an error response in MLflow's format."""
     return document({"error_code": code, "message": message}, status)

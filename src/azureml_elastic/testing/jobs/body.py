@@ -282,7 +282,6 @@ def _sweep(
     outputs: _Outputs,
     compute: str | None = None,
 ) -> SweepBody:
-    """Parse a sweep, given what is its own and what its trials are."""
     limits, objective = _mapping(properties, "limits"), _mapping(properties, "objective")
     if either(properties, "earlyTermination"):
         kind = either(_mapping(properties, "earlyTermination"), "policyType")
@@ -362,7 +361,6 @@ def _mapping(value: _Document, name: str) -> dict[str, Any]:
 
 
 def _named(value: _Document, name: str) -> dict[str, Any]:
-    """Return what is given of a mapping whose names become parts of paths."""
     found = {each: held for each, held in _mapping(value, name).items() if held is not None}
     for each in found:
         if not _NAME.fullmatch(each):

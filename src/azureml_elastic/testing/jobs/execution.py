@@ -58,7 +58,6 @@ class Execution(threading.Thread):
             run.end("Failed", ("SystemError", traceback.format_exc()))
 
     def _attempt(self) -> Verdict:
-        """Run the job once on new machines; a cancelled attempt counts as failed."""
         run, body, machines = self.job.run, self.job.body, self._setting.machines
         while not (taken := machines.take(body.compute, body.nodes)):
             if run.cancel.wait(_POLL_S):
@@ -92,7 +91,6 @@ class Execution(threading.Thread):
         return time.monotonic() + self._setting.machines.pools[self.job.body.compute].provisioning.total_seconds()
 
     def _terminate(self) -> None:
-        """Send SIGTERM to all nodes and wait for the grace period."""
         for node in self._nodes.values():
             node.terminate()
         until = time.monotonic() + _GRACE_S
@@ -100,7 +98,6 @@ class Execution(threading.Thread):
             time.sleep(_TERMINATION_POLL_S)
 
     def _start_provisioned(self, master: tuple[str, int]) -> None:
-        """Start the nodes whose machines are provisioned; the initial ones start together."""
         run, body, now = self.job.run, self.job.body, time.monotonic()
         ready = [number for number, (_, at) in self._provisioning.items() if at <= now]
         # With torch.distributed none could begin without the others, and the timeout of its start would run.
@@ -161,7 +158,6 @@ class Execution(threading.Thread):
         self._setting.machines.give_back(node.machine, evicted=node.evicted)
 
     def _upload(self) -> None:
-        """Upload mounted outputs and the logs."""
         run = self.job.run
         for name, location in self.job.outputs.items():
             if self.job.body.outputs[name].mode == "mount":

@@ -84,7 +84,6 @@ class FollowedRun:
         return report
 
     def _save_outputs(self) -> None:
-        """Copy the outputs that jobs share once, and those of one job to a folder of its own."""
         jobs: dict[tuple[str, str], list[Run]] = {}
         for run in self._commands():
             for name, (_, uri) in run.outputs.items():
@@ -126,7 +125,6 @@ class FollowedRun:
         return report.model_copy(update=changes).with_timeline(self._picture, losses)
 
     def _end_of_commands(self, report: Report) -> dict[str, object]:
-        """Return how a run ended by its commands, where that is not how its program ended."""
         runs = self._commands()
         state = unlike_the_run([run.status for run in runs], succeeded=report.outcome == "succeeded")
         if state == "Completed":

@@ -149,9 +149,7 @@ class Evicted:
     """An eviction that has happened.
 
     Args:
-        eviction: planned eviction.
         job: name of the node's job, in a pipeline that of the step.
-        machine: name of the evicted machine.
         step: number of training steps that the run had completed.
         time: seconds since the epoch.
     """

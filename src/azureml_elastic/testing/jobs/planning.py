@@ -143,7 +143,6 @@ class _Job:
             ) from error
 
     def _command(self, run: Run, body: CommandBody) -> CommandJob:
-        """Resolve a command's pool and data."""
         pool = self._planner.pools.get(body.compute)
         if pool is None:
             raise UsageError(f"The local workspace has no compute {body.compute!r}. Give it one by pools= or --pool.")
@@ -186,7 +185,6 @@ class _Job:
         return {self._runs[reference.path].name}.union(*(self._writers(each) for each in bound))
 
     def _check_source(self, reference: Reference, reader: Run, name: str) -> None:
-        """Refuse an input that is an output of no step."""
         body = self._bodies.get(reference.path)
         if body is None:
             there = [path[-1] for path in self._runs if path[:-1] == reference.path[:-1] and path]
@@ -201,7 +199,6 @@ class _Job:
             )
 
     def _uri(self, reference: Reference) -> str:
-        """Return the address of an output, which may be that of the pipeline around its step."""
         output: OutputBody = self._bodies[reference.path].outputs[reference.name]
         if output.reference is not None:
             return self._uri(output.reference)
@@ -212,7 +209,6 @@ class _Job:
 
 
 def _run_within(whole: Run, number: int, label: str, body: JobBody, name: str) -> Run:
-    """Return the run of a step of a pipeline, or of a trial of a sweep."""
     document = _document(whole, label, body)
     path = (*whole.path, label)
     kind, experiment = _KINDS[type(body)], whole.experiment
@@ -220,7 +216,6 @@ def _run_within(whole: Run, number: int, label: str, body: JobBody, name: str) -
 
 
 def _document(whole: Run, label: str, body: JobBody) -> dict[str, Any]:
-    """Return the properties of the document of a step or trial."""
     own: dict[str, Any]
     if isinstance(body, CommandBody):
         own = {

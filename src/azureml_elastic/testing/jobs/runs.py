@@ -62,7 +62,7 @@ def unlike_the_run(commands: Sequence[Status], *, succeeded: bool) -> Status | N
     """Return the state of the commands of an elastic run if it is not that of the run, ``None`` if it is.
 
     What follows the program in a command may fail, or hide that the program has. A command that failed does not count
-    where another node's completed, as in a lenient pipeline.
+    where another node's completed, as in a pipeline that continues on failures.
 
     Args:
         commands: final states of the jobs of all nodes.
@@ -150,14 +150,9 @@ class Run:
 
 
 class Runs:
-    """All runs in the order of submission; thread-safe.
+    """All runs in the order of submission; thread-safe."""
 
-    Args:
-        lenient: whether a pipeline with ``continue_on_step_failure`` completes if at least one step did.
-    """
-
-    def __init__(self, *, lenient: bool) -> None:
-        self._lenient = lenient
+    def __init__(self) -> None:
         self._runs: dict[str, Run] = {}
         self._lock = threading.Lock()
 
@@ -201,8 +196,8 @@ class Runs:
             return "CancelRequested" if run.cancel.is_set() and run.status not in TERMINAL else run.status
         children = self.children(run.name)
         sufficient = []
-        if self._lenient and run.continues_on_failure:
-            # A step that others read from is not what the pipeline was submitted for.
+        if run.continues_on_failure:
+            # One completed step is enough, unless others read from it: the pipeline was not submitted for those.
             read = {name for child in children for inner in self.below(child) for name in inner.reads}
             sufficient = [self.status(child) for child in children if child.name not in read]
         statuses = [self.status(child) for child in children]

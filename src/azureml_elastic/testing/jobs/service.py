@@ -112,14 +112,12 @@ class Service(threading.Thread):
         return self._planner.plan(first, body), body
 
     def _add(self, plan: Plan) -> None:
-        """Make a plan's runs known, with an execution that is not started for each command."""
         self._executions.update({name: Execution(job, self.setting) for name, job in plan.jobs.items()})
         for name, body in plan.sweeps.items():
             self._sweeps[name] = _Sweep(body, enumerate(islice(body.space.points(), body.most_trials)))
         self._runs.add(*plan.runs)
 
     def _start(self, run: Run) -> None:
-        """Start a command job or a sweep."""
         run.begun = True
         if run.kind == "Command":
             self._executions[run.name].start()
@@ -164,7 +162,6 @@ class Service(threading.Thread):
                 self._evict(pending)
 
     def _advance(self) -> None:
-        """Start and end what is due in all pipelines and sweeps."""
         with self._lock:
             sweeps = dict(self._sweeps)
         for name, sweep in sweeps.items():
