@@ -312,7 +312,7 @@ class LocalCluster:
         if program is None:
             return False
         modules = list(program_modules(program))
-        if fixed := describe_fixed_ranks(modules, Path.cwd()):
+        if fixed := describe_fixed_ranks(modules):
             _LOG.warning("%s", fixed)
         return opens_session(modules)
 

@@ -7,6 +7,7 @@ node, :func:`parse_program` parses the words into which the shell has split the 
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import sys
@@ -24,7 +25,7 @@ _SHELLS = frozenset({"bash", "dash", "sh", "zsh"})
 _QUOTES = frozenset("'\"\\")
 _FLAGS = frozenset("bBdEIOPqRsSuvx")
 _FLAGS_WITH_VALUE = frozenset("WX")
-_PRINTS = frozenset({"-V", "-VV", "--version", "-h", "--help"})
+_PRINTS = frozenset({"-V", "-VV", "--version", "-h", "--help", "-c"})
 _WAITS = frozenset({"fg", "wait"})
 _LOOPS = (["for"], ["until"], ["while"])
 
@@ -85,7 +86,12 @@ def parse_program(argv: Sequence[str]) -> Program:
     """
     words = list(argv)
     if len(words) == 1 and any(character.isspace() or character in _QUOTES for character in words[0]):
-        words = words if _is_script(words[0]) else _split(words[0])
+        commands = [] if _is_script(words[0]) else list(simple_commands(words[0]))
+        if len(commands) > 1:
+            raise CommandError(
+                f"{words[0]!r} holds {len(commands)} shell commands where one Python program is expected. {NEXT_STEP}."
+            )
+        words = words if _is_script(words[0]) else [word.text for each in commands for word in each]
     if not words:
         raise CommandError(f"The command is empty. {NEXT_STEP}.")
     if is_interpreter(words[0]):
@@ -137,11 +143,8 @@ def find_program(shell_command: str) -> FoundProgram:
         skipped, problem = program_start(words)
         start = words[skipped:]
         loops += (start[:1] in _LOOPS) - (start[:1] == ["done"])
-        if not start or not is_program(start[0]):
+        if not start or not is_program(start[0]) or _prepares(start):
             others.append(start or words)
-            continue
-        if _prepares(start):
-            others.append(start)
             continue
         parse_program(start)
         if loops:
@@ -154,9 +157,9 @@ def find_program(shell_command: str) -> FoundProgram:
         cut = slice(command[skipped].start, command[-1].end)
         found.append(FoundProgram(shell_command[: cut.start], shell_command[cut], shell_command[cut.stop :]))
     if not found:
-        launcher = next((words for words in others if command_name(words) in NAMES), None)
-        behind = next((words for words in others if _may_hide_python(words)), None)
-        raise CommandError(_no_program(launcher or behind or (others[-1] if others else [])))
+        telling = [words for words in others if command_name(words) in NAMES]
+        telling += [words for words in others if _is_shell_text(words) or any(map(is_interpreter, words[1:]))]
+        raise CommandError(_no_program([*telling, *others[-1:], []][0]))
     if len(found) > 1:
         programs = ", ".join(repr(one.program) for one in found)
         raise CommandError(
@@ -205,7 +208,7 @@ def left_to_the_shell(words: Sequence[str]) -> int | None:
 
     ``None`` if the command starts no Python program that :func:`find_program` would return.
     """
-    position = program_start(words).position
+    position, _ = program_start(words)
     if position == len(words) or not is_program(words[position]) or _prepares(list(words[position:])):
         return None
     return next(at for at, word in enumerate(words) if not (is_keyword(word) or is_assignment(word)))
@@ -252,35 +255,16 @@ def _parse_interpreted(words: list[str]) -> Program:
 
 
 def _prepares(words: list[str]) -> bool:
-    """Return whether a call of Python only prepares the node.
-
-    It installs packages, runs a ``-c`` command, or prints what the interpreter is.
-    """
-    for position, word in enumerate(words[1:], start=1):
+    """Return whether a call of Python only installs packages, runs a ``-c`` command, or prints what it is."""
+    for word, following in itertools.pairwise([*words[1:], ""]):
         if not word.startswith("-"):
             return word.rsplit("/", 1)[-1] == "setup.py"
-        if word == "-c" or word in _PRINTS:
-            return True
-        if word == "-m":
-            return words[position + 1 : position + 2] in (["pip"], ["venv"], ["ensurepip"])
+        if word in _PRINTS or word == "-m":
+            return word != "-m" or following in ("pip", "venv", "ensurepip")
     return False
 
 
-def _may_hide_python(words: Sequence[str]) -> bool:
-    return _is_shell_text(words) or any(is_interpreter(word) for word in words[1:])
-
-
-def _split(text: str) -> list[str]:
-    commands = list(simple_commands(text))
-    if len(commands) > 1:
-        raise CommandError(
-            f"{text!r} holds {len(commands)} shell commands where one Python program is expected. {NEXT_STEP}."
-        )
-    return [word.text for word in commands[0]] if commands else []
-
-
 def _is_shell_text(words: Sequence[str]) -> bool:
-    """Return whether a command is a shell that runs a text, as ``bash -c`` does."""
     options = [word for word in words[1:3] if word.startswith("-") and not word.startswith("--")]
     return command_name(words) in _SHELLS and any("c" in word for word in options)
 

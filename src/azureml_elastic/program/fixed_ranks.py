@@ -16,8 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from azureml_elastic.program.source import Module, dotted_name, text_of
 
@@ -39,32 +38,25 @@ _TRY = (ast.Try, getattr(ast, "TryStar", ast.Try))  # Python 3.10 has no except*
 _LEAVING = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 
-@dataclass(frozen=True, order=True)
-class FixedRank:
-    """A place where a program fixes ranks or an address.
+class FixedRank(NamedTuple):
+    """A place where a program fixes ranks or an address, and the predicate of the sentence about it."""
 
-    Args:
-        what: predicate of the sentence about it.
-    """
-
-    path: Path
+    path: str
     line: int
     kind: Literal["variable", "group", "spawn"]
     what: str
 
 
-def describe_fixed_ranks(modules: Sequence[Module], folder: Path) -> str:
+def describe_fixed_ranks(modules: Sequence[Module]) -> str:
     """Return where a program fixes its ranks, why that is wrong, and what to write; empty if it does not.
 
     Args:
         modules: modules of the program, its own first.
-        folder: folder from which the paths are named.
     """
     found = find_fixed_ranks(modules)
     if not found:
         return ""
-    paths = {module.path: module for module in modules}
-    places = [f"{paths[each.path].place(folder, each.line)} {each.what}" for each in found[:_MOST_SHOWN]]
+    places = [f"{each.path}:{each.line} {each.what}" for each in found[:_MOST_SHOWN]]
     more = f"; {len(found) - _MOST_SHOWN} more places do the like" if len(found) > _MOST_SHOWN else ""
     kinds = {each.kind for each in found}
     advice = []
@@ -139,14 +131,14 @@ class _Unit:
         for name, value in self._assigned(node):
             if name in _VARIABLES and _is_fixed(value, self.module, self.constants):
                 what = f"sets {name} to {ast.unparse(value)}"
-                yield FixedRank(self.module.path, value.lineno, "variable", what)
+                yield FixedRank(self.module.shown, value.lineno, "variable", what)
         if not isinstance(node, ast.Call):
             return
         if self.module.full_name(node.func) in _SPAWNS:
             what = f"starts its ranks itself by {dotted_name(node.func)}()"
-            yield FixedRank(self.module.path, node.lineno, "spawn", what)
+            yield FixedRank(self.module.shown, node.lineno, "spawn", what)
         elif (name := _last_name(node)) in _GROUPS and (argument := self._of_group(node)):
-            yield FixedRank(self.module.path, node.lineno, "group", f"calls {name}() with {argument}")
+            yield FixedRank(self.module.shown, node.lineno, "group", f"calls {name}() with {argument}")
 
     def _assigned(self, node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
         """Yield the names and values of environment variables that a node sets."""

@@ -20,21 +20,15 @@ class Launcher:
     """A launcher, and what becomes of its options. Names of options have no leading hyphens, and hyphens inside.
 
     Args:
-        name: name in messages.
         calls: commands that call it, without interpreter and folder.
         other_names: further commands and modules that are it, or start a part of its cluster, and are not translated.
         framework: engine that the agent starts in its place; empty for workers alone.
-        count: option with the number of processes.
-        nodes: option with the number of nodes, if ``count`` is the number over all of them; otherwise empty.
+        count: option with the number of processes: on a node, or on as many as the option ``nodes`` has.
         fields: options that are fields of ``ElasticDistribution``.
         variables: options that the script receives as environment variables.
-        dropped: options with a value that the agent does not need.
-        flags: options without a value that the agent does not need.
-        refused: other options with a value.
-        refused_flags: other options without a value.
-        short: short forms of options.
-        local_rank: argument in which the script receives its local rank; empty if it does not.
-        no_local_rank: option that omits this argument.
+        dropped: other options with a value that the agent does not need, and ``flags`` without one.
+        refused: further options without a value; whatever has no place here is refused, too.
+        local_rank: argument in which the script receives its local rank, unless ``no_local_rank`` is given.
         one_per_gpu: whether it starts one process per GPU without ``count``, rather than a single one.
         library: whether options configure a library that the script uses, too.
     """
@@ -49,8 +43,7 @@ class Launcher:
     variables: Mapping[str, str] = field(default_factory=dict)
     dropped: str = ""
     flags: str = ""
-    refused: str = ""
-    refused_flags: str = "no-python"
+    refused: str = "no-python"
     short: Mapping[str, str] = field(default_factory=dict)
     local_rank: str = ""
     no_local_rank: str = ""
@@ -58,19 +51,14 @@ class Launcher:
     library: bool = False
 
     @property
-    def kept_with_value(self) -> frozenset[str]:
+    def with_value(self) -> frozenset[str]:
         """Options with a value that have an equivalent or need none."""
         return frozenset({self.count, self.nodes, *self.fields, *self.variables, *self.dropped.split()})
 
     @property
-    def with_value(self) -> frozenset[str]:
-        """Options with a value."""
-        return self.kept_with_value.union(self.refused.split())
-
-    @property
     def without_value(self) -> frozenset[str]:
         """Options without one."""
-        return frozenset({self.no_local_rank, *self.flags.split(), *self.refused_flags.split()})
+        return frozenset({self.no_local_rank, *self.flags.split(), *self.refused.split()})
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -85,9 +73,7 @@ TORCHRUN = Launcher(
     fields=_RESTARTS,
     dropped="nnodes node-rank master-addr master-port local-addr rdzv-backend rdzv-endpoint rdzv-id rdzv-conf",
     flags="standalone use-env module run-path",
-    refused="start-method event-log-handler role log-dir redirects tee local-ranks-filter logs-specs numa-binding "
-    "duplicate-stdout-filters duplicate-stderr-filters signals-to-handle shutdown-timeout",
-    refused_flags="no-python virtual-local-rank",
+    refused="no-python virtual-local-rank",
     short={"-m": "module", "-r": "redirects", "-t": "tee"},
 )
 LAUNCHERS = (
@@ -111,8 +97,7 @@ LAUNCHERS = (
         variables={"mixed-precision": "ACCELERATE_MIXED_PRECISION", "num-cpu-threads-per-process": "OMP_NUM_THREADS"},
         dropped="machine-rank main-process-ip main-process-port rdzv-backend rdzv-conf",
         flags="multi-gpu same-network module quiet",
-        refused="config-file gpu-ids dynamo-backend dynamo-mode log-dir tee role deepspeed-config-file zero-stage",
-        refused_flags="no-python cpu debug enable-cpu-affinity use-deepspeed use-fsdp use-megatron-lm "
+        refused="no-python cpu debug enable-cpu-affinity use-deepspeed use-fsdp use-megatron-lm "
         "use-parallelism-config dynamo-use-fullgraph dynamo-use-dynamic dynamo-use-regional-compilation "
         "fp8-use-autocast-during-eval downcast-bf16 tpu tpu-cluster no-tpu-cluster tpu-use-sudo",
         short={"-m": "module", "-q": "quiet"},
@@ -126,8 +111,7 @@ LAUNCHERS = (
         count="num-gpus",
         dropped="hostfile num-nodes master-port master-addr node-rank launcher launcher-args ssh-port log-level",
         flags="module no-ssh no-ssh-check force-multi quiet no-local-rank",
-        refused="include exclude autotuning enable-each-rank-log bind-core-list venv-script",
-        refused_flags="no-python save-pid bind-cores-to-rank elastic-training",
+        refused="no-python save-pid bind-cores-to-rank elastic-training",
         short={"-H": "hostfile", "-i": "include", "-e": "exclude", "-q": "quiet", "--num_accelerators": "num-gpus"},
         local_rank="--local_rank",
         no_local_rank="no-local-rank",

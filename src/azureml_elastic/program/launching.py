@@ -14,7 +14,6 @@ from __future__ import annotations
 import ast
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,49 +53,34 @@ _TRAINING = frozenset(
 """Last parts of the names of functions that a training script calls, and a launcher does not; ``...Trainer`` too."""
 
 
-@dataclass(frozen=True)
-class Launching:
-    """What makes a program a launcher.
-
-    Args:
-        where: place in its text, or in that of the program that it is given, such as ``launch.py:12``.
-        what: predicate of the sentence about that place.
-        given: the program that it is given; empty if it starts a launcher or a cluster of its own.
-        argument: index of the argument that names the given program.
-        is_module: whether the given program is the name of a module.
-        starts: words of the launcher or cluster that it starts; empty if it is given a program.
-    """
+class Launching(NamedTuple):
+    """What makes a program a launcher."""
 
     where: str
+    """Place in its text, or in that of the program that it is given, such as ``launch.py:12``."""
     what: str
-    given: str = ""
-    argument: int = 0
-    is_module: bool = False
+    """Predicate of the sentence about that place."""
+    given: Given | None = None
+    """The program that it is given; ``None`` if it starts a launcher or a cluster of its own."""
     starts: tuple[str, ...] = ()
+    """Words of the launcher or cluster that it starts."""
 
 
-class _Place(NamedTuple):
-    line: int
-    what: str
-    words: tuple[str, ...] = ()
-
-
-class _Given(NamedTuple):
+class Given(NamedTuple):
     """A file that is an argument of a program."""
 
     name: str
     argument: int
     path: Path
-    is_module: bool = False
+    is_module: bool
+    """Whether the argument is the name of a module."""
     is_value: bool = False
     """Whether it may be the value of an option."""
 
     def module(self) -> Module | None:
         """Return the module, ``None`` for a file of another kind."""
-        if self.path.suffix != ".py":
-            return None
         try:
-            return Module(self.path, self.path.read_bytes())
+            return Module(self.path, self.path.read_bytes(), self.name) if self.path.suffix == ".py" else None
         except OSError:
             return None
 
@@ -111,16 +95,16 @@ def refuse_launching(found: FoundProgram, folder: Path, modules: Sequence[Module
     launching = find_launching(program, folder, modules, runs_engine=runs_engine)
     if launching is None:
         return
-    if launching.starts:
+    if launching.given is None:
         raise CommandError(
             f"{launching.where} {launching.what}, so that {program.target!r} is a launcher of its own on each node; "
             f"{instead_of(command_name(launching.starts), launching.starts[1:])}"
         )
     raise CommandError(
-        f"{program.target!r} is given the program {launching.given!r}, as a launcher is ({launching.where} "
+        f"{program.target!r} is given the program {launching.given.name!r}, as a launcher is ({launching.where} "
         f"{launching.what}); the elastic agent takes the launcher's place and starts the workers itself. Give "
-        f"command={_without(found, program, launching)!r}, and process_count_per_instance, the number of workers of a "
-        "node, to ElasticDistribution. A program that only prepares each worker can call runpy.run_path()."
+        f"command={_without(found, program, launching.given)!r}, and process_count_per_instance, the number of workers "
+        "of a node, to ElasticDistribution. A program that only prepares each worker can call runpy.run_path()."
     )
 
 
@@ -134,76 +118,62 @@ def find_launching(
         modules: modules of the program.
         runs_engine: whether the program is a driver, which may start programs on a cluster that it does not start.
     """
-    if not modules:
-        return None if runs_engine else _of_unknown(program, folder)
-    if any(_training(module) is not None for module in modules):
+    if any(_training(module) for module in modules):
         return None
-    starting: tuple[Module, _Place] | None = None
-    for module in modules:
-        for place in _launches(module):
-            if not runs_engine or starts_cluster(place.words):
-                return Launching(module.place(folder, place.line), place.what, starts=place.words)
-        if starting is None and not runs_engine and (found := _starts_python(module)) is not None:
-            starting = module, found
+    for found in (found for module in modules for found in _launches(module)):
+        if not runs_engine or starts_cluster(found.starts):
+            return found
+    if runs_engine:
+        return None
     # Processes of Python alone make no launcher: a program that prepares data has them, too.
-    if starting is not None:
-        module, place = starting
-        for given in _given(program.arguments, folder):
-            read = given.module()
-            if not given.path.is_file() or given.name.endswith(".sh") or (read is not None and _is_program(read)):
-                where = module.place(folder, place.line)
-                return Launching(where, place.what, given.name, given.argument, given.is_module)
-    return None
-
-
-def _of_unknown(program: Program, folder: Path) -> Launching | None:
-    """Return what makes a program a launcher whose text is not there."""
-    for given in _given(program.arguments, folder):
+    starting = next(filter(None, map(_starts_python, modules)), None)
+    for given in _given(program.arguments, folder) if starting or not modules else ():
         module = given.module()
-        if module is None or not _is_program(module):
-            continue
-        place = _training(module)
-        if place is None and given.is_value:
-            continue  # a model, or the like, that can be run to try it
-        line, what = (place.line, place.what) if place is not None and place.what else (0, "is a program of its own")
-        return Launching(module.place(folder, line), what, given.name, given.argument, given.is_module)
+        if starting:
+            if not given.path.is_file() or given.name.endswith(".sh") or (module and _is_program(module)):
+                return starting._replace(given=given)
+        elif module and _is_program(module):
+            training = _training(module)
+            if training or not given.is_value:  # a value is a model, or the like, that can be run to try it
+                where, what = training if training and training[1] else (module.shown, "is a program of its own")
+                return Launching(where, what, given)
     return None
 
 
-def _training(module: Module) -> _Place | None:
-    """Return where a module trains, or sets up what only a worker has."""
+def _training(module: Module) -> tuple[str, str] | None:
+    """Return where a module trains, or sets up what only a worker has, and the predicate of the sentence about it."""
     for call in module.calls:
         last = dotted_name(call.func).rpartition(".")[2]
         if last in _TRAINING or last.endswith("Trainer"):
-            return _Place(call.lineno, f"calls {last}()")
+            return module.place(call.lineno), f"calls {last}()"
     uses = any(each.dotted.startswith("azureml_elastic") for each in module.imports if not each.level)
-    return _Place(0, "") if uses else None
+    return (module.shown, "") if uses else None
 
 
-def _launches(module: Module) -> Iterator[_Place]:
+def _launches(module: Module) -> Iterator[Launching]:
     """Yield where a module imports a launcher, or starts one or a cluster."""
     for each in module.imports:
         # The names of commands, such as accelerate, and all of engines are libraries that training scripts import.
         for name in (each.dotted.rpartition(".")[0], each.dotted) if not each.level else ():
             known = "." in name and name in NAMES and not NAMES[name].framework
             if known or name.startswith("torch.distributed.launcher"):
-                yield _Place(each.line, f"imports {name}", (name,))
+                yield Launching(module.place(each.line), f"imports {name}", starts=(name,))
     for call in _starts(module):
-        for words in _started(module, call):
-            if _is_launcher(words):
-                yield _Place(call.lineno, f"starts {' '.join(words)!r}", words)
+        for words in filter(_is_launcher, _started(module, call)):
+            yield Launching(module.place(call.lineno), f"starts {' '.join(words)!r}", starts=words)
 
 
-def _starts_python(module: Module) -> _Place | None:
+def _starts_python(module: Module) -> Launching | None:
     """Return where a module starts processes of Python."""
     for call in _starts(module):
         started = list(_started(module, call))
         # What is made elsewhere, as by a function, is judged by the whole module.
         if any(map(_has_interpreter, started)) if started else _names_interpreter(module):
-            return _Place(call.lineno, f"calls {module.full_name(call.func)}()")
+            return Launching(module.place(call.lineno), f"calls {module.full_name(call.func)}()")
     called = [(module.full_name(call.func), call.lineno) for call in module.calls]
     if any(name in _RUNS_IN_PLACE for name, _ in called):
-        return next((_Place(line, f"calls {name}()") for name, line in called if name in _PROCESSES), None)
+        processes = (Launching(module.place(line), f"calls {name}()") for name, line in called if name in _PROCESSES)
+        return next(processes, None)
     return None
 
 
@@ -231,7 +201,7 @@ def _started(module: Module, call: ast.Call) -> Iterator[tuple[str, ...]]:
     names = {node.id for value in values for node in ast.walk(value) if isinstance(node, ast.Name)}
     assigned = (node for node in module.nodes if isinstance(node, ast.Assign))
     values += [node.value for node in assigned if names.intersection(map(dotted_name, node.targets))]
-    yield from (words for value in values if (words := _words(value)))
+    yield from filter(None, map(_words, values))
 
 
 def _names_interpreter(module: Module) -> bool:
@@ -242,19 +212,18 @@ def _names_interpreter(module: Module) -> bool:
     )
 
 
-def _given(arguments: Sequence[str], folder: Path) -> Iterator[_Given]:
+def _given(arguments: Sequence[str], folder: Path) -> Iterator[Given]:
     """Yield the arguments that name a script or a local module."""
     for index, argument in enumerate(arguments):
         before = arguments[index - 1] if index else ""
         name = argument.rpartition("=")[2] if argument.startswith("-") else argument
         if name.endswith((".py", ".sh")):
             may_be_value = name != argument or (before.startswith("-") and "=" not in before)
-            yield _Given(name, index, folder / name, is_value=may_be_value)
+            yield Given(name, index, folder / name, is_module=False, is_value=may_be_value)
         elif before in ("-m", "--module"):
             path = folder.joinpath(*argument.split("."))
-            for each in (path.with_suffix(".py"), path / "__main__.py"):
-                if each.is_file():
-                    yield _Given(argument, index, each, is_module=True)
+            paths = filter(Path.is_file, (path.with_suffix(".py"), path / "__main__.py"))
+            yield from (Given(argument, index, each, is_module=True) for each in paths)
 
 
 def _words(node: ast.AST) -> tuple[str, ...]:
@@ -277,20 +246,17 @@ def _is_launcher(words: Sequence[str]) -> bool:
     """Return whether words start a launcher or a part of a cluster."""
     if is_interpreter(words[0]):
         return any(flag == "-m" and module in NAMES for flag, module in itertools.pairwise(words))
-    if starts_cluster(words):
-        return True
     ahead = any(word.startswith("-") or word.endswith(".py") or word == "launch" for word in words[1:])
-    return ahead and command_name(words) in NAMES
+    return starts_cluster(words) or (ahead and command_name(words) in NAMES)
 
 
-def _without(found: FoundProgram, program: Program, launching: Launching) -> str:
+def _without(found: FoundProgram, program: Program, given: Given) -> str:
     """Return a command that starts the program that a launcher is given."""
     words = next(simple_commands(found.program))
     first = len(words) - len(program.arguments)
-    given = words[first + launching.argument]
+    word = words[first + given.argument]
     launcher = 2 if program.kind == "module" else 1  # words that name it
     interpreter = found.program[: words[first - launcher].start] or "python "
     # The value of an option may be in the option's word.
-    start = given.start if given.text == launching.given else given.end - len(launching.given)
-    module = "-m " if launching.is_module else ""
-    return f"{found.before}{interpreter}{module}{found.program[start:]}{found.after}"
+    start = word.start if word.text == given.name else word.end - len(given.name)
+    return f"{found.before}{interpreter}{'-m ' if given.is_module else ''}{found.program[start:]}{found.after}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from azureml_elastic.errors import CommandError
 
@@ -64,7 +64,7 @@ def fill(arguments: Sequence[str], name: str | None, environ: Mapping[str, str])
 
 
 class Word(NamedTuple):
-    """A word of a command, and the range of its characters in the command."""
+    """A word or an operator of a command, and the range of its characters in the command."""
 
     text: str
     """Text without quotes, as a program would receive it before expansion."""
@@ -72,6 +72,8 @@ class Word(NamedTuple):
     end: int
     expansions: tuple[tuple[int, int], ...] = ()
     """Ranges of what the shell replaces: ``$A``, ``${A}``, ``$(a)`` and the like, but not ``${{a}}``."""
+    kind: Literal["word", "file", "operator"] = "word"
+    """``file`` for that of a redirection."""
 
 
 def simple_commands(text: str) -> Iterator[list[Word]]:
@@ -82,15 +84,14 @@ def simple_commands(text: str) -> Iterator[list[Word]]:
             an argument of the one before.
     """
     words: list[Word] = []
-    for token in (*_tokens(text), _Operator("", len(text))):
-        if not isinstance(token, _Operator):
-            words += () if token.redirected else (token.word,)
-            continue
-        if words:
+    for token in (*_tokens(text), Word("", len(text), len(text), kind="operator")):
+        if token.kind == "word":
+            words.append(token)
+        elif token.kind == "operator" and words:
             if token.text != ")":  # which ends a pattern of 'case'
                 _refuse_argument(text, words[0])
             yield words
-        words = []
+            words = []
 
 
 def all_words(text: str) -> Iterator[Word]:
@@ -99,33 +100,29 @@ def all_words(text: str) -> Iterator[Word]:
     Raises:
         CommandError: as for :func:`simple_commands`.
     """
-    yield from (token.word for token in _tokens(text) if not isinstance(token, _Operator))
+    yield from (token for token in _tokens(text) if token.kind != "operator")
 
 
 def runs_in_background(text: str, end: int) -> bool:
-    """Return whether the shell does not wait for the simple command that ends at ``end``.
-
-    It is followed by ``&``, or a group, a compound command or a list is of which it is a part.
-    """
+    """Return whether ``&`` follows the simple command that ends at ``end``, or a group or list that it is part of."""
     depth, skips = 0, False  # blocks opened since; whether the list of this block has ended
     begins = False  # whether a command begins here, where alone 'for' and 'done' are no arguments
     for token in _tokens(text):
-        at = token.position if isinstance(token, _Operator) else token.word.start
-        if at < end:
+        if token.start < end:
             continue
-        if isinstance(token, _Operator):
+        operator = token.kind == "operator"
+        if operator:
             opens, closes, begins = token.text == "(", token.text == ")", token.text != ")"
         else:
-            opens = begins and token.word.text in _OPENING
-            closes = begins and token.word.text in _CLOSING
-            begins = begins and token.word.text in _INSIDE
+            opens, closes = begins and token.text in _OPENING, begins and token.text in _CLOSING
+            begins = begins and token.text in _INSIDE
         if opens:
             depth += 1
         elif closes and depth:
             depth -= 1
         elif closes:
             skips = False  # what follows concerns the whole block
-        elif not depth and not skips and isinstance(token, _Operator):
+        elif not depth and not skips and operator:
             if token.text == "&":
                 return True
             skips = token.text in (";", ";;", "\n")
@@ -145,19 +142,7 @@ def _refuse_argument(text: str, first: Word) -> None:
     )
 
 
-class _Operator(NamedTuple):
-    text: str
-    position: int
-
-
-class _Placed(NamedTuple):
-    word: Word
-    redirected: bool
-    """Whether the word is the file of a redirection."""
-
-
-def _tokens(text: str) -> Iterator[_Operator | _Placed]:
-    """Yield the words and operators of a command."""
+def _tokens(text: str) -> Iterator[Word]:
     redirected = False
     position = 0
     while position < len(text):
@@ -174,14 +159,14 @@ def _tokens(text: str) -> Iterator[_Operator | _Placed]:
             redirected = True
             position = match.end()
         elif match := _OPERATOR.match(text, position):
-            yield _Operator(match.group(), position)
+            yield Word(match.group(), position, match.end(), kind="operator")
             redirected = False
             position = match.end()
         else:
             word = _word(text, position)
-            position = word.end
-            yield _Placed(word, redirected)
+            yield word._replace(kind="file") if redirected else word
             redirected = False
+            position = word.end
 
 
 def _word(text: str, start: int) -> Word:
@@ -203,9 +188,8 @@ def _word(text: str, start: int) -> Word:
             expansions += inner
             content += _ESCAPED.sub(r"\1", text[position + 1 : end - 1].replace("\\\n", ""))
         elif text[position] in "$`":
-            end = _end_of_expansion(text, position)
-            if _is_replaced(text, position, end):
-                expansions.append((position, end))
+            end, inner = _expansion(text, position)
+            expansions += inner
             content += text[position:end]
         else:
             break
@@ -213,8 +197,10 @@ def _word(text: str, start: int) -> Word:
     return Word(content, start, position, tuple(expansions))
 
 
-def _is_replaced(text: str, start: int, end: int) -> bool:
-    return end - start > 1 and not text.startswith("${{", start)
+def _expansion(text: str, start: int) -> tuple[int, list[tuple[int, int]]]:
+    """Return the index after what begins at ``start``, and its range if the shell replaces it."""
+    end = _end_of_expansion(text, start)
+    return end, [] if end - start == 1 or text.startswith("${{", start) else [(start, end)]
 
 
 def _end_of_expansion(text: str, start: int) -> int:
@@ -254,10 +240,8 @@ def _double_quotes(text: str, start: int) -> tuple[int, list[tuple[int, int]]]:
         if text[position] == '"':
             return position + 1, expansions
         if text[position] in "$`":
-            end = _end_of_expansion(text, position)
-            if _is_replaced(text, position, end):
-                expansions.append((position, end))
-            position = end
+            position, inner = _expansion(text, position)
+            expansions += inner
         else:
             position += 2 if text[position] == "\\" else 1
     raise _not_closed(text, start, '"')

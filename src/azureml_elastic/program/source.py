@@ -27,11 +27,16 @@ class Imported(NamedTuple):
 
 
 class Module:
-    """A module of a program, parsed once."""
+    """A module of a program, parsed once.
 
-    def __init__(self, path: Path, text: bytes) -> None:
+    Args:
+        shown: path in messages.
+    """
+
+    def __init__(self, path: Path, text: bytes, shown: str) -> None:
         self.path = path
         self.text = text
+        self.shown = shown
         self.tree = parse_quietly(text) or ast.Module([], [])
 
     @cached_property
@@ -67,10 +72,9 @@ class Module:
         first, dot, rest = dotted_name(node).partition(".")
         return f"{self.names.get(first, first)}{dot}{rest}"
 
-    def place(self, folder: Path, line: int = 0) -> str:
-        """Return the module's path from a folder, with the number of a line."""
-        path = self.path.relative_to(folder) if self.path.is_relative_to(folder) else self.path
-        return f"{path}:{line}" if line else str(path)
+    def place(self, line: int) -> str:
+        """Return where a line is, for messages."""
+        return f"{self.shown}:{line}"
 
 
 def program_modules(program: Program, folder: Path | None = None) -> Iterator[Module]:
@@ -95,6 +99,7 @@ def program_modules(program: Program, folder: Path | None = None) -> Iterator[Mo
         elif not main.is_file() and (installed := _installed(parts)) is not None:
             main, root = installed
             within = root / parts[0]
+    here = folder or Path.cwd()
     pending, seen = [main], set()
     while pending:
         path = pending.pop()
@@ -102,7 +107,7 @@ def program_modules(program: Program, folder: Path | None = None) -> Iterator[Mo
             continue
         seen.add(path)
         try:
-            module = Module(path, path.read_bytes())
+            module = Module(path, path.read_bytes(), str(path.relative_to(here) if path.is_relative_to(here) else path))
         except OSError:
             continue
         yield module

@@ -32,19 +32,15 @@ class _Call(NamedTuple):
     """Call of a launcher in the words of a command."""
 
     launcher: Launcher
-    start: int
-    """Index of its first word: the interpreter, or the launcher itself."""
-    interpreter: int
-    """Index after the interpreter's words; ``start`` if there are none."""
+    start: int  # index of its first word: the interpreter, or the launcher itself
+    interpreter: int  # index after the interpreter's words; ``start`` if there are none
     end: int
-    """Index after its words."""
-    is_script: bool
-    """Whether it is a script or module that only has the options of a launcher."""
+    is_script: bool  # whether it is a script or module that only has the options of a launcher
 
 
 def _call(words: Sequence[str]) -> _Call | None:
     """Return the call of a launcher in the words of a simple command, or ``None``."""
-    start = position = program_start(words).position
+    start = position = program_start(words)[0]
     if words[start : start + 1] and is_interpreter(words[start]):
         position += 1
         while position < len(words) and words[position].startswith("-") and words[position] != "-m":
@@ -66,15 +62,18 @@ def _call(words: Sequence[str]) -> _Call | None:
 
 @dataclass(frozen=True)
 class Launched:
-    """The equivalent of a command with a launcher: the command without it, and fields of ``ElasticDistribution``."""
+    """The equivalent of a command with a launcher: the command without it, and fields of ``ElasticDistribution``.
+
+    Args:
+        command: empty if there is none.
+        refused: reasons why the command is not fully equivalent; empty if it is.
+        default_count: processes that the launcher starts on each node by default; ``None`` if it was given a number.
+    """
 
     command: str
-    """Empty if there is none."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     refused: str = ""
-    """Reasons why the command is not fully equivalent; empty if it is."""
     default_count: int | str | None = None
-    """Processes that the launcher starts on each node by default; ``None`` if it was given their number."""
 
     @property
     def all_fields(self) -> dict[str, Any]:
@@ -239,7 +238,7 @@ def _fields(launcher: Launcher, options: Mapping[str, str]) -> tuple[dict[str, A
 
 def _refused_options(launcher: Launcher, options: Mapping[str, str]) -> list[str]:
     """Return why options cannot be translated."""
-    kept = launcher.kept_with_value.union(launcher.flags.split(), (launcher.no_local_rank, "no-python"))
+    kept = launcher.with_value.union(launcher.flags.split(), (launcher.no_local_rank, "no-python"))
     names = [name for name in options if name not in kept]
     if launcher.library and names:
         given = " ".join(f"--{name} {options[name]}".rstrip() for name in names)

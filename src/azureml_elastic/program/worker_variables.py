@@ -35,33 +35,19 @@ _LAUNCHERS = {
 """What sets variables of ranks and addresses, by their prefix."""
 
 _EQUAL = {
-    "OMPI_COMM_WORLD_RANK": "RANK",
-    "OMPI_COMM_WORLD_SIZE": "WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "LOCAL_WORLD_SIZE",
-    "OMPI_COMM_WORLD_NODE_RANK": "NODE_RANK",
-    "MV2_COMM_WORLD_RANK": "RANK",
-    "MV2_COMM_WORLD_SIZE": "WORLD_SIZE",
-    "MV2_COMM_WORLD_LOCAL_RANK": "LOCAL_RANK",
-    "MV2_COMM_WORLD_LOCAL_SIZE": "LOCAL_WORLD_SIZE",
-    "MPI_LOCALRANKID": "LOCAL_RANK",
-    "MPI_LOCALNRANKS": "LOCAL_WORLD_SIZE",
-    "PMI_RANK": "RANK",
-    "PMI_SIZE": "WORLD_SIZE",
-    "PMI_LOCAL_RANK": "LOCAL_RANK",
-    "PMI_LOCAL_SIZE": "LOCAL_WORLD_SIZE",
-    "PMIX_RANK": "RANK",
-    "SLURM_PROCID": "RANK",
-    "SLURM_NTASKS": "WORLD_SIZE",
-    "SLURM_NPROCS": "WORLD_SIZE",
-    "SLURM_LOCALID": "LOCAL_RANK",
-    "SLURM_NTASKS_PER_NODE": "LOCAL_WORLD_SIZE",
-    "SLURM_TASKS_PER_NODE": "LOCAL_WORLD_SIZE",
-    "SLURM_NODEID": "NODE_RANK",
-    "SLURM_LAUNCH_NODE_IPADDR": "MASTER_ADDR",
-    "AZ_BATCH_MASTER_NODE": "MASTER_ADDR:$MASTER_PORT",
-    "AZ_BATCHAI_MPI_MASTER_NODE": "MASTER_ADDR",
-    "AZ_BATCHAI_TASK_INDEX": "NODE_RANK",
+    theirs: ours
+    for ours, names in {
+        "RANK": "OMPI_COMM_WORLD_RANK MV2_COMM_WORLD_RANK PMI_RANK PMIX_RANK SLURM_PROCID",
+        "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE MV2_COMM_WORLD_SIZE PMI_SIZE SLURM_NTASKS SLURM_NPROCS",
+        "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_LOCAL_RANK MPI_LOCALRANKID PMI_LOCAL_RANK "
+        "SLURM_LOCALID",
+        "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE MV2_COMM_WORLD_LOCAL_SIZE MPI_LOCALNRANKS PMI_LOCAL_SIZE "
+        "SLURM_NTASKS_PER_NODE SLURM_TASKS_PER_NODE",
+        "NODE_RANK": "OMPI_COMM_WORLD_NODE_RANK SLURM_NODEID AZ_BATCHAI_TASK_INDEX",
+        "MASTER_ADDR": "SLURM_LAUNCH_NODE_IPADDR AZ_BATCHAI_MPI_MASTER_NODE",
+        "MASTER_ADDR:$MASTER_PORT": "AZ_BATCH_MASTER_NODE",
+    }.items()
+    for theirs in names.split()
 }
 """Variables of theirs, and the ones of torchrun with the same values."""
 
@@ -98,19 +84,27 @@ def with_placeholders(found: FoundProgram, texts: Iterable[str] = (), own: Colle
     replaced: list[tuple[int, int, str]] = []
     for word in all_words(command):
         for start, end in word.expansions:
-            expansion = command[start:end]
+            expansion, inside = command[start:end], word.start in starts
             # Elsewhere, the shell itself goes on with a default, or asks whether it runs under that launcher.
             if (match := _OF_A_LAUNCHER.match(expansion)) and match[1] not in own and f"{match[1]}=" not in command:
-                if word.start in starts or (_WITHOUT_DEFAULT.fullmatch(expansion) and match[1] in _EQUAL):
-                    raise CommandError(_of_a_launcher(expansion, match[1]))
+                if inside or (_WITHOUT_DEFAULT.fullmatch(expansion) and match[1] in _EQUAL):
+                    raise _of_a_launcher(expansion, match[1])
                 continue
             name = _variable(expansion)
             if name is None:
                 continue
-            if word.start not in starts:
-                raise CommandError(_elsewhere(name, command[word.start : word.end]))
+            if not inside:
+                raise CommandError(
+                    f"The command has ${name} in {command[word.start : word.end]!r}, outside the arguments of its "
+                    "program. The shell reads it once per node, before the agent starts the workers that have it. Give "
+                    f"it to the program, as in 'python train.py --{name.lower().replace('_', '-')} ${name}', or read "
+                    f"os.environ[{_OTHER_NAMES.get(name, name)!r}] in the script."
+                )
             if not _PLAIN.fullmatch(command, start, end):
-                raise CommandError(_computed(name, expansion))
+                raise CommandError(
+                    f"The command has {expansion!r}, which the shell would compute once per node, before the agent "
+                    f"starts the workers that have ${name}. Give the program ${name} itself, and compute in the script."
+                )
             replaced.append((start, end, name))
     if not replaced:
         return Translated(found, None, frozenset())
@@ -126,11 +120,7 @@ def with_placeholders(found: FoundProgram, texts: Iterable[str] = (), own: Colle
 def words_with_placeholders(words: Sequence[str]) -> tuple[tuple[str, ...], str | None, frozenset[str]]:
     """Replace the variables of a worker in the words of a program, which no shell reads, by placeholders.
 
-    Returns:
-        The words, the name in the placeholders (``None`` if there are none), and the variables that were replaced.
-
-    Args:
-        words: words of the program, or one text with all of them, in which quotes have the meaning of a shell.
+    The words may be one text, in which quotes have the meaning of a shell. The result is as in :class:`Translated`.
 
     Raises:
         CommandError: the words start no Python program, or such a variable is a part of an expression.
@@ -173,7 +163,6 @@ def refuse_changing(variables: Iterable[str], distribution: ElasticDistribution)
 
 
 def _arguments(found: FoundProgram) -> list[Word]:
-    """Return the words of the command that are arguments of the program."""
     start = len(found.before)
     for words in simple_commands("".join(found)):
         inside = [word for word in words if word.start >= start]
@@ -189,31 +178,12 @@ def _variable(expansion: str) -> str | None:
     return None if match is None else next(name for name in match.groups() if name)
 
 
-def _elsewhere(name: str, word: str) -> str:
-    variable = _OTHER_NAMES.get(name, name)
-    return (
-        f"The command has ${name} in {word!r}, outside the arguments of its program. The shell reads it once per node, "
-        f"before the agent starts the workers that have it. Give it to the program, as in 'python train.py "
-        f"--{name.lower().replace('_', '-')} ${name}', or read os.environ[{variable!r}] in the script."
-    )
-
-
-def _of_a_launcher(expansion: str, variable: str) -> str:
+def _of_a_launcher(expansion: str, variable: str) -> CommandError:
     launcher = next(each for prefix, each in _LAUNCHERS.items() if variable.startswith(prefix))
-    equal = _EQUAL.get(variable)
-    instead = (
-        f"Give the program ${equal} instead."
-        if equal is not None
-        else "Leave it out: each worker has RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR, as under torchrun."
-    )
-    return (
+    instead = "Leave it out: each worker has RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR, as under torchrun."
+    if variable in _EQUAL:
+        instead = f"Give the program ${_EQUAL[variable]} instead."
+    return CommandError(
         f"The command has {expansion!r}, which only {launcher} sets; the elastic agent starts the workers in its "
         f"place. {instead}"
-    )
-
-
-def _computed(name: str, expansion: str) -> str:
-    return (
-        f"The command has {expansion!r}, which the shell would compute once per node, before the agent starts the "
-        f"workers that have ${name}. Give the program ${name} itself, and compute in the script."
     )

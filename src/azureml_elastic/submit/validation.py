@@ -223,7 +223,7 @@ def _check_text(job: JobFields, found: FoundProgram) -> None:
     runs_engine = job.distribution.runs_engine
     modules = list(program_modules(parse_program([found.program]), folder))
     refuse_launching(found, folder, modules, runs_engine=runs_engine)
-    if not runs_engine and (fixed := describe_fixed_ranks(modules, folder)):
+    if not runs_engine and (fixed := describe_fixed_ranks(modules)):
         _LOG.warning("%s", fixed)
 
 

@@ -105,9 +105,9 @@ def found(tmp_path, command, files=(), **options):
 )
 def test_a_program_that_starts_the_program_that_it_is_given(tmp_path, text, command, given, argument, where, what):
     launching = found(tmp_path, command, {"launch.py": text})
-    assert (launching.given, launching.argument, launching.where) == (given, argument, where)
+    assert (launching.given.name, launching.given.argument, launching.where) == (given, argument, where)
     assert what in launching.what
-    assert launching.is_module == (given == "package.task")
+    assert launching.given.is_module == (given == "package.task")
     assert not launching.starts
 
 
@@ -139,7 +139,7 @@ def test_a_program_that_starts_a_launcher_or_a_cluster(tmp_path, text, starts):
 )
 def test_a_program_whose_text_is_elsewhere_and_that_is_given_one(tmp_path, command, given, where):
     launching = found(tmp_path, command)
-    assert (launching.given, launching.where) == (given, where)
+    assert (launching.given.name, launching.where) == (given, where)
 
 
 GIT = "import library, subprocess\nprint('run it with python')\nsubprocess.run(['git', 'describe'])\nlibrary.run()\n"
