@@ -349,8 +349,8 @@ MUTATIONS = (
     Mutation(
         "seal-ignores-a-later-heartbeat",
         "node/core/joiner.py",
-        "case on.HeartbeatRead() if event.round >= self.round.number:",
-        "case on.HeartbeatRead() if False:",
+        "case ev.HeartbeatRead() if event.round >= self.round.number:",
+        "case ev.HeartbeatRead() if False:",
         by_schedules=True,
     ),
     Mutation(
