@@ -11,8 +11,6 @@ from azureml_elastic.node.agent.shard_transfer import ShardSender
 from azureml_elastic.node.core.hangs import HangPolicy
 from azureml_elastic.node.hangs.detector import HangDetector
 
-__all__ = ["open_channel"]
-
 
 def open_channel(recorder):
     """Return a channel that nothing is woken by."""

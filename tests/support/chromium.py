@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["Browser", "Elements", "chromium", "dom"]
-
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = (
     "--headless",

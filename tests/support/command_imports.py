@@ -12,8 +12,6 @@ from typer.testing import CliRunner
 
 from azureml_elastic.cli import app
 
-__all__ = ["completions", "imported_packages"]
-
 _RUN = """
 import json, sys
 from azureml_elastic.cli import main

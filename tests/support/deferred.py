@@ -18,8 +18,6 @@ from torch.optim import Optimizer
 
 from azureml_elastic.distributed.device import Device, Fetched
 
-__all__ = ["GARBAGE", "DeferredDevice", "DeferredSGD", "Ended", "reduce_later"]
-
 GARBAGE = 1e30
 """What an aborted collective leaves in its tensor."""
 

@@ -8,8 +8,6 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["TakenDescriptors", "no_free_descriptor"]
-
 
 class TakenDescriptors:
     """Descriptors of this process that nobody else in it can have."""

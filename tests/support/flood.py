@@ -10,8 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-__all__ = ["Flood", "flood"]
-
 
 class Flood:
     """A flood in progress.

@@ -11,8 +11,6 @@ from azureml_elastic.forks import import_loader, script_runner
 from azureml_elastic.forks.server import EarlierImports
 from tests.support.leaving import leaving
 
-__all__ = ["become_script"]
-
 
 def become_script(request: Mapping[str, Any], descriptors: list[int], made: EarlierImports) -> Callable[[], Any]:
     """Become a script, and return the call that runs it."""

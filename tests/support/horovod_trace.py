@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from tests.support.waiting import until
 
-__all__ = ["Entry", "Trace"]
-
 
 class Entry(NamedTuple):
     """A start of training: the first batch, the number of workers, and their processes."""

@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-__all__ = ["BATCH", "REQUESTS", "TARGETS", "attack", "exchange", "random_json", "random_request", "statuses"]
-
 REQUESTS = int(os.environ.get("ATTACK_MESSAGES", "300"))
 """Number of random requests to each server; ``python -m nox -s attack`` sends more."""
 

@@ -21,8 +21,6 @@ from azureml_elastic.forks import script_runner
 from azureml_elastic.forks.server import EarlierImports
 from azureml_elastic.local import forked_node
 
-__all__ = ["become_node", "leaving"]
-
 
 def become_node(request: Mapping[str, Any], descriptors: list[int], made: EarlierImports) -> Callable[[], Any]:
     """Become a node or, later, one of its workers; see :func:`azureml_elastic.local.forked_node.become_node`."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import psutil
 
-__all__ = ["reachable_addresses"]
-
 
 def reachable_addresses() -> set[tuple[str, int]]:
     """Return address and port of all TCP sockets on which children of this process listen, but for 127.0.0.1."""

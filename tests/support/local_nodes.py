@@ -14,8 +14,6 @@ from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.local.processes import MARKER
 from tests.support.waiting import until
 
-__all__ = ["LocalNodes"]
-
 
 class LocalNodes:
     """The nodes of a run in a folder.

@@ -26,8 +26,6 @@ from azureml_elastic.local.processes import set_subreaper
 from azureml_elastic.program.command import parse_program
 from tests.support.paths import ROOT
 
-__all__ = ["DYING", "FORKED", "WATCHED", "Script", "StartAt", "forked_with", "run_script"]
-
 _IMPORTS = {
     "training": Imports(
         modules=("tests.support.training_imports", "tests.support.forked_script"), path=(str(ROOT),), at_once=True

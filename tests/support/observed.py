@@ -14,8 +14,6 @@ import pytest
 
 from tests.support.stacks import run_stock
 
-__all__ = ["assert_same", "assert_same_steps", "files", "observed", "run_observed", "samples"]
-
 _OF_A_ROUND = re.compile(r"\.round-\d+\.[0-9a-f]+")
 """The end of the name of a checkpoint's folder: the round, and a random number."""
 

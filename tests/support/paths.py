@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["PROGRAMS", "ROOT", "SAMPLES", "SUPPORT"]
-
 SUPPORT = Path(__file__).resolve().parent
 ROOT = SUPPORT.parents[1]
 SAMPLES = ROOT / "samples"

@@ -8,8 +8,6 @@ import xxhash
 
 from azureml_elastic.ipc.message import ShardDescription
 
-__all__ = ["describe", "memory_of"]
-
 
 def describe(folder, content, tail=b"", rank=0, **changed):
     """Return the description of a shard with this content, or of what is ``changed`` of it."""

@@ -23,15 +23,6 @@ from azureml_elastic.local.node_start import StartMethod
 from tests.support.node_server import forked_with
 from tests.support.whole_runs import GATHERING
 
-__all__ = [
-    "FAULTS",
-    "StockRun",
-    "assert_in_process_recovery_is_a_restart",
-    "assert_same_rates",
-    "assert_weights_do_not_depend_on_the_world_size",
-    "run_stock",
-]
-
 FAULTS = "kill=rank0@step:33,add@step:60,preempt=any@step:90"
 """The loss of rank 0's node, a node's arrival and a preemption with notice."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from textwrap import indent
 
-__all__ = ["tiny_training"]
-
 _SCRIPT = """
 import os, pathlib, sys, time
 import torch

@@ -9,9 +9,7 @@ from azureml_elastic.node.core import actions as do
 from azureml_elastic.node.core import events as ev
 from azureml_elastic.node.core.failures import Failure
 from azureml_elastic.node.core.round import Member, Round
-from azureml_elastic.node.core.training import Training
-
-__all__ = ["ENTERED", "TrainingRound", "failure", "sealed"]
+from azureml_elastic.node.core.training import State, Training
 
 ENTERED = 1000.0
 """Moment at which all members have entered their round."""
@@ -70,6 +68,7 @@ class TrainingRound:
             for name in names
         }
         self.leader = names[0]
+        self.defers = False
         self.done: dict[str, list[do.TrainingAction]] = {name: [] for name in names}
         self.sent: list[object] = []
         self._seen = dict.fromkeys(names, ev.RoundSeen())
@@ -81,8 +80,12 @@ class TrainingRound:
     def feed(self, node: str, *events: ev.TrainingEvent) -> list[do.TrainingAction]:
         """Let something happen on a node; return what it is to do, without messages, which arrive everywhere."""
         done: list[do.TrainingAction] = []
+        machine = self.machines[node]
         for event in events:
-            for action in self.machines[node].handle(event, self.now):
+            actions = machine.handle(event, self.now)
+            if machine.state is State.DEFERRING and not self.defers:
+                actions = [*actions, *machine.handle(ev.TimePassed(), machine.deadline)]
+            for action in actions:
                 match action:
                     case do.ToLeader(body):
                         self.sent.append(body)

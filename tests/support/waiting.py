@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from tests.support.costs.watch import FreeTime
 
-__all__ = ["until"]
-
 
 def until(condition: Callable[[], object], timeout: float = 60.0, interval: float = 0.01) -> None:
     """Wait until a condition holds.

@@ -14,8 +14,6 @@ from azureml_elastic.ledger.events import Event, Progress, RoundEntered, Workers
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.ledger.summary import Report
 
-__all__ = ["GATHERING", "after_gathering", "at_step", "workers_at_step"]
-
 GATHERING = TableRendezvous(timings=RendezvousTimings(settle_timeout=timedelta(minutes=1)))
 """The first round waits for all announced nodes, which start at very different speeds on a busy machine."""
 

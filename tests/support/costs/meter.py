@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-__all__ = ["Group", "Meter", "Process", "Sampler", "open_meter", "running_processes", "spent"]
-
 TICKS = os.sysconf("SC_CLK_TCK")
 
 

@@ -15,8 +15,6 @@ import pytest
 from tests.support.costs.meter import open_meter, spent
 from tests.support.costs.watch import Limits, Watch
 
-__all__ = ["Costs", "pytest_addoption", "pytest_configure"]
-
 SHOWN = 20
 LEAST_S = 0.5
 """CPU seconds below which a test is not among the dearest, however few there are."""

@@ -25,8 +25,6 @@ from pathlib import Path
 
 from tests.support.costs.meter import Meter, running_processes, spent
 
-__all__ = ["FreeTime", "Limits", "Watch", "share_of_a_core"]
-
 INTERVAL_S = 0.5
 GRACE_S = 60.0
 """Of a test that has been ended, for its fixtures; then its process ends."""

@@ -11,8 +11,6 @@ from azureml_elastic.node.rendezvous.context import Context, Runtime
 from azureml_elastic.node.rendezvous.hub import Hub
 from azureml_elastic.node.rendezvous.link import Membership
 
-__all__ = ["PausableRuntime", "hub_at", "make_context", "start_hub"]
-
 
 class PausableRuntime(Runtime):
     """A runtime whose clock can be moved forward, as after a pause of the process."""

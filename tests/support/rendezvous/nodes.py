@@ -17,8 +17,6 @@ from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.table import open_table
 from tests.support.waiting import until
 
-__all__ = ["TIMEOUT", "TIMINGS", "Counting", "Nodes", "Slow"]
-
 TIMINGS = RendezvousTimings(
     heartbeat_interval=timedelta(seconds=0.2),
     heartbeat_timeout=timedelta(seconds=120),

@@ -22,8 +22,6 @@ from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY, RUN_KEY
 from azureml_elastic.node.table import open_table
 from tests.support.waiting import until
 
-__all__ = ["Run", "encoded"]
-
 
 def encoded(message):
     return messages.CODEC.encode(message)

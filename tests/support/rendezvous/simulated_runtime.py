@@ -17,8 +17,6 @@ from tests.support.rendezvous.simulated_time import Scheduler, SimulatedEvent, S
 if TYPE_CHECKING:
     from simulation import Node
 
-__all__ = ["Costs", "End", "SimulatedRuntime", "SimulatedServer"]
-
 
 @dataclass(frozen=True)
 class Costs:

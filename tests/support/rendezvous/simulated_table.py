@@ -17,8 +17,6 @@ from azureml_elastic.node.table.encoding import read_value, write_value
 if TYPE_CHECKING:
     from simulation import Cluster, Node
 
-__all__ = ["Fault", "SimulatedStorage", "SimulatedTable", "Write"]
-
 _PAGE = 1000
 _CUT_OFF_SECONDS = 10.0  # as long as a table is asked again and again before it counts as away
 _START = datetime(2020, 1, 1, tzinfo=timezone.utc)

@@ -8,8 +8,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
-__all__ = ["Host", "Killed", "Scheduler", "SimulatedEvent", "SimulatedThread", "Task"]
-
 
 class Killed(BaseException):
     """Ends the thread of a node that was killed: nothing that catches errors catches it."""

@@ -22,9 +22,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from azureml_elastic.config import RendezvousTimings
-from azureml_elastic.node.core.actions import Reopen
+from azureml_elastic.config import ElasticResources, Plan, RendezvousTimings
+from azureml_elastic.node.core import actions as do
+from azureml_elastic.node.core.events import RoundSeen, TimePassed
 from azureml_elastic.node.core.round import Limits, Round
+from azureml_elastic.node.core.training import Training
 from azureml_elastic.node.rendezvous.context import LocalNode
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY, RUN_KEY, node_of
@@ -35,6 +37,7 @@ from tests.support.rendezvous.simulated_time import Killed, Scheduler, Task
 __all__ = ["Cluster", "Costs", "Fault", "Killed", "Node", "Stalled", "Write"]
 
 _STACK_BYTES = 256 * 1024
+_PLAN = Plan(resources=ElasticResources(max_instance_count=2))
 
 
 class Stalled(AssertionError):
@@ -148,15 +151,35 @@ class Node:
             rendezvous.wake.clear()
             status = rendezvous.status()
             if status.broken:
-                rendezvous.round_end.reopen(Reopen("lost" if status.lost else "reopened", lost=status.lost))
+                self._end(status)
                 return
             if self._ends is not None:
                 how, self._ends = self._ends, None
-                rendezvous.round_end.reopen(Reopen("requested by the test", **how))
+                rendezvous.round_end.reopen(do.Reopen("requested by the test", **how))
                 return
             if rendezvous.membership.leads and status.waiting:
-                rendezvous.round_end.reopen(Reopen("joining"))
+                rendezvous.round_end.reopen(do.Reopen("joining"))
                 return
+
+    def _end(self, seen: RoundSeen) -> None:
+        """End a broken round, or leave that to another node, as a member decides."""
+        rendezvous, clock = self.rendezvous, self.cluster.scheduler
+        round_ = rendezvous.membership.assignment.round
+        training = Training(round_, self.name, _PLAN, opens_session=False, entered=clock.now, now=clock.now)
+        while True:
+            for event in (seen, TimePassed()):
+                for action in training.handle(event, clock.now):
+                    match action:
+                        case do.AwaitEnd():
+                            rendezvous.round_end.await_other(action)
+                        case do.Reopen():
+                            rendezvous.round_end.reopen(action)
+                            return
+            if training.over:
+                return
+            rendezvous.wake.wait(max(0.0, min(self.cluster.monitor_s, training.deadline - clock.now)))
+            rendezvous.wake.clear()
+            seen = rendezvous.status()
 
 
 @dataclass

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from tests.support.schedules.node import Node
     from tests.support.schedules.schedule import Schedule
 
-__all__ = ["FAMILIES", "Family", "Faults"]
-
 _QUIET = 40.0
 """Moment after which none of many faults comes any more."""
 

@@ -12,8 +12,6 @@ from azureml_elastic.errors import Fenced, RowChanged, RowExists, TableUnavailab
 from azureml_elastic.node.table import Row
 from azureml_elastic.node.table.checkpoint_pointer import CHECKPOINT_KEY, CheckpointPointer
 
-__all__ = ["check_fence"]
-
 _FAILS = 0.15
 """Share of the calls that fail before they are carried out, and of those whose answer is lost."""
 

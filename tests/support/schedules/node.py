@@ -24,7 +24,6 @@ from azureml_elastic.node.core.round import (
     is_same_round,
     reopened,
     restored,
-    turn_of,
 )
 from azureml_elastic.node.core.training import State, Training
 from tests.support.schedules.workers import Group
@@ -32,8 +31,6 @@ from tests.support.schedules.world import Connection, DiedError
 
 if TYPE_CHECKING:
     from tests.support.schedules.schedule import Schedule
-
-__all__ = ["Node"]
 
 _DEAD_CONNECT_SECONDS = 3.0
 _MONITOR_SECONDS = 1.0
@@ -644,8 +641,9 @@ class Node:
         self.over = self.over or given_up or reports.broken or self.newest.after(round_) is not None
         debounce = self.timings.rescale_debounce.total_seconds()
         return reports.see(
-            round_, self.name, view, over=self.over, limits=self.limits, debounce=debounce, now=self.clock
-        )
+            round_, self.name, view, over=self.over, ended=self.newest.after(round_) is not None,
+            limits=self.limits, debounce=debounce, now=self.clock,
+        )  # fmt: skip
 
     def _looked(self, round_: Round, row: Round) -> None:
         if self.round is round_ and (row.number, row.state) != (round_.number, round_.state):
@@ -701,8 +699,8 @@ class Node:
         match action:
             case do.ToMembers(body):
                 self._perform_hub(self.hub.to_members(messages.Broadcast(body)))
-            case do.ToLeader() | do.ReportDone() | do.Disconnect():
-                self._tell_leader(action)
+            case do.ToLeader() | do.ReportDone() | do.Disconnect() | do.AwaitEnd():
+                self._send(action)
             case do.AskWorkers(proposal):
                 self.group.ask(self, proposal)
             case do.TellWorkers(decision):
@@ -741,7 +739,9 @@ class Node:
         rows = self.world.table.members
         return frozenset(node for node in absent if node in rows and rows[node].state == "left")
 
-    def _tell_leader(self, action: do.ToLeader | do.ReportDone | do.Disconnect) -> None:
+    def _send(self, action: do.ToLeader | do.ReportDone | do.Disconnect | do.AwaitEnd) -> None:
+        if isinstance(action, do.AwaitEnd):
+            self._await_end(action.by)
         if self.link is None:
             return
         match action:
@@ -753,38 +753,32 @@ class Node:
                 self.link.close()
                 self.link = None
 
+    def _await_end(self, by: Member) -> None:
+        self._drop_watch()
+
+        def connected(link: Connection | None, _: bool) -> None:
+            if link is not None:
+                self.watch = link
+                link.send(greeting_of(self.me, self.round))
+
+        self.dial(by, self._from_watched_hub, connected)
+
     def _change_row(self, action: do.Reopen | do.Close, then: Callable[[bool], object]) -> None:
-        """End the round in turn, or the run; see ``rendezvous.round_end``."""
+        """End the round, or the run; see ``rendezvous.round_end``."""
         round_ = self.round
         seconds = self.clock - self.entered
         if isinstance(action, do.Close):
             to = replace(round_, state="succeeded" if action.succeeded else "failed", failures=action.failures)
             self.call(lambda: self._end_row(round_.number, to), lambda mine: self._written(to, mine, then))
             return
-        pause, first = 0.0, None
-        if not action.failures and self.name not in action.lost:
-            pause, first = turn_of(round_, action.lost, self.name)
-        if pause and first is not None and (first != round_.members[0] or self.link is None):
-            self._drop_watch()
-
-            def connected(link: Connection | None, _: bool) -> None:
-                if link is not None:
-                    self.watch = link
-                    link.send(greeting_of(self.me, round_))
-
-            self.dial(first, self._from_watched_hub, connected)
-
-        def write() -> None:
-            if self.newest.after(round_) is not None:
-                then(False)
-                return
-            to = reopened(
-                round_, action.reason, lost=action.lost, waiting=sorted(self.hub.view(self.clock).waiting),
-                failures=action.failures, seconds=seconds, round_failed=action.round_failed,
-            )  # fmt: skip
-            self.call(lambda: self._end_row(round_.number, to), lambda mine: self._written(to, mine, then))
-
-        self.world.after(pause, lambda: self.when_running(write))
+        if self.newest.after(round_) is not None:
+            then(False)
+            return
+        to = reopened(
+            round_, action.reason, lost=action.lost, waiting=sorted(self.hub.view(self.clock).waiting),
+            failures=action.failures, seconds=seconds, round_failed=action.round_failed,
+        )  # fmt: skip
+        self.call(lambda: self._end_row(round_.number, to), lambda mine: self._written(to, mine, then))
 
     def _written(self, to: Round, mine: bool, then: Callable[[bool], object]) -> None:
         if mine:

@@ -25,8 +25,6 @@ from tests.support.schedules.node import Node
 from tests.support.schedules.workers import STEP_SECONDS, Group, Worker
 from tests.support.schedules.world import Version, World
 
-__all__ = ["Schedule", "ViolationError"]
-
 _BOUND = 240.0
 """Seconds within which the run must have ended."""
 

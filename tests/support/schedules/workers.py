@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from tests.support.schedules.node import Node
     from tests.support.schedules.schedule import Schedule
 
-__all__ = ["STEP_SECONDS", "Group", "Worker"]
-
 STEP_SECONDS = 0.3
 
 _SAVE_STEPS = 7

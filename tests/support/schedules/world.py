@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from azureml_elastic.node.core.pauses import BeatWatch
     from tests.support.schedules.node import Node
 
-__all__ = ["Connection", "DiedError", "Table", "Version", "World"]
-
 _UNAVAILABLE = 0.3
 """Share of the reads of a slow table that get no answer at all."""
 

@@ -8,8 +8,6 @@ import queue
 from azureml_elastic.ipc import MessageServer, listen
 from tests.support.worlds import store_on_a_free_port
 
-__all__ = ["TIMEOUT_S", "AssigningAgent", "FakeAgent"]
-
 TIMEOUT_S = 60.0
 
 

@@ -223,7 +223,7 @@ class RoundPerformer:
     def perform(self, action: do.TrainingAction) -> ev.TrainingEvent | None:
         """Carry out one action, and return the event that answers it, where one does."""
         match action:
-            case do.ToLeader() | do.ToMembers() | do.ReportDone() | do.Disconnect():
+            case do.ToLeader() | do.ToMembers() | do.ReportDone() | do.Disconnect() | do.AwaitEnd():
                 self._send(action)
             case do.Reopen() | do.Close():
                 return self._change_row(action)
@@ -256,6 +256,8 @@ class RoundPerformer:
                 self._rdzv.membership.send_to_leader(Done())
             case do.Disconnect():
                 self._rdzv.membership.disconnect()
+            case do.AwaitEnd():
+                self._rdzv.round_end.await_other(action)
 
     def _tell_workers(self, action: do.WorkersAction) -> None:
         workers = self._channel.workers

@@ -17,70 +17,6 @@ from azureml_elastic.node.core.failures import Failure, FailureRecord
 from azureml_elastic.node.core.messages import Watch
 from azureml_elastic.node.core.round import Member, Round
 
-__all__ = [
-    "AdoptVerdict",
-    "AskWorkers",
-    "AwaitSave",
-    "Call",
-    "Close",
-    "Connect",
-    "Disconnect",
-    "EndRound",
-    "EndWatch",
-    "Enter",
-    "Entry",
-    "FindPair",
-    "Finish",
-    "FlushProgress",
-    "ForgetSaves",
-    "Forward",
-    "GetReady",
-    "Greet",
-    "HangAction",
-    "HoldWorkers",
-    "InterruptWorkers",
-    "JoinAction",
-    "LearnLesson",
-    "Log",
-    "MoveEngine",
-    "NetworkCall",
-    "NoRoom",
-    "NodeCall",
-    "NoteConnecting",
-    "NudgeHeartbeat",
-    "Offer",
-    "PrepareRow",
-    "QueryMembers",
-    "ReadFailures",
-    "ReadHeartbeat",
-    "ReadKey",
-    "ReadRound",
-    "ReadRows",
-    "RecordFailure",
-    "RecordHang",
-    "Reopen",
-    "ReportDone",
-    "Restore",
-    "RowAction",
-    "SaveAction",
-    "Sending",
-    "StopWorkers",
-    "Strike",
-    "TableCall",
-    "Take",
-    "TakeCandidates",
-    "TellWorkers",
-    "ToLeader",
-    "ToMembers",
-    "TrainingAction",
-    "Warn",
-    "WorkersAction",
-    "WriteRound",
-    "WriteRow",
-    "WriteStacks",
-]
-
-
 # --- on the way into a round -----------------------------------------------------------------------------------------
 
 
@@ -153,11 +89,13 @@ class Connect:
 
     Args:
         greeting: first message.
+        timeout: seconds to connect in; ``None`` for the heartbeat timeout.
     """
 
     to: Member
     greeting: Watch
     purpose: str
+    timeout: float | None = None
 
 
 @dataclass(frozen=True)
@@ -324,6 +262,18 @@ class Disconnect:
 
 
 @dataclass(frozen=True)
+class AwaitEnd:
+    """Connect to the hub of the survivor that is to end the round, which sends the next one to those at its own hub.
+
+    Args:
+        timeout: seconds to connect in.
+    """
+
+    by: Member
+    timeout: float
+
+
+@dataclass(frozen=True)
 class Reopen:
     """End the round so that another can form, unless another node has; ``EndWritten`` answers.
 
@@ -436,7 +386,7 @@ class Log:
     warning: bool = False
 
 
-Sending = ToLeader | ToMembers | ReportDone | Disconnect
+Sending = ToLeader | ToMembers | ReportDone | Disconnect | AwaitEnd
 WorkersAction = AskWorkers | TellWorkers | MoveEngine | InterruptWorkers | StopWorkers | FlushProgress
 Entry = Strike | RecordFailure | RecordHang | NoteConnecting | Log
 HangAction = AdoptVerdict | LearnLesson | WriteStacks

@@ -35,17 +35,6 @@ from azureml_elastic.node.core.actions import (
 from azureml_elastic.node.core.events import Noticed, Pace, WorkersSeen
 from azureml_elastic.node.core.round import Round
 
-__all__ = [
-    "BoundaryCoordinator",
-    "BoundaryParticipant",
-    "Departure",
-    "Leader",
-    "Newcomers",
-    "SaveRule",
-    "ends_soon",
-    "seconds_left",
-]
-
 # Steps between the furthest worker and a proposed one. All that a boundary is for waits for them, so they are few at
 # first; where a worker was faster than the question, the next proposal is twice as far ahead.
 _FIRST_MARGIN = 1

@@ -11,58 +11,6 @@ from azureml_elastic.node.core.failures import Failure
 from azureml_elastic.node.core.messages import Message
 from azureml_elastic.node.core.round import Member, Round
 
-__all__ = [
-    "CandidatesTaken",
-    "ConnectFailed",
-    "Connected",
-    "EndWritten",
-    "Entered",
-    "EntryFailed",
-    "Failures",
-    "FromLeader",
-    "FromMember",
-    "GotReady",
-    "Hang",
-    "HeartbeatRead",
-    "HubSent",
-    "Hung",
-    "JoinEvent",
-    "KeyRead",
-    "Learned",
-    "LinkEnded",
-    "MarksChanged",
-    "MembersAnswered",
-    "NewerRound",
-    "Noticed",
-    "Pace",
-    "PairFound",
-    "Phase",
-    "ProgramEnded",
-    "ProgramSaved",
-    "Reopened",
-    "Roster",
-    "RoundRead",
-    "RoundSeen",
-    "RoundTooLarge",
-    "RoundWritten",
-    "RowPrepared",
-    "RowWritten",
-    "RowsRead",
-    "RowsUnavailable",
-    "StacksWritten",
-    "Started",
-    "StoreEnded",
-    "StoreUsed",
-    "TimePassed",
-    "TimerFired",
-    "TrainingEvent",
-    "Woken",
-    "WorkerVoted",
-    "WorkersHeld",
-    "WorkersSeen",
-    "in_order",
-]
-
 Roster = Mapping[str, Mapping[str, Any]]
 """Values of the members' rows by node. They are not parsed, since most nodes need one or two of a thousand."""
 
@@ -324,6 +272,7 @@ class RoundSeen:
 
     Args:
         over: whether the round has ended in the table or its hub is gone.
+        ended: whether a newer version of its row is known, which another node has written.
         waiting: spares to make room for; only on rank 0's node.
         all_done: whether the workers of all members have succeeded.
         was_given_up: whether the others have gone on without this node, because its process did not run for some time.
@@ -331,6 +280,7 @@ class RoundSeen:
 
     lost: frozenset[str] = frozenset()
     over: bool = False
+    ended: bool = False
     waiting: frozenset[str] = frozenset()
     all_done: bool = False
     was_given_up: bool = False

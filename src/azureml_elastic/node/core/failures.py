@@ -23,17 +23,6 @@ from typing import Any, Literal
 
 from azureml_elastic.config import ElasticDistribution
 
-__all__ = [
-    "MAX_RECORDS",
-    "Failure",
-    "FailureKind",
-    "FailureRecord",
-    "RestartDecision",
-    "aged",
-    "decide_restart",
-    "read_records",
-]
-
 FailureKind = Literal[
     "out_of_memory", "peer", "import", "user", "killed", "crashed", "exit", "hang", "timeout", "nonfinite", "store"
 ]

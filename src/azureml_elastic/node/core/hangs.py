@@ -47,8 +47,6 @@ from azureml_elastic.node.core.actions import (
 from azureml_elastic.node.core.events import Hang, Hung
 from azureml_elastic.node.core.round import Round
 
-__all__ = ["HangPolicy", "HangResponse", "PeerDiscovery", "pause_limit", "step_limit"]
-
 _TYPICAL_FACTOR = 10.0
 _LONGEST_FACTOR = 2.0
 _PAUSE_FACTOR = 4.0

@@ -18,8 +18,6 @@ from azureml_elastic.node.core.round import Limits, Member, Round
 from azureml_elastic.node.core.sealing import candidates
 from azureml_elastic.node.core.watchers import Watcher, Watchers
 
-__all__ = ["CloseLink", "HubAction", "HubReports", "HubState", "HubView", "SealQueue", "Send", "SendAll"]
-
 _WATCHER_TIMEOUT_FACTOR = 3
 """Heartbeat timeouts after which a silent waiting node is dropped: nothing depends on its answers."""
 
@@ -457,13 +455,23 @@ class HubReports:
                 self.must_read = True
 
     def see(
-        self, round_: Round, node: str, view: HubView, *, over: bool, limits: Limits, debounce: float, now: float
+        self,
+        round_: Round,
+        node: str,
+        view: HubView,
+        *,
+        over: bool,
+        ended: bool,
+        limits: Limits,
+        debounce: float,
+        now: float,
     ) -> RoundSeen:
         """Return what is known of a round.
 
         Args:
             view: what its own hub knows, where it is rank 0.
             over: whether the round has ended in the table.
+            ended: whether the version that follows is known.
             debounce: seconds in which no further spare may come before room is made.
         """
         lost = self.lost | view.lost
@@ -476,6 +484,7 @@ class HubReports:
         return RoundSeen(
             lost=lost - {node},
             over=over or was_given_up or self.broken or node in lost,
+            ended=ended,
             waiting=spares if has_room else frozenset(),
             all_done=self.all_done,
             was_given_up=was_given_up,

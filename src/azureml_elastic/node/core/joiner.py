@@ -11,7 +11,8 @@
        ├───────> ENTERING a sealed round with this node ──> OUTSIDE ───────────────┘
        │                     │                                 │
        v                     └────────────> IN <───────────────┘
-     OVER
+     OVER                    │
+                             └──> DEFERRING to who ends the round
 
 - **Choosing** it acts on a version of the round's row, after a pause where it has acted on that one before.
 - A **candidate** sends its row to a hub where the candidates meet, or writes it into the table; one of them seals.
@@ -35,10 +36,8 @@ from azureml_elastic.node.core import actions as do
 from azureml_elastic.node.core import events as ev
 from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.joining import Staleness, greeting_of, is_leader_unreachable
-from azureml_elastic.node.core.round import Limits, Member, Round, has_gone_back, reopened
+from azureml_elastic.node.core.round import Limits, Member, Round, has_gone_back, reopened, turn_of
 from azureml_elastic.node.core.sealing import Candidacy, Verdict
-
-__all__ = ["JoinState", "Joiner"]
 
 _MAX_BACKOFF_SECONDS = 2.0
 """Longest pause before a version of the round is acted on again, or a new attempt of nodes that could not connect."""
@@ -65,6 +64,7 @@ class JoinState(Enum):
     SPARE = "spare"
     ENTERING = "entering"
     OUTSIDE = "outside"
+    DEFERRING = "deferring"
     IN = "in"
     OVER = "over"
 
@@ -174,20 +174,16 @@ class Joiner:
                 self.me = event.me
             case ev.HubSent():
                 self._hub_sent(event.message)
-        match self.state:
-            case JoinState.CHOOSING:
-                return self._choosing(event, now)
-            case JoinState.CANDIDATE:
-                return self._waits_for_seal(event, now)
-            case JoinState.RESTORING:
-                return self._restoring(event, now)
-            case JoinState.SPARE:
-                return self._waits_beside(event, now)
-            case JoinState.ENTERING:
-                return self._entering(event, now)
-            case JoinState.OUTSIDE:
-                return self._outside(event, now)
-        return []
+        handlers = {
+            JoinState.CHOOSING: self._choosing,
+            JoinState.CANDIDATE: self._waits_for_seal,
+            JoinState.RESTORING: self._restoring,
+            JoinState.SPARE: self._waits_beside,
+            JoinState.ENTERING: self._entering,
+            JoinState.OUTSIDE: self._outside,
+            JoinState.DEFERRING: self._defers,
+        }
+        return handlers[self.state](event, now) if self.state in handlers else []
 
     # --- from version to version -------------------------------------------------------------------------------------
 
@@ -505,7 +501,7 @@ class Joiner:
             case ev.KeyRead():
                 return [do.Enter(self.round, waiting.rank)]
             case ev.EntryFailed(unreachable=False):
-                return self._without_leader(event.reason)
+                return self._without_leader(event.reason, now)
             case ev.EntryFailed():
                 waiting.reason, self.me = event.reason, event.me
                 return [do.QueryMembers(self.round)]
@@ -513,15 +509,34 @@ class Joiner:
                 verdict = is_leader_unreachable(event.answers)
                 if verdict is None:
                     return [do.ReadHeartbeat()]
-                return self._without_leader(waiting.reason) if verdict else self._stay_outside()
+                return self._without_leader(waiting.reason, now) if verdict else self._stay_outside()
             case ev.HeartbeatRead():
                 runs = event.round == self.round.number
-                return self._stay_outside() if runs else self._without_leader(waiting.reason)
+                return self._stay_outside() if runs else self._without_leader(waiting.reason, now)
         return []
 
-    def _without_leader(self, reason: str) -> list[do.JoinAction]:
-        """End the round without rank 0's node."""
-        return [do.Reopen(reason, frozenset({self.round.members[0].node}), round_failed=True)]
+    def _without_leader(self, reason: str, now: float) -> list[do.JoinAction]:
+        """End the round without rank 0's node, or have the survivor do so whose turn it is, for a while."""
+        self._waiting.reason = reason
+        if not self._waiting.rank:
+            return [self._reopening]
+        seconds, first = turn_of(self.round, {self.round.members[0].node}, self.me.node)
+        if not seconds:
+            return [self._reopening]
+        self.state, self.deadline = JoinState.DEFERRING, now + seconds
+        return self._connect(first, "the next to end the round", seconds)
+
+    @property
+    def _reopening(self) -> do.Reopen:
+        return do.Reopen(self._waiting.reason, frozenset({self.round.members[0].node}), round_failed=True)
+
+    def _defers(self, event: ev.JoinEvent, now: float) -> list[do.JoinAction]:
+        if isinstance(event, ev.ConnectFailed):
+            self._dialled = None
+        if now < self.deadline:
+            return []
+        self.deadline = float("inf")
+        return [self._reopening]
 
     def _stay_outside(self) -> list[do.JoinAction]:
         self.state = JoinState.OUTSIDE
@@ -541,7 +556,7 @@ class Joiner:
                 return [do.ReadHeartbeat()]
             case ev.HeartbeatRead():
                 if waiting.heartbeat.see(event.version, now):
-                    return self._without_leader(waiting.reason)
+                    return self._without_leader(waiting.reason, now)
                 self.deadline = now + waiting.pause
                 waiting.pause = min(_RETRY_SECONDS[1], 1.5 * waiting.pause)
             case ev.TimerFired():
@@ -556,20 +571,20 @@ class Joiner:
                 # Its row says that it has left: the next round would not wait for it.
                 return [do.WriteRow(replace(self.me, round=self.round.number), self.round)]
             case ev.EntryFailed(unreachable=False):
-                return self._without_leader(event.reason)
+                return self._without_leader(event.reason, now)
             case ev.EntryFailed():
                 return [do.ReadHeartbeat()]
         return []
 
     # --- the connection to another node's hub ------------------------------------------------------------------------
 
-    def _connect(self, to: Member, purpose: str) -> list[do.JoinAction]:
+    def _connect(self, to: Member, purpose: str, timeout: float | None = None) -> list[do.JoinAction]:
         """Return what connects this node to a hub, or tells that hub what this node waits for now."""
         greeting = greeting_of(self.me, self.round)
         link = self._link
         if link is None or not self._is_linked_to(to):
             self._link, self._dialled = None, _Link(to, greeting)
-            return [do.Connect(to, greeting, purpose)]
+            return [do.Connect(to, greeting, purpose, timeout)]
         if greeting == link.greeting:
             return []
         link.greeting, link.position = greeting, None

@@ -16,8 +16,6 @@ from typing import Any
 from azureml_elastic.node.core.messages import Watch
 from azureml_elastic.node.core.round import Member, Round
 
-__all__ = ["MeetingPoints", "ReadSchedule", "Staleness", "greeting_of", "is_landmark", "is_leader_unreachable"]
-
 _ONE_IN = 32
 """One node in so many is a landmark, by a hash of its name."""
 

@@ -29,31 +29,6 @@ from azureml_elastic.ipc.agent_messages import BROADCASTS, REPORTS, BroadcastBod
 from azureml_elastic.ipc.message import Count, MessageCodec, Name, ShardDescription, Text
 from azureml_elastic.node.core.round import Member, Round
 
-__all__ = [
-    "CODEC",
-    "AllDone",
-    "Beat",
-    "Broadcast",
-    "Done",
-    "LeaderAnswer",
-    "LeaderQuery",
-    "Lost",
-    "MemberHello",
-    "Message",
-    "Reached",
-    "Report",
-    "RoundChanged",
-    "SealPosition",
-    "ShardHeld",
-    "ShardOffer",
-    "ShardReady",
-    "ShardRefused",
-    "Unreachable",
-    "Watch",
-    "pack",
-    "unpack",
-]
-
 _MAX_BYTES = 8 << 20
 """Longest row in bytes: more than the table takes, so that a short text cannot fill the memory."""
 

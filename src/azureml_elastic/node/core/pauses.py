@@ -13,8 +13,6 @@ from bisect import bisect_right
 
 from azureml_elastic.config import RendezvousTimings
 
-__all__ = ["BeatWatch", "PauseDetector", "SilenceLimit"]
-
 _MIN_PAUSES = 1000
 """Smallest number of pauses that are remembered; with one a second, a machine cannot train anyway."""
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-__all__ = ["arranged", "kept_order", "preferred", "room_for", "whole_replicas"]
-
 
 def whole_replicas(nodes: int, nodes_per_replica: int) -> int:
     """Return how many of so many nodes are in whole replicas."""

@@ -10,16 +10,6 @@ from azureml_elastic.node.core.actions import Close, Log, Reopen
 from azureml_elastic.node.core.failures import Failure, FailureKind, FailureRecord, aged, decide_restart
 from azureml_elastic.node.core.round import Member, Round
 
-__all__ = [
-    "KILLED",
-    "SUMMARIES",
-    "charge",
-    "closing_message",
-    "died_after_training",
-    "faulty_members",
-    "size_with",
-]
-
 SUMMARIES: dict[FailureKind, str] = {
     "out_of_memory": "it ran out of memory",
     "peer": "its connection to the other workers broke",

@@ -31,21 +31,6 @@ from typing import Any, Literal
 from azureml_elastic.node.core.failures import FailureRecord, aged, read_records
 from azureml_elastic.node.core.replicas import kept_order
 
-__all__ = [
-    "Limits",
-    "Member",
-    "NewestRound",
-    "Round",
-    "RoundState",
-    "describe_loss",
-    "has_gone_back",
-    "is_same_round",
-    "reopened",
-    "require_member",
-    "restored",
-    "turn_of",
-]
-
 RoundState = Literal["open", "sealed", "succeeded", "failed"]
 MemberState = Literal["starting", "waiting", "left"]
 

@@ -16,20 +16,6 @@ from azureml_elastic.node.core.joining import MeetingPoints, ReadSchedule
 from azureml_elastic.node.core.replicas import arranged, preferred, whole_replicas
 from azureml_elastic.node.core.round import Limits, Member, Round
 
-__all__ = [
-    "Candidacy",
-    "SealTimer",
-    "Verdict",
-    "candidates",
-    "describe_partitions",
-    "drop_unresponsive",
-    "is_complete",
-    "is_quarantined",
-    "partitioned_nodes",
-    "seal",
-    "select_members",
-]
-
 
 def candidates(round_: Round, members: Iterable[Member]) -> list[Member]:
     """Return the nodes that want to be in the open round, in the order of the ranks that they would get.

@@ -7,6 +7,7 @@ agents of a round run the same machine; :mod:`~azureml_elastic.node.core.boundar
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from enum import Enum
 
 from azureml_elastic.config import Plan
@@ -19,9 +20,7 @@ from azureml_elastic.node.core.failures import Failure, FailureRecord
 from azureml_elastic.node.core.hangs import HangResponse, PeerDiscovery
 from azureml_elastic.node.core.pauses import SilenceLimit
 from azureml_elastic.node.core.restarts import KILLED, charge, died_after_training, faulty_members
-from azureml_elastic.node.core.round import Round
-
-__all__ = ["State", "Training"]
+from azureml_elastic.node.core.round import Round, turn_of
 
 _WAITED = ("peer", "timeout")
 """Kinds of failures of a worker that has waited for others."""
@@ -62,6 +61,9 @@ class State(Enum):
 
     CLOSING = "closing"
     """All are done, and rank 0's node is to mark the end of the run."""
+
+    DEFERRING = "deferring"
+    """Another survivor is to end the round, and this node makes sure of it."""
 
     ENDING = "ending"
     """The round's row is being changed."""
@@ -126,7 +128,8 @@ class Training:
         self._store_failure: Failure | None = None
         self._until = 0.0
         self._failures: ev.Failures | None = None
-        self._lost: frozenset[str] | None = None
+        self._reopening: do.Reopen | None = None
+        self._informed = False
         self._then = State.RECOVERING
         self.state = State.TRAINING
         self.connecting = False
@@ -158,7 +161,7 @@ class Training:
         What is due already was looked at, and waits for something else to happen.
         """
         moments = [self._discovery.until, self._hangs.until]
-        if self.state in (State.COLLECTING, State.SETTLING, State.CLOSING):
+        if self.state in (State.COLLECTING, State.SETTLING, State.CLOSING, State.DEFERRING):
             moments.append(self._until)
         if self._departure.notice is not None:
             moments.append(self._departure.notice.until)
@@ -170,6 +173,8 @@ class Training:
         """Take one event in, and return what shall be done, in this order."""
         if self.over or (self.state is State.ENDING and not isinstance(event, ev.EndWritten)):
             return []  # what is decided is being carried out
+        if self.state is State.DEFERRING and not isinstance(event, ev.RoundSeen | ev.TimePassed):
+            return []  # as if it had come after the round
         self._now, self._out = now, []
         # First what is known: an answer, and each transition, has to see all of it.
         self._note(event)
@@ -244,6 +249,8 @@ class Training:
                 self._settle()
             case State.CLOSING:
                 self._look_at_closing()
+            case State.DEFERRING:
+                self._look_whether_ended()
             case _:
                 pass
 
@@ -528,7 +535,7 @@ class Training:
             if not self.leads:  # rank 0 writes the row first: the others would take it for lost
                 self._do(do.Disconnect())
         grace = self._plan.preemption.grace.total_seconds()
-        self._lost, self._then = lost, State.LEFT if leaves else State.RECOVERING
+        self._then = State.LEFT if leaves else State.RECOVERING
         self._change_row(do.Reopen(reason, lost, finishing, grace, failures, round_failed))
 
     def _begin_closing(self) -> None:
@@ -541,9 +548,45 @@ class Training:
             self._change_row(do.Close(succeeded=True))
 
     def _change_row(self, action: do.Reopen | do.Close) -> None:
+        if isinstance(action, do.Close):
+            self.closed = action
+        elif self._another_ends(action):
+            return
         self.state = State.ENDING
-        self.closed = action if isinstance(action, do.Close) else None
         self._do(action)
+
+    def _another_ends(self, how: do.Reopen) -> bool:
+        """Leave it to the survivor whose turn it is to end the round, for a while; return whether it is not this one's.
+
+        The record of a failure, and that this node leaves, are known here alone: another one would write a round
+        without them.
+        """
+        self._reopening = how
+        if how.failures or self._node in how.lost or self._seen.ended:
+            return False
+        informed = self._seen.lost if self._is_linked_to_leader else frozenset[str]()
+        seconds, first = turn_of(self._round, how.lost, self._node, informed=informed)
+        if not seconds:
+            return False
+        self.state, self._until, self._informed = State.DEFERRING, self._now + seconds, bool(informed)
+        if first != self._round.members[0]:  # all others would have to read the row
+            self._do(do.AwaitEnd(first, seconds))
+        return True
+
+    @property
+    def _is_linked_to_leader(self) -> bool:
+        """Whether this node is connected to rank 0's hub."""
+        return not self._seen.was_given_up and self._round.members[0].node not in self._seen.lost
+
+    def _look_whether_ended(self) -> None:
+        """Go on once another node has ended the round, or end it where none has in time or rank 0's node is gone."""
+        how = self._reopening
+        assert how is not None
+        if self._seen.ended:
+            self.state = self._then
+        elif self._now >= self._until or (self._informed and not self._is_linked_to_leader):
+            self.state, self._reopening = State.ENDING, replace(how, lost=how.lost | self._seen.lost)
+            self._do(self._reopening)
 
     def _row_written(self, event: ev.EndWritten) -> None:
         if self.closed is not None:
@@ -551,10 +594,15 @@ class Training:
             self._then = State.RECOVERING
             if event.mine:
                 self._then = State.SUCCEEDED if self.closed.succeeded else State.FAILED
-        elif event.mine and self._lost is not None and (self.leads or self._round.members[0].node in self._lost):
+        elif (
+            event.mine
+            and (how := self._reopening) is not None
+            and not how.failures
+            and (self.leads or self._round.members[0].node in how.lost)
+        ):
             # Who has written in place of a rank 0 that is still there does not know who has announced to leave.
             in_order = self._boundary.leavers | event.left_in_order | {self._node}
-            faulty = faulty_members(self._round, self._lost, in_order)
+            faulty = faulty_members(self._round, how.lost, in_order)
             self._do(*(do.Strike(member.host_id, "lost its connection") for member in faulty if member.host_id))
         self.state = self._then
 

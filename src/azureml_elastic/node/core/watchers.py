@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 from azureml_elastic.node.core.round import Member, Round
 
-__all__ = ["Watcher", "Watchers"]
-
 _BACKOFF_SECONDS = (15.0, 240.0)
 """First and longest wait of a node that has missed two or more seals; it doubles each time."""
 

@@ -213,7 +213,7 @@ class Rendezvous:
             case do.PrepareRow():
                 return ev.RowPrepared(self._prepare(call.round), self._rows.has_written(call.round))
             case do.Connect():
-                failure = self._watch.connect(call.to, call.greeting, call.purpose)
+                failure = self._watch.connect(call.to, call.greeting, call.purpose, call.timeout)
                 if failure is None:
                     return ev.Connected()
                 return ev.ConnectFailed(isinstance(failure, ConnectionRefusedError), self._reachability.marked(me))
@@ -389,6 +389,7 @@ class Rendezvous:
             self.node,
             view,
             over=membership.over,
+            ended=self._context.latest.after(round_) is not None,
             limits=self._context.limits,
             debounce=self._context.timings.rescale_debounce.total_seconds(),
             now=self._context.clock(),

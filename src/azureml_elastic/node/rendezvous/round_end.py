@@ -7,10 +7,10 @@ import logging
 from dataclasses import dataclass
 
 from azureml_elastic.errors import TableError
-from azureml_elastic.node.core.actions import Close, Reopen
+from azureml_elastic.node.core.actions import AwaitEnd, Close, Reopen
 from azureml_elastic.node.core.joining import greeting_of
 from azureml_elastic.node.core.messages import RoundChanged
-from azureml_elastic.node.core.round import Member, Round, turn_of
+from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.core.round_ends import EndFacts, left_in_order, version_after
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub import Hub
@@ -48,38 +48,17 @@ class RoundEnd:
         Returns:
             What this node has written; ``None`` where another one was first, and nothing is charged.
         """
-        round_, lost = self.membership.assignment.round, how.lost
-        if self.context.latest.after(round_) is not None:
-            return None
-        # The record of a failure, and that this node leaves, are known here alone: the survivor whose turn it is would
-        # write a round without them.
-        if not how.failures and self.membership.me.node not in lost and self._another_node_ends(round_, lost):
-            return None
-        return self._write(how)
+        newer = self.context.latest.after(self.membership.assignment.round)
+        return self._write(how) if newer is None else None
 
     def close(self, how: Close) -> bool:
         """End the run for all nodes, and return whether this node has ended it."""
         return self._write(how) is not None
 
-    def _another_node_ends(self, round_: Round, lost: frozenset[str]) -> bool:
-        """Wait for this node's turn among the survivors; return whether another one has ended the round."""
-        me, membership = self.membership.me, self.membership
-        informed = membership.reports.lost if membership.connected and not membership.link.broken else frozenset[str]()
-        timeout, first = turn_of(round_, lost, me.node, informed=informed)
-        if not timeout:
-            return False
-        until = self.context.clock() + timeout
-        # That survivor sends the next round to those at its own hub; all others would have to read the row.
-        if first != round_.members[0] or not membership.connected:
-            self.watch.connect(
-                first, greeting_of(self.reachability.marked(me), round_), "the next to end the round", timeout
-            )
-        while (left := until - self.context.clock()) > 0 and self.context.latest.after(round_) is None:
-            if informed and membership.link.broken:
-                break
-            self.context.wake.wait(left)
-            self.context.wake.clear()
-        return self.context.latest.after(round_) is not None
+    def await_other(self, how: AwaitEnd) -> None:
+        """Connect to the hub of the survivor that is to end the round."""
+        greeting = greeting_of(self.reachability.marked(self.membership.me), self.membership.assignment.round)
+        self.watch.connect(how.by, greeting, "the next to end the round", how.timeout)
 
     def left_in_order(self, lost: frozenset[str]) -> frozenset[str]:
         """Return the lost members that have left before they could enter the round, according to their rows."""

@@ -410,6 +410,10 @@ def test_the_majority_decides_who_is_cut_off_and_the_heartbeat_where_nobody_answ
         assert action == do.ReadHeartbeat()
         action = node.feed(ev.HeartbeatRead("v", heartbeat))
     outside = do.WriteRow(replace(marked, state="left", reason="timed out"), round_)
+    if ends:  # b, in its turn
+        assert (action.to.node, action.timeout) == ("b", 0.05)
+        assert node.feed(ev.ConnectFailed(True, marked)) is None
+        action = node.until_deadline()
     assert action == (do.Reopen("timed out", frozenset({"a"}), round_failed=True) if ends else outside)
 
 
@@ -431,6 +435,7 @@ def test_a_node_outside_of_a_round_that_stops_ends_it():
     while not isinstance(action, do.Reopen) and node.now < began + 100:
         failed = ev.EntryFailed("", unreachable=True, me=node.row)
         answers = {do.ReadRound: ev.RoundRead(round_), do.ReadHeartbeat: ev.HeartbeatRead("v", 1), do.Enter: failed}
+        answers[do.Connect] = ev.Connected()
         action = node.feed(answers[type(action)]) if action is not None else node.until_deadline()
     assert action == do.Reopen("cut off", frozenset({"a"}), round_failed=True)
     assert STALE_SECONDS < node.now - began < STALE_SECONDS + 5
