@@ -11,7 +11,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,56 +25,40 @@ from azureml_elastic.forks.command import (
     server_command,
     without_threads,
 )
-from azureml_elastic.forks.link import ForkRefused, ServerProcess, document, send
+from azureml_elastic.forks.link import send
+from azureml_elastic.forks.process import ForkedProcess, ForkRefused, ServerProcess, document
 from azureml_elastic.program.command import Program
 
-__all__ = ["ForkRefused", "ForkedWorker", "PreloadServer", "begin_preload", "start_early"]
 
-
-@dataclass(eq=False)
-class ForkedWorker:
-    """Forked worker, with the part of the :class:`subprocess.Popen` interface that the agent uses.
+class ForkedWorker(ForkedProcess):
+    """A worker, whose exit code its server reports.
 
     Args:
-        args: command for a plain start of the same worker.
+        argv: command for a plain start of the same worker.
         changes: condition that is notified when a worker ends.
         reap: function called once the exit code was read; afterwards the kernel may reuse the process id.
     """
 
-    pid: int
-    args: tuple[str, ...]
-    changes: threading.Condition
-    reap: Callable[[int], None]
-    returncode: int | None = field(default=None, init=False)
-    """Exit code, negative for a signal; ``None`` until :meth:`poll` has returned it."""
-    _reported: int | None = field(default=None, init=False)
+    def __init__(
+        self, pid: int, argv: Sequence[str], changes: threading.Condition, reap: Callable[[int], None]
+    ) -> None:
+        super().__init__(pid, argv)
+        self._changes = changes
+        self._reap = reap
+        self._reported: int | None = None
 
     def poll(self) -> int | None:
         """Return the exit code, ``None`` while the worker runs."""
-        with self.changes:
+        with self._changes:
             if self.returncode is None and self._reported is not None:
                 self.returncode = self._reported
-                self.reap(self.pid)
+                self._reap(self.pid)
             return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the worker and return its exit code.
-
-        Raises:
-            subprocess.TimeoutExpired: the worker is still running.
-        """
-        with self.changes:
-            self.changes.wait_for(lambda: not self.running, timeout)
-            code = self.poll()
-        if code is None:
-            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-        return code
-
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless the worker has ended."""
-        with self.changes:
-            if self.poll() is None:
-                os.kill(self.pid, number)
+        """Send a signal, unless the worker has ended; on another thread nobody polls meanwhile."""
+        with self._changes:
+            super().send_signal(number)
 
     @property
     def running(self) -> bool:
@@ -83,9 +66,9 @@ class ForkedWorker:
         return self._reported is None
 
     def end(self, code: int) -> None:
-        """Record the exit code; the caller holds ``changes``."""
+        """Record the exit code; the caller holds the condition."""
         self._reported = code
-        self.changes.notify_all()
+        self._changes.notify_all()
 
 
 _LOG = logging.getLogger(__name__)

@@ -16,21 +16,6 @@ from typing import Any
 
 from azureml_elastic.program.command import Program
 
-__all__ = [
-    "INTERPRETER",
-    "OUTERMOST",
-    "READ_BY_TORCH",
-    "Imports",
-    "changed",
-    "changed_for_torch",
-    "is_per_worker",
-    "is_read_late",
-    "lasting",
-    "read_early",
-    "server_command",
-    "without_threads",
-]
-
 INTERPRETER = (sys.executable, "-u", "-c")
 """Beginning of a server's command, unless its program has an interpreter or options of its own."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +15,8 @@ from typing import Any
 import psutil
 
 from azureml_elastic.forks.command import Imports, read_early, server_command, without_threads
-from azureml_elastic.forks.link import GO, ForkRefused, ServerProcess, document, send
-
-__all__ = ["ForkServer", "ForkedProcess"]
+from azureml_elastic.forks.link import GO, send
+from azureml_elastic.forks.process import ForkedProcess, ForkRefused, ServerProcess, document
 
 _IMPORT_SECONDS = 120.0
 """Limit of the imports in processor time, and of a time in which they hardly get any."""
@@ -28,58 +26,6 @@ _PROGRESS_SECONDS = 1.0
 
 _ANSWER_SECONDS = 15.0
 _POLL_SECONDS = 0.05
-
-
-class ForkedProcess:
-    """A child process of this one, with the methods of ``subprocess.Popen`` that its users call.
-
-    Args:
-        argv: words that name the process in errors.
-    """
-
-    def __init__(self, pid: int, argv: Sequence[str]) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-        self._argv = list(argv)
-
-    def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or ``None`` while the process runs."""
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the process and return its exit code.
-
-        Args:
-            timeout: limit in seconds; ``None`` waits without limit.
-
-        Raises:
-            subprocess.TimeoutExpired: the process is still running.
-        """
-        limit = None if timeout is None else time.monotonic() + timeout
-        # waitpid() has no time limit.
-        while (code := self.poll()) is None:
-            if limit is not None and time.monotonic() > limit:
-                raise subprocess.TimeoutExpired(self._argv, timeout or 0.0)
-            time.sleep(0.005)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal, unless the process has ended."""
-        if self.poll() is None:
-            # Only before it was waited for: another process may have its id afterwards.
-            os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        """Send SIGTERM."""
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
-        self.send_signal(signal.SIGKILL)
 
 
 class ForkServer:

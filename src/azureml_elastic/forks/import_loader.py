@@ -33,28 +33,6 @@ from azureml_elastic.forks.command import is_per_worker
 from azureml_elastic.forks.import_scan import Import
 from azureml_elastic.plurals import counted
 
-__all__ = [
-    "BASICS",
-    "LATER",
-    "Output",
-    "Rehearsal",
-    "Unsuitable",
-    "count_threads",
-    "difference",
-    "import_all",
-    "import_later",
-    "later_of_packages",
-    "leftover_threads",
-    "open_devices",
-    "prepare",
-    "reads_rank_only",
-    "set_rank",
-    "shadowed",
-    "trial_fork",
-    "watched",
-    "why_unsafe",
-]
-
 _READERS = frozenset(
     {
         "lightning.fabric.utilities.rank_zero",

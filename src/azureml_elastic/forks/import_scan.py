@@ -26,21 +26,6 @@ from typing import Any
 from azureml_elastic.forks.command import READ_BY_TORCH, is_read_late
 from azureml_elastic.program.source import dotted_name, parse_quietly
 
-__all__ = [
-    "UNKNOWN",
-    "Findings",
-    "Import",
-    "blocks",
-    "changes_path",
-    "early_imports",
-    "executed",
-    "find_imports",
-    "is_main_check",
-    "is_type_checking",
-    "own_expressions",
-    "variables_set",
-]
-
 UNKNOWN = "?"
 """Placeholder for a variable whose name is not in the text."""
 

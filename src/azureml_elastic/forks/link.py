@@ -26,29 +26,17 @@ The process that serves a round's store ends with its connection to the agent.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import socket
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, Any
-
-__all__ = ["GO", "MOST_BYTES", "ForkRefused", "ServerProcess", "document", "read_document", "receive", "send"]
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 GO = b"-"
 """What a detached process waits for, so that none runs whose id its parent does not know."""
 
 MOST_BYTES = 1 << 16
 _MOST_DESCRIPTORS = 8
-_END_SECONDS = 2.0
-
-
-class ForkRefused(Exception):
-    """The server cannot fork a process, for the reason in the message; it must be started by its command."""
 
 
 def send(link: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
@@ -70,98 +58,8 @@ def receive(link: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     return (json.loads(data) if data else None), descriptors
 
 
-@contextlib.contextmanager
-def document(content: Any) -> Iterator[int]:
-    """Yield the descriptor of a file without a name that holds a document."""
-    with _anonymous_file() as file:
-        file.write(json.dumps(content).encode())
-        file.flush()
-        yield file.fileno()
-
-
 def read_document(descriptor: int) -> Any:
     """Read a document and close its descriptor."""
     with os.fdopen(descriptor, "rb") as file:
         file.seek(0)
         return json.loads(file.read())
-
-
-def _anonymous_file() -> IO[bytes]:
-    if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("azureml-elastic"), "w+b")
-    return tempfile.TemporaryFile()
-
-
-class ServerProcess:
-    """A fork server that this process has started, with this process's end of the link.
-
-    Args:
-        command: function that returns the server's command for the descriptor of its end.
-        popen: function that starts the process, with the arguments of ``subprocess.Popen``.
-        options: further arguments for it.
-
-    Raises:
-        ForkRefused: the process cannot be started.
-    """
-
-    def __init__(
-        self,
-        command: Callable[[int], Sequence[str]],
-        environ: Mapping[str, str],
-        popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
-        **options: Any,
-    ) -> None:
-        if sys.platform != "linux":
-            raise ForkRefused(f"{sys.platform} is not Linux")
-        self.link, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._errors = _anonymous_file()
-        words = command(server_end.fileno())
-        with server_end, _anonymous_file() as output:
-            try:
-                self._process = popen(
-                    words,
-                    env=dict(environ),
-                    stdout=output,
-                    stderr=self._errors,
-                    pass_fds=[server_end.fileno()],
-                    start_new_session=True,
-                    **options,
-                )
-            except OSError as error:
-                self.close()
-                raise ForkRefused(f"{words[0]!r} cannot be started: {error.strerror}") from error
-        self.pid = self._process.pid
-
-    def receive(self) -> dict[str, Any] | None:
-        """Wait for the server's next message; return ``None`` if it has ended."""
-        with contextlib.suppress(OSError):
-            return receive(self.link)[0]
-        return None
-
-    def kill(self) -> None:
-        """Kill the server."""
-        self._process.kill()
-
-    def disconnect(self) -> None:
-        """Let the server end: it kills its workers and exits."""
-        with contextlib.suppress(OSError):
-            self.link.shutdown(socket.SHUT_RDWR)
-
-    def wait(self) -> tuple[int, str]:
-        """Wait for the server's end, kill it if that does not come; return the exit code and the end in words."""
-        try:
-            code = self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            code = self._process.wait()
-        if code < 0:
-            return code, f"has ended by {signal.Signals(-code).name}"
-        lines = [""]
-        with contextlib.suppress(OSError, ValueError):
-            lines = os.pread(self._errors.fileno(), MOST_BYTES, 0).decode(errors="replace").strip().split("\n")
-        return code, f"has ended with exit code {code}" + (f": {lines[-1].strip()}" if lines[-1] else "")
-
-    def close(self) -> None:
-        """Close this end of the link, and what the server has written."""
-        self.link.close()
-        self._errors.close()

@@ -30,8 +30,6 @@ from wrapt import register_post_import_hook
 
 from azureml_elastic.environment import names as variables
 
-__all__ = ["Steps", "ask_to_stop", "count_steps", "on_backward", "read_steps"]
-
 Steps = tuple[int, ...]
 """Number of steps of each optimizer of each worker, always in the same order; 0 where there is none yet."""
 

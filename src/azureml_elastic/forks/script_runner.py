@@ -25,17 +25,6 @@ from typing import Any, NoReturn
 from azureml_elastic.forks import uncaught_error
 from azureml_elastic.forks.stack_imports import for_plain_start
 
-__all__ = [
-    "adopt_descriptors",
-    "adopt_environment",
-    "adopt_imports",
-    "become",
-    "execute",
-    "on_end",
-    "on_uncaught",
-    "reset_process_state",
-]
-
 _NAMES_OF_MAIN = frozenset(
     {"__annotations__", "__builtins__", "__doc__", "__loader__", "__name__", "__package__", "__spec__"}
 )

@@ -46,8 +46,6 @@ from azureml_elastic.forks.link import GO, MOST_BYTES, read_document, receive, s
 from azureml_elastic.program.command import Program
 from azureml_elastic.program.source import opens_session, program_modules
 
-__all__ = ["Become", "EarlierImports", "serve"]
-
 _PR_SET_PDEATHSIG = 1
 _IDLE_SECONDS = 0.1
 """Idle time after which the server imports the modules that torch imports later."""

@@ -17,8 +17,6 @@ from wrapt import register_post_import_hook
 
 from azureml_elastic.environment import names as variables
 
-__all__ = ["ATTACHMENTS", "for_plain_start", "is_off", "register"]
-
 _INTEGRATIONS = "azureml_elastic.train.integrations"
 
 _MODULES: dict[str, dict[str, tuple[str, ...]]] = {

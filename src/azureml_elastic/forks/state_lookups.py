@@ -29,8 +29,6 @@ from wrapt import register_post_import_hook
 from azureml_elastic.environment import names as variables
 from azureml_elastic.forks.optimizer_steps import on_backward
 
-__all__ = ["Lookups", "read_lookups", "record"]
-
 _FILE, _FOLDER = b"f", b"d"
 _END = b"\0"
 _LONGEST_PATH = 4096

@@ -23,8 +23,6 @@ from azureml_elastic.forks.link import receive
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-__all__ = ["STORE_TIMEOUT", "libuv_listens", "listening_store", "serve_store"]
-
 STORE_TIMEOUT = timedelta(minutes=5)
 """Timeout of single operations of the store."""
 

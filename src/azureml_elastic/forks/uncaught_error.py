@@ -30,8 +30,6 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["add_file_name", "find_file", "install", "record"]
-
 _READERS = {
     ("json", "load"): "fp",
     ("numpy", "load"): "file",

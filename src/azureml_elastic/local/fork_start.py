@@ -12,13 +12,11 @@ from typing import IO
 from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.environment.user import UserEnvironment
 from azureml_elastic.forks.command import INTERPRETER, Imports
-from azureml_elastic.forks.detached import ForkedProcess, ForkServer
-from azureml_elastic.forks.link import ForkRefused
+from azureml_elastic.forks.detached import ForkServer
+from azureml_elastic.forks.process import ForkedProcess, ForkRefused
 from azureml_elastic.local.node_start import NODE_COMMAND, AgentProcess, CommandStart, NodeStart
 from azureml_elastic.local.processes import MARKER
 from azureml_elastic.program.command import Program
-
-__all__ = ["MARKER_BYTES", "ForkStart", "are_forked", "open_fork_start", "start_server"]
 
 MARKER_BYTES = 128
 """Space for a node's marker, which the node writes over the server's in the memory that ``/proc`` shows."""

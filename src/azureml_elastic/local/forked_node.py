@@ -19,12 +19,10 @@ from typing import Any
 
 from azureml_elastic.forks import script_runner, stack_imports
 from azureml_elastic.forks.command import INTERPRETER, read_early
-from azureml_elastic.forks.detached import ForkedProcess
-from azureml_elastic.forks.link import document, read_document, receive, send
+from azureml_elastic.forks.link import read_document, receive, send
+from azureml_elastic.forks.process import ForkedProcess, document
 from azureml_elastic.forks.server import EarlierImports, serve
 from azureml_elastic.local.processes import MARKER
-
-__all__ = ["become_node"]
 
 _GATHER_SECONDS = 2.0
 """Limit of the wait for the other nodes of the same start, one of which may be frozen."""

@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 from azureml_elastic.forks import client
 from azureml_elastic.forks.client import PreloadServer
 from azureml_elastic.forks.import_loader import open_devices
-from azureml_elastic.forks.link import ForkRefused
+from azureml_elastic.forks.process import ForkRefused
 from azureml_elastic.node.failures.classification import FailedWorker
 from azureml_elastic.program.command import Program
 from tests.support.forks.starting import ENVIRON, gone, on_path, preload_server, run_forked, wait_for_text
@@ -345,7 +345,7 @@ def test_an_unsafe_preload_server_refuses_at_once(tmp_path, text, options, reaso
 
 
 def test_the_end_of_the_agent_is_noticed_in_the_middle_of_an_import(tmp_path, monkeypatch):
-    monkeypatch.setattr("azureml_elastic.forks.link._END_SECONDS", 60.0)
+    monkeypatch.setattr("azureml_elastic.forks.process._END_SECONDS", 60.0)
     site, importing = tmp_path / "site", tmp_path / "importing"
     (site / "slow-1.dist-info").mkdir(parents=True)
     (site / "slow.py").write_text(f"import time\nopen({str(importing)!r}, 'w').write('yes')\ntime.sleep(600)\n")
@@ -371,32 +371,9 @@ def test_a_missing_interpreter(tmp_path):
     process.close()
 
 
-def test_a_request_before_the_imports_are_done_is_refused(tmp_path):
-    process = preload_server(PROBE)
-    with pytest.raises(ForkRefused, match="not done"):
-        process.start(environment("wait"), None, None)
-    process.close()
-    assert gone(process.pid)
-
-
 def test_output_without_a_file_is_inherited_from_the_agent(server, tmp_path):
     assert run_forked(server, environment("exit with a text"), tmp_path, "x").stderr == "text for the user\n"
     assert server.start(environment("exit at once"), None, None).wait(300) == 7
-
-
-def test_the_server_reports_the_end_of_its_later_imports(tmp_path):
-    script = tmp_path / "nothing.py"
-    script.write_text("pass\n")
-    server = preload_server(str(script))
-    try:
-        assert server.wait_ready(300), server.refusal
-        until = time.monotonic() + 300
-        while not server.settled:
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        assert server.refusal is None
-    finally:
-        server.close()
 
 
 def test_packages_that_packages_import_later_are_imported_while_workers_run(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.forks.command import Imports
 from azureml_elastic.forks.detached import ForkServer
-from azureml_elastic.forks.link import ForkRefused
+from azureml_elastic.forks.process import ForkRefused
 from azureml_elastic.ledger.events import Progress
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.local.cluster import LocalCluster

@@ -28,15 +28,14 @@ from urllib.parse import quote
 import psutil
 
 from azureml_elastic.environment.node import NodeEnvironment
-from azureml_elastic.forks.client import ForkedWorker, ForkRefused, PreloadServer
+from azureml_elastic.forks.client import ForkedWorker, PreloadServer
+from azureml_elastic.forks.process import ForkRefused
 from azureml_elastic.forks.stack_imports import for_plain_start
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.failures.classification import FailedWorker
 from azureml_elastic.plurals import counted
 from azureml_elastic.private_folder import make_private
 from azureml_elastic.program.command import Program
-
-__all__ = ["OutputCopier", "WorkerSet", "Workers", "remove_stale_locks"]
 
 _REMOTE = ("nfs", "cifs", "smb", "fuse", "lustre", "9p", "ceph", "gpfs", "beegfs", "wekafs")
 """Beginnings of the names of file systems whose files a process of another machine may hold open."""

@@ -14,6 +14,7 @@ import select
 import shlex
 import signal
 import socket
+import socketserver
 import struct
 import sys
 import threading
@@ -23,13 +24,14 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from typing_extensions import Self
 
 import azureml_elastic
 from azureml_elastic.forks.command import Imports, read_early
-from azureml_elastic.forks.detached import ForkedProcess, ForkServer
-from azureml_elastic.forks.link import ForkRefused
+from azureml_elastic.forks.detached import ForkServer
+from azureml_elastic.forks.process import ForkedProcess, ForkRefused
 from azureml_elastic.local.fork_start import MARKER_BYTES, ForkStart, start_server
 from azureml_elastic.local.processes import MARKER
 from azureml_elastic.testing.forks import wrapper
@@ -71,7 +73,7 @@ class _Gathering:
         os.close(self.writing)
 
 
-class NodeForks:
+class NodeForks(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     """A context manager that forks nodes on request of the wrappers in a folder.
 
     Its forks end with their wrappers, and with it. The caller is a subreaper meanwhile.
@@ -80,6 +82,9 @@ class NodeForks:
         folder: new folder for the wrappers, which the nodes' ``PATH`` has first.
         starting: what forks the nodes; used by nothing else meanwhile.
     """
+
+    socket_type = socket.SOCK_SEQPACKET
+    request_queue_size = socket.SOMAXCONN
 
     def __init__(self, folder: Path, starting: ForkStart) -> None:
         self.folder = folder
@@ -90,38 +95,32 @@ class NodeForks:
         """For the start of a fork, which one thread may request at a time, and the pipes of the first nodes."""
         self._gatherings: dict[str, _Gathering | None] = {}
         """Pipe by run, ``None`` once the run's first nodes have started."""
-        self._links: dict[threading.Thread, socket.socket] = {}
-        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._thread = threading.Thread(target=self._listen, name="workspace-forks")
+        self._links: set[socket.socket] = set()
+        self._address = f"azureml-elastic-{secrets.token_hex(16)}"
+        super().__init__(f"\0{self._address}", socketserver.BaseRequestHandler)
+        self._thread = threading.Thread(target=self.serve_forever, args=(_POLL_S,), name="workspace-forks")
 
     def __enter__(self) -> Self:
-        address = f"azureml-elastic-{secrets.token_hex(16)}"
-        self._listening.bind(f"\0{address}")
-        self._listening.listen(socket.SOMAXCONN)
-        self._listening.setblocking(False)
-        self._write_wrappers(address)
+        self._write_wrappers()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._listening.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._listening.close()
-        for thread, link in list(self._links.items()):
+        self.shutdown()
+        for link in list(self._links):
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
-            thread.join()
-            link.close()
+        self.server_close()
         for gathering in filter(None, self._gatherings.values()):
             gathering.close()
 
-    def _write_wrappers(self, address: str) -> None:
+    def _write_wrappers(self) -> None:
         self.folder.mkdir(parents=True)
         code = (
             "import sys\n"
             f"sys.path.append({str(Path(wrapper.__file__).parent)!r})\n"
             "import wrapper\n"
-            f"wrapper.main({str(self._home)!r}, {str(self.folder)!r}, {address!r})\n"
+            f"wrapper.main({str(self._home)!r}, {str(self.folder)!r}, {self._address!r})\n"
         )
         for name in {"python", "python3", Path(sys.executable).name}:
             if not os.access(self._home / name, os.X_OK):
@@ -132,56 +131,39 @@ class NodeForks:
 
     # --- threads -----------------------------------------------------------------------------------------------------
 
-    def _listen(self) -> None:
-        poll = select.poll()
-        poll.register(self._listening, select.POLLIN)
-        while True:
-            events = poll.poll(_POLL_S * 1000 if self._links else None)
-            self._end_gatherings()
-            for thread in [thread for thread in self._links if not thread.is_alive()]:
-                self._links.pop(thread).close()
-            if not events:
-                continue
-            if events[0][1] & select.POLLHUP:  # closed
-                return
-            try:
-                link, _ = self._listening.accept()
-            except BlockingIOError:  # the wrapper is gone already
-                continue
-            link.setblocking(True)
-            thread = threading.Thread(target=self._serve, args=(link,), name="workspace-fork")
-            self._links[thread] = link
-            thread.start()
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a wrapper on a thread."""
+        self._links.add(request)
+        super().process_request(request, client_address)
 
-    def _serve(self, link: socket.socket) -> None:
+    def shutdown_request(self, request: Any) -> None:
+        """Close the connection of a wrapper."""
+        self._links.discard(request)
+        super().shutdown_request(request)
+
+    def finish_request(self, request: Any, _: Any) -> None:
         """Fork the node of one wrapper, pass its signals on and report its end."""
-        try:
+        with contextlib.suppress(OSError):  # the wrapper was killed
             pid, user, _ = struct.unpack(
-                _CREDENTIALS, link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(_CREDENTIALS))
+                _CREDENTIALS, request.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(_CREDENTIALS))
             )
             if user != os.getuid():  # the address is known to all users of the machine
                 return
-            _, streams, _, _ = socket.recv_fds(link, 1, _STREAMS)
+            _, streams, _, _ = socket.recv_fds(request, 1, _STREAMS)
             try:
-                process = self._fork(link, pid, streams)
+                process = self._fork(request, pid, streams)
             except ForkRefused as refusal:
-                link.send(str(refusal).encode()[:_MOST_BYTES])
+                request.send(str(refusal).encode()[:_MOST_BYTES])
                 return
             finally:
                 for descriptor in streams:
                     os.close(descriptor)
             try:
-                link.send(wrapper.FORKED.encode())
+                request.send(wrapper.FORKED.encode())
             except OSError:
                 # The wrapper is gone: nobody would end its fork.
                 process.kill()
-            code = _wait(process, link)
-            link.send(str(code).encode())
-        except OSError:  # the wrapper was killed
-            return
-        finally:
-            with contextlib.suppress(OSError):
-                link.shutdown(socket.SHUT_RDWR)
+            request.send(str(_wait(process, request)).encode())
 
     # --- forks -------------------------------------------------------------------------------------------------------
 
@@ -228,7 +210,7 @@ class NodeForks:
         gathering.until = time.monotonic() + _GATHER_S
         return gathering.reading, gathering.writing
 
-    def _end_gatherings(self) -> None:
+    def service_actions(self) -> None:
         """Close the pipes of the runs whose first nodes have been forked."""
         if not self._lock.acquire(blocking=False):  # one is being forked
             return
