@@ -36,11 +36,8 @@ class ElasticDistribution(ConfigModel):
             is rounded up to whole replicas. ``"all"`` shards over all nodes of a round, whatever their number: nothing
             is left over, but the loss of a node costs the steps since the last snapshot or checkpoint. Has no effect on
             models that are not sharded on that mesh, except that rounds have whole replicas.
-        max_restarts: number of worker failures that the *whole run* may have within ``restart_window`` before it
-            fails. Lost and preempted nodes do not count.
-        restart_window: time after which a failure no longer counts if the run has made progress since. ``None`` counts
-            every failure. The default of one hour stops a program that fails in a loop, and tolerates failures that
-            are too rare to cost much time.
+        max_restarts: number of worker failures that the *whole run* may have within an hour before it fails;
+            an older one no longer counts if the run has made progress since. Lost and preempted nodes do not count.
         recovery: how workers recover from the loss of another worker. ``restart`` starts new worker processes, which
             receive the state of the old ones in memory. ``in_process`` keeps unaffected processes and puts them into
             a new process group; ``docs/explanation/recovery.md`` states its requirements on a script.
@@ -62,7 +59,6 @@ class ElasticDistribution(ConfigModel):
     process_count_per_instance: int | Literal["auto"] = "auto"
     nodes_per_replica: int | Literal["all"] = 1
     max_restarts: int = Field(default=3, ge=0)
-    restart_window: Takes[PositiveDuration | None, Span | None] = default(timedelta(hours=1))
     recovery: Recovery = "restart"
     handover_timeout: Takes[Duration, Span] = default(timedelta(seconds=5))
     preload_workers: bool = True

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_elastic.config import HealthPolicy, TableRendezvous
+from azureml_elastic.config import TableRendezvous
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import RowChanged, TableUnavailable
 from azureml_elastic.node.core.restarts import faulty_members
@@ -28,8 +28,7 @@ from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.server_time import CLOCK_PREFIX, Reading, ServerClock
 from tests.support.waiting import until
 
-HOUR = HealthPolicy(strike_decay=timedelta(hours=1))
-MOMENT = HealthPolicy(strike_decay=timedelta(seconds=0.1))
+HOUR, MOMENT = timedelta(hours=1), timedelta(seconds=0.1)
 
 
 @pytest.fixture(params=["sqlite", "azurite"])
@@ -69,9 +68,9 @@ def node(table, monkeypatch):
     )  # what is to be written is waited for
     made = []
 
-    def make(host, name="node", policy=HOUR, of=None, **clocks):
+    def make(host, name="node", decay=HOUR, of=None, **clocks):
         of = table if of is None else of
-        made.append(HostStrikes(of, host, name, policy, ServerClock(of, f"{name}-{len(made)}", **clocks)))
+        made.append(HostStrikes(of, host, name, ServerClock(of, f"{name}-{len(made)}", **clocks), decay=decay))
         return made[-1]
 
     yield make
@@ -140,8 +139,8 @@ def test_strikes_decay_by_the_servers_clock_alone(table, node):
     ahead += 3600
     assert reader.mine() == 0
     time.sleep(0.2)  # the decay itself
-    assert node("b", policy=MOMENT, **wrong).mine() == 0, "one that starts now reads the same"
-    assert node("b", policy=HOUR).mine() == 1
+    assert node("b", decay=MOMENT, **wrong).mine() == 0, "one that starts now reads the same"
+    assert node("b", decay=HOUR).mine() == 1
 
 
 class Aged:
@@ -174,14 +173,6 @@ def test_a_hosts_rows_are_bounded(table, node):
     newest = [f"{STRIKE_PREFIX}b.round.{number:06d}" for number in range(4, 20)]
     until(lambda: sorted(row.key for row in rows(table)) == newest)
     assert reporter.live("b") == 16
-
-
-def test_no_decay_turns_strikes_off(table, node):
-    off = node("a", policy=HealthPolicy(strike_decay=0))
-    off.strike("a", "went silent", "round.000001")
-    off.close()
-    assert off.mine() == off.live("a") == 0
-    assert rows(table) == []
 
 
 def test_a_table_that_is_away_holds_nobody_up_and_loses_nothing(table, node):

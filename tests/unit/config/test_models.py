@@ -52,7 +52,7 @@ from azureml_elastic.errors import PlanError
         (lambda: RendezvousTimings(heartbeat_interval=2, heartbeat_timeout=3), "heartbeat_timeout=3 s"),
         (lambda: TableRendezvous(table="no-dashes"), "table"),
         (lambda: PreemptionPolicy(grace=-1), "-1 s is negative"),
-        (lambda: HealthPolicy(timeout=0), "0 s is not positive"),
+        (lambda: HealthPolicy(quarantine_strikes=0), "quarantine_strikes"),
         (lambda: PreemptionPolicy(marker=""), "marker"),
         (lambda: PreemptionPolicy(scheduled_events="https://169.254.169.254/metadata"), "http://host[:port]/path"),
         (lambda: PreemptionPolicy(scheduled_events="http://"), "'http://'"),

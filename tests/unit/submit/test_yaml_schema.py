@@ -90,7 +90,7 @@ def test_what_the_loader_refuses_is_marked(faults, block, place):
     [
         {"max_instance_count": 3},
         {"checkpoint": {"every": "auto", "every_steps": None}},
-        {"health": {"hang_timeout": "5m"}, "distribution": {"restart_window": 60.5}},
+        {"health": {"hang_timeout": "5m"}, "distribution": {"stop_timeout": 60.5}},
         {"batch": {"kind": "fixed_per_worker", "scaling": "linear", "momentum": {"steps": 3}}},
         {"pools": [{"compute": "a", "max_instance_count": 1}]},
         {"replacement": None},

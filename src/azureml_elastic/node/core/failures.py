@@ -11,7 +11,7 @@ Four rules, in this order:
    size. Without a session there is progress once the workers have connected to each other.
 3. *An unexplained broken connection* is free while the run makes progress. Without progress, at most
    ``max_failed_rounds`` rounds in a row may end so, and one that lasted more than a minute is charged.
-4. *Any other failure* is charged: ``max_restarts`` restarts within ``restart_window``. A record expires when it is
+4. *Any other failure* is charged: ``max_restarts`` restarts within an hour. A record expires when it is
    older than the window *and* the run has made progress since; by age alone, a run could fail at one step for ever.
 """
 
@@ -34,6 +34,7 @@ MAX_RECORDS = 64
 _CLOCK_SECONDS = 1.0
 """Tolerance for an age that was taken a moment before the duration of the round."""
 
+_WINDOW_SECONDS = 3600.0  # stops a program that fails in a loop, and tolerates failures too rare to cost much time
 _FREE_SECONDS = 60.0
 """Maximum duration of a round without progress whose broken connection is not charged."""
 
@@ -147,15 +148,14 @@ def decide_restart(
 
     Args:
         history: earlier failures of the run, oldest first, aged by the round that ends.
-        distribution: limits ``max_restarts`` and ``restart_window``.
+        distribution: limits ``max_restarts``.
         conclusive: whether two failures with this signature are certainly the same error.
         seconds: duration of the round.
         failed_rounds: number of consecutive failed rounds before this one.
         max_failed_rounds: number of them that ends the run.
         next_size: number of workers of the next round, with the nodes that wait; 0 for unknown.
     """
-    window = None if distribution.restart_window is None else distribution.restart_window.total_seconds()
-    kept = _unexpired(history, failure, window)
+    kept = _unexpired(history, failure)
     earlier = _same_without_progress(kept, failure, seconds) if conclusive else None
     # What needs a certain world size, such as a sharded state, is loaded with another one, the rest fails there, too.
     resized = earlier is not None and failure.kind != "import" and next_size not in (0, failure.world_size)
@@ -179,7 +179,7 @@ def decide_restart(
     failures = _merged((*kept, replace(failure, charge=0 if free else 1)))
     charged = sum(record.charge for record in failures)
     max_restarts = distribution.max_restarts
-    span = "of the run" if window is None else f"within {_span(window)}"
+    span = f"within {_span(_WINDOW_SECONDS)}"
     restart = False
     if no_progress and failed_rounds + 1 >= max_failed_rounds:
         why = (
@@ -205,15 +205,13 @@ def _step(record: FailureRecord) -> int:
     return record.step or 0
 
 
-def _unexpired(
-    history: Sequence[FailureRecord], failure: FailureRecord, window: float | None
-) -> tuple[FailureRecord, ...]:
+def _unexpired(history: Sequence[FailureRecord], failure: FailureRecord) -> tuple[FailureRecord, ...]:
     """Return the records that are within the window or at a step that the run has not passed since."""
     kept: list[FailureRecord] = []
     furthest = _step(failure)
     # From the newest to the oldest: whether the run has passed the step of a failure shows in the later ones.
     for record in reversed(history):
-        if window is None or record.age_seconds <= window or furthest <= _step(record):
+        if record.age_seconds <= _WINDOW_SECONDS or furthest <= _step(record):
             kept.append(record)
         furthest = max(furthest, _step(record))
     return tuple(reversed(kept))

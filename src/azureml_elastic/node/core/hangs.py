@@ -69,11 +69,10 @@ class HangPolicy:
     @classmethod
     def of(cls, plan: Plan) -> HangPolicy:
         """Return the policy of a plan."""
-        floor = plan.health.hang_timeout_floor.total_seconds()
         timeout = None if plan.distribution.runs_engine else plan.health.hang_timeout  # an engine reports no steps
         if timeout is None or timeout == "auto":
-            return cls(enabled=timeout is not None, floor=floor)
-        return cls(fixed=timeout.total_seconds(), floor=floor)
+            return cls(enabled=timeout is not None)
+        return cls(fixed=timeout.total_seconds())
 
 
 def step_limit(policy: HangPolicy, steps: Collection[float], longest: float = 0.0) -> float:

@@ -36,10 +36,13 @@ __all__ = ["Admission", "CheckedNode", "check_folders", "node_checks"]
 
 _Look = Callable[[], Finding | Sequence[Finding]]
 
+_QUICK_SECONDS = 2.0  # for what involves only this machine and its peers
 _MOUNT_FACTOR = 5.0  # a folder may be a mount, whose first access is slow
+_GPU_SECONDS = 60.0  # of a process that imports torch and computes on each GPU
+_KILL_SECONDS = 3.0  # in addition, if it has to be killed
+_MEMORY_MIB = 512
 _FREE_GPU_MEMORY = 0.5  # share of it; other processes have the rest
 _ECC_ERRORS = 0
-_KILL_SECONDS = 3.0  # additional time for a process that has to be killed
 
 
 def check_folders(run: Path, checkpoints: str | None) -> dict[str, Path]:
@@ -63,6 +66,7 @@ def node_checks(
     table_heartbeat_interval: timedelta = timedelta(seconds=5),
     hub: tuple[str, int] | None = None,
     strikes: HostStrikes | None = None,
+    quick: float = _QUICK_SECONDS,
 ) -> list[Check]:
     """Return the checks of one node that the policy enables.
 
@@ -71,8 +75,8 @@ def node_checks(
         table: table of the run; without it neither the clock nor the peers are checked.
         hub: host and port at which the other nodes reach this one.
         strikes: strikes against this node's host, read in advance to speed up joining.
+        quick: time limit in seconds of what involves only this machine and its peers; folders have five times as long.
     """
-    quick = policy.timeout.total_seconds()
     mount = _MOUNT_FACTOR * quick
     checks: list[Check] = []
 
@@ -81,11 +85,10 @@ def node_checks(
 
     if policy.disk_mib is not None:
         for what, folder in folders.items():
-            advice = f"Check whether the mount of {str(folder)!r} responds, or raise HealthPolicy.timeout."
+            advice = f"Check whether the mount of {str(folder)!r} responds."
             write = partial(check_folder, what, folder, owner or node, policy.disk_mib)
             add(f"disk: {what}", write, mount, "fail", advice)
-    if policy.memory_mib is not None:
-        add("memory", partial(check_memory, policy.memory_mib), quick, "warn", "")
+    add("memory", partial(check_memory, _MEMORY_MIB), quick, "warn", "")
     add("shared memory", check_shared_memory, quick, "warn", "")
     add("open files", check_open_files, quick, "warn", "")
     if hub is not None:
@@ -94,13 +97,13 @@ def node_checks(
         advice = "The table is unavailable or slow; the node joins and waits for it."
         add("clock", partial(check_clock, clock), quick, "warn", advice)
         add("peers", partial(check_peers, table, clock, node, table_heartbeat_interval), quick, "warn", advice)
-    if strikes is not None and policy.strike_decay:
+    if strikes is not None:
         add("strikes", partial(_check_strikes, strikes, policy.quarantine_strikes), quick, "warn", "")
-    if policy.gpu_timeout is not None and gpus:
-        limit = policy.gpu_timeout.total_seconds()
+    if gpus:
+        until = _GPU_SECONDS + _KILL_SECONDS
         advice = "A process that uses the GPU cannot be killed; restart the machine."
-        add("gpu", partial(check_gpus, gpus, limit, _FREE_GPU_MEMORY), limit + _KILL_SECONDS, "fail", advice)
-        add("gpu memory errors", partial(check_ecc, _ECC_ERRORS, limit), limit + _KILL_SECONDS, "fail", advice)
+        add("gpu", partial(check_gpus, gpus, _GPU_SECONDS, _FREE_GPU_MEMORY), until, "fail", advice)
+        add("gpu memory errors", partial(check_ecc, _ECC_ERRORS, _GPU_SECONDS), until, "fail", advice)
     return checks
 
 
@@ -118,6 +121,8 @@ _LOG = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 10.0
 """Time between two checks of a node that has failed."""
+
+_GIVE_UP_SECONDS = 300.0  # after which a node that keeps failing exits
 
 _STRIKE_AFTER = 2
 """Consecutive failed checks after which the host gets a strike; a single one may be a mount that was not ready yet."""
@@ -180,7 +185,7 @@ class Admission:
                 self.strikes.strike(self.strikes.host, reason, f"health.{self.incarnation}")
             if self._run_closed():
                 return True
-            left = since + self.policy.retry_for.total_seconds() - time.monotonic()
+            left = since + _GIVE_UP_SECONDS - time.monotonic()
             if left <= 0 and not self.stay:
                 return False
             self.node.pause(_RETRY_SECONDS if self.stay else min(_RETRY_SECONDS, left))

@@ -1,6 +1,6 @@
 """Strikes against hosts: the events that count as strikes, and the rows ``strike.<host>.<incident>`` of the table.
 
-A strike counts for ``strike_decay``. Its age is the difference of two times of the table's server: that of its row and
+A strike counts for an hour. Its age is the difference of two times of the table's server: that of its row and
 that of a row written by this node (:class:`~azureml_elastic.node.table.server_time.ServerClock`). All nodes derive the
 same key for an incident and only insert rows, so an incident is one strike, however many nodes report it.
 """
@@ -14,9 +14,8 @@ import signal
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 
-from azureml_elastic.config import HealthPolicy
 from azureml_elastic.errors import ElasticError, RowExists, TableUnavailable
 from azureml_elastic.node.core.round import Round
 from azureml_elastic.node.table import Row, Table
@@ -49,13 +48,16 @@ class HostStrikes:
 
     Args:
         host: id of this node's host, see :func:`~azureml_elastic.node.host.identity.host_id`.
+        decay: time after which a strike expires, by the table server's clock.
     """
 
-    def __init__(self, table: Table, host: str, node: str, policy: HealthPolicy, clock: ServerClock) -> None:
+    def __init__(
+        self, table: Table, host: str, node: str, clock: ServerClock, *, decay: timedelta = timedelta(hours=1)
+    ) -> None:
         self.host = host
         self._table = table
         self._node = node
-        self._decay = policy.strike_decay
+        self._decay = decay
         self._clock = clock
         self._monotonic = clock.monotonic
         self._lock = threading.Lock()
@@ -70,8 +72,6 @@ class HostStrikes:
 
         All nodes that report an incident must use the same key ``incident``.
         """
-        if not self._decay:
-            return
         now = self._monotonic()
         key = f"{STRIKE_PREFIX}{host}.{incident}"
         _LOG.warning("Strike against %s: %s.", host, reason.partition("\n")[0])
@@ -92,8 +92,6 @@ class HostStrikes:
 
     def live(self, host: str) -> int:
         """Return the number of live strikes from the table, or the last known number if the table is unavailable."""
-        if not self._decay:
-            return 0
         with self._lock:
             unwritten = set(self._unwritten.get(host, ()))
         try:

@@ -135,7 +135,7 @@ class _Node(Surroundings):
         self._identity = identity = with_earlier_checkpoint(identity, table, environment)
         self._plan = plan = identity.plan
         clock = ServerClock(table, identity.node)
-        self._strikes = strikes = HostStrikes(table, identity.host_id, identity.node, plan.health, clock)
+        self._strikes = strikes = HostStrikes(table, identity.host_id, identity.node, clock)
         stack.callback(strikes.close)
         preemption.listen()
         preemption.watch()

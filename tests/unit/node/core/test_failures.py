@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from datetime import timedelta
 
 import pytest
 from hypothesis import given
@@ -30,12 +29,10 @@ KINDS = sorted(SUMMARIES.keys() - {"nonfinite"})
 CHARGED = [kind for kind in KINDS if kind != "peer"]
 
 
-def terms(max_restarts: int = 3, window: float | None = HOUR, max_failed_rounds: int = 5) -> Plan:
+def terms(max_restarts: int = 3, max_failed_rounds: int = 5) -> Plan:
     return Plan(
         resources=ElasticResources(max_instance_count=1),
-        distribution=ElasticDistribution(
-            max_restarts=max_restarts, restart_window=None if window is None else timedelta(seconds=window)
-        ),
+        distribution=ElasticDistribution(max_restarts=max_restarts),
         rendezvous=TableRendezvous(timings=RendezvousTimings(max_failed_rounds=max_failed_rounds)),
     )
 
@@ -104,19 +101,17 @@ def test_the_log_counts():
     run = Run(terms())
     assert [run.fails(record(str(k))).why for k in range(3)] == [f"restart {k} of 3 within 1 h" for k in (1, 2, 3)]
     assert run.fails(record("4")).why == "It is failure 4 within 1 h, and max_restarts=3 allows 3."
-    assert Run(terms(window=None)).fails(record()).why == "restart 1 of 3 of the run"
 
 
 @given(
     max_restarts=st.integers(0, 4),
     max_failed_rounds=st.integers(1, 6),
-    window=st.none() | st.floats(1, 1e5),
     highest=st.integers(0, 5),
     data=st.data(),
 )
-def test_a_run_without_progress_ends(max_restarts, max_failed_rounds, window, highest, data):
+def test_a_run_without_progress_ends(max_restarts, max_failed_rounds, highest, data):
     """However slow its rounds are: a window by age alone would let it die at the same step for ever."""
-    run = Run(terms(max_restarts, window, max_failed_rounds))
+    run = Run(terms(max_restarts, max_failed_rounds))
     # Each step that was once the furthest may have its own budget, and each budget its broken connections.
     limit = (highest + 1) * (max_restarts + 2) * max_failed_rounds * 2 + 1
     for _ in range(limit + 1):
@@ -151,11 +146,6 @@ def test_neither_does_progress_alone():
     assert run.fails(record("a", step=10), 60).restart
     assert run.fails(record("b", step=20), 60).restart
     assert not run.fails(record("c", step=30), 60).restart
-
-
-def test_no_window_forgives_nothing():
-    run = Run(terms(max_restarts=2, window=None))
-    assert [run.fails(record("a", step=10 * k), 1e6).restart for k in range(1, 4)] == [True, True, False]
 
 
 def test_progress_before_a_round_that_could_not_start_counts():
@@ -253,7 +243,8 @@ def test_ages_add_up(known, first, second):
 
 @given(st.lists(records, max_size=3 * MAX_RECORDS), records)
 def test_the_row_stays_small_and_no_charge_is_lost(known, failure):
-    limits = terms(10_000, None).distribution
+    known = [replace(one, age_seconds=min(one.age_seconds, HOUR)) for one in known]
+    limits = terms(10_000).distribution
     verdict = decide_restart(
         known, failure, limits, conclusive=False, seconds=1.0, failed_rounds=0, max_failed_rounds=5
     )
@@ -339,12 +330,6 @@ def test_the_runs_last_message_begins_with_the_users_own_words(kind):
 )
 def test_a_failed_runs_exit_code_is_its_workers_unless_it_would_mislead(worker, run):
     assert of_failed_run(worker) == run
-
-
-def test_a_window_of_no_time_is_refused():
-    """It would forgive every failure, and the run would never end."""
-    with pytest.raises(ValueError, match="restart_window"):
-        ElasticDistribution(restart_window=timedelta(0))
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_the_policy_is_the_plans():
         return HangPolicy.of(Plan(resources=ElasticResources(max_instance_count=1), health=HealthPolicy(**health)))
 
     assert policy() == HangPolicy(enabled=True, fixed=None, floor=300)
-    assert policy(hang_timeout="7s", hang_timeout_floor=2) == HangPolicy(fixed=7, floor=2)
+    assert policy(hang_timeout="7s") == HangPolicy(fixed=7)
     assert not policy(hang_timeout=None).enabled
     fixed = HealthPolicy(hang_timeout="7s")
     assert HealthPolicy.model_validate_json(fixed.model_dump_json()) == fixed

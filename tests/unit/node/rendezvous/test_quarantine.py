@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from azureml_elastic.config import HealthPolicy, RendezvousTimings, TableRendezvous
+from azureml_elastic.config import RendezvousTimings, TableRendezvous
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import RunSucceeded
 from azureml_elastic.node.core.actions import Close, Reopen
@@ -133,11 +133,11 @@ def test_a_quarantined_node_makes_room_for_a_node_that_is_well(cluster):
 
 def test_a_node_that_was_lost_reads_what_was_held_against_it(cluster):
     """Through the real strikes: the survivor strikes, the lost one comes back with the strike in its row."""
-    limits, policy = Limits(1, 2, 2), HealthPolicy()
+    limits = Limits(1, 2, 2)
     made = []
 
     def strikes(name):
-        made.append(HostStrikes(cluster.table, f"host-of-{name}", name, policy, ServerClock(cluster.table, name)))
+        made.append(HostStrikes(cluster.table, f"host-of-{name}", name, ServerClock(cluster.table, name)))
         return made[-1]
 
     here, there = strikes("here"), strikes("there")

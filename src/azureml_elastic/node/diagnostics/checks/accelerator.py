@@ -57,7 +57,7 @@ def check_gpus(expected: int, timeout: float, free: float | None, *, device: str
     code, output, errors = _run(command, timeout)
     if code is None:
         value = f"no answer within {timeout:g} s"
-        return [Finding(name, "fail", value, limit, f"{_GPU_ADVICE} Or raise HealthPolicy.gpu_timeout.")]
+        return [Finding(name, "fail", value, limit, _GPU_ADVICE)]
     documents = [line for line in output.splitlines() if line.startswith("{")]
     if code != 0 or not documents:
         return [Finding(name, "fail", f"exit code {code}: {errors[-_TAIL_CHARACTERS:].strip()}", limit, _GPU_ADVICE)]
