@@ -18,7 +18,7 @@ LIMITS: Mapping[str, int] = {
     "(modules)": 867,
     "checkpoint": 6_314,
     "cli": 2_851,
-    "config": 1_594,
+    "config": 1_591,
     "distributed": 1_211,
     "engines": 1_746,
     "environment": 641,
@@ -34,8 +34,8 @@ LIMITS: Mapping[str, int] = {
     "submit": 5_802,
     "templates": 79,
     "testing": 4_489,
-    "tests": 74_214,
-    "train": 16_813,
+    "tests": 74_141,
+    "train": 16_798,
 }
 """Lines by package, with those of its templates and of its blank lines; ``(modules)`` are those of the root."""
 

@@ -147,8 +147,6 @@ class FixedPerWorkerBatch(ConfigModel):
         momentum: compensation of momentum where the factor rises: a :class:`Ramp`; ``"rescale"`` divides the momentum
             buffers of SGD by the ratio; ``"none"`` does nothing. Where the factor falls, it falls at once.
         max_scale: limit of the factor: above some batch size no learning rate helps.
-        scale_betas: whether Adam's betas and epsilon follow k as well: ``1 - k (1 - beta)``, ``eps / sqrt(k)``
-            (Malladi et al., NeurIPS 2022, for ``"sqrt"``).
     """
 
     kind: Literal["fixed_per_worker"] = "fixed_per_worker"
@@ -158,7 +156,6 @@ class FixedPerWorkerBatch(ConfigModel):
         Ramp()
     )
     max_scale: float | None = Field(default=None, ge=1)
-    scale_betas: bool = False
 
 
 BatchPolicy = Annotated[FixedGlobalBatch | FixedPerWorkerBatch, Field(discriminator="kind")]

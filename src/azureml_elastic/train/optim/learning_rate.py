@@ -38,7 +38,6 @@ __all__ = [
     "Scale",
     "Schedule",
     "ScheduleCheck",
-    "adam_betas",
     "ramp_steps",
     "steps_of",
     "target",
@@ -174,11 +173,6 @@ def target(policy: FixedPerWorkerBatch, world_size: int, noise: GradientNoiseSca
     return factor if policy.max_scale is None else min(factor, policy.max_scale)
 
 
-def adam_betas(k: float, betas: tuple[float, ...], epsilon: float) -> tuple[tuple[float, ...], float]:
-    """Return Adam's betas and epsilon for a batch ``k`` times as large (Malladi et al., 2022, definition 5)."""
-    return tuple(max(0.0, 1 - k * (1 - beta)) for beta in betas), epsilon / math.sqrt(k)
-
-
 class LearningRate:
     """The learning rate factor of all tracked optimizers in the steps of a process."""
 
@@ -268,7 +262,7 @@ class LearningRate:
         momenta = [(group.get("momentum", 0.0), group.get("betas", (0.0,))[0]) for group in groups]
         return max((float(value) for pair in momenta for value in pair), default=0.0)  # one ramp for all groups
 
-    def _before_step(self, optimizer: Optimizer) -> tuple[float, float | None]:
+    def _before_step(self, optimizer: Optimizer) -> float:
         if self._steps.discarded:
             # torch's optimizers leave a parameter without a gradient alone: neither momentum nor decay changes it.
             for group in optimizer.param_groups:
@@ -277,29 +271,29 @@ class LearningRate:
         elif self._position.accumulating and _changes_weights(optimizer):
             self._position.require_whole()
         if self._policy is None or self._scale is None:
-            return 1.0, None
-        k = self._scale.world_size / self._policy.reference_world_size
-        return self._scale.factor(self._policy), k if self._policy.scale_betas else None
+            return 1.0
+        return self._scale.factor(self._policy)
 
 
 class _HookedOptimizer:
-    """The hooks around an optimizer's steps; ``before_step`` returns the factor, and the ratio for betas if any."""
+    """The hooks around an optimizer's steps; ``before_step`` returns the factor of the rate."""
 
-    def __init__(self, optimizer: Optimizer, before_step: Callable[[Optimizer], tuple[float, float | None]]) -> None:
+    def __init__(self, optimizer: Optimizer, before_step: Callable[[Optimizer], float]) -> None:
         self.optimizer = optimizer
         self._before_step = before_step
-        self._changed: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._changed: list[tuple[dict[str, Any], Any, Any]] = []
         optimizer.register_step_pre_hook(lambda *_: self._apply())
         optimizer.register_step_post_hook(lambda *_: self.restore())
 
     def restore(self) -> None:
         """Revert the changes of the hook before the step, except for values that were changed since."""
-        for group, key, original, applied in self._changed:
+        for group, original, applied in self._changed:
+            rate = group["lr"]
             if isinstance(applied, torch.Tensor):
-                if isinstance(group[key], torch.Tensor):  # without waiting for a GPU
-                    group[key].copy_(torch.where(group[key] == applied, original, group[key]))
-            elif not isinstance(group[key], torch.Tensor) and group[key] == applied:
-                group[key] = original
+                if isinstance(rate, torch.Tensor):  # without waiting for a GPU
+                    rate.copy_(torch.where(rate == applied, original, rate))
+            elif not isinstance(rate, torch.Tensor) and rate == applied:
+                group["lr"] = original
         self._changed.clear()
 
     def shrink_momentum(self, factor: float) -> None:
@@ -311,27 +305,20 @@ class _HookedOptimizer:
 
     def _apply(self) -> None:
         self.restore()  # the hook after the step is not called if a closure raises
-        factor, k = self._before_step(self.optimizer)
+        factor = self._before_step(self.optimizer)
+        if factor == 1.0:
+            return
         scaled: list[torch.Tensor] = []  # groups may share a tensor that was given to the optimizer, not to a group
         for group in self.optimizer.param_groups:
             rate = group["lr"]
-            if factor != 1.0 and not any(rate is each for each in scaled):
-                self._set(group, "lr", rate * factor)
-                if isinstance(rate, torch.Tensor):
-                    scaled.append(rate)
-            if k is not None and k != 1.0 and "betas" in group:
-                betas, epsilon = adam_betas(k, tuple(map(float, group["betas"])), group["eps"])
-                self._set(group, "betas", betas)
-                self._set(group, "eps", epsilon)
-
-    def _set(self, group: dict[str, Any], key: str, value: Any) -> None:
-        if isinstance(group[key], torch.Tensor):
-            original = group[key].clone()
-            group[key].copy_(value)  # a fused or captured step has the tensor itself
-            value = group[key].clone()
-        else:
-            original, group[key] = group[key], value
-        self._changed.append((group, key, original, value))
+            if not isinstance(rate, torch.Tensor):
+                group["lr"] = rate * factor
+                self._changed.append((group, rate, group["lr"]))
+            elif not any(rate is each for each in scaled):
+                scaled.append(rate)
+                original = rate.clone()
+                rate.mul_(factor)  # a fused or captured step has the tensor itself
+                self._changed.append((group, original, rate.clone()))
 
 
 def _changes_weights(optimizer: Optimizer) -> bool:
@@ -343,8 +330,6 @@ def _require_fitting(policy: FixedPerWorkerBatch, optimizer: Optimizer) -> None:
     kind = type(optimizer).__name__
     if policy.momentum == "rescale" and not all("momentum" in group for group in optimizer.param_groups):
         raise UsageError(f'momentum="rescale" divides the momentum buffers of SGD, which {kind} has not. Take Ramp().')
-    if policy.scale_betas and not all({"betas", "eps"} <= group.keys() for group in optimizer.param_groups):
-        raise UsageError(f"scale_betas=True needs betas and eps, which {kind} has not. Leave it out.")
 
 
 def _steps_at(spec: LoaderSpec, consumed: int) -> int:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from azureml_elastic.config import BatchPolicy, FixedGlobalBatch, FixedPerWorkerBatch, Ramp
-from azureml_elastic.train.optim.learning_rate import GradientNoiseScale, Scale, adam_betas, ramp_steps, target
+from azureml_elastic.train.optim.learning_rate import GradientNoiseScale, Scale, ramp_steps, target
 
 SIZES = st.integers(1, 48)
 MOMENTA = st.sampled_from([0.0, 0.5, 0.9, 0.95, 0.99])
@@ -283,20 +283,6 @@ def test_the_gain_of_a_larger_batch_is_known_before_its_first_step():
     noise = GradientNoiseScale((3.0, 1.0, 1.0))
     scale, _ = Scale(2, noise=noise).enter(policy, 4, 0.9)
     assert scale.factor(policy) == noise.gain(1, 4) == 4 / 1.75
-
-
-@given(st.floats(0.1, 100), st.floats(0, 0.9999), st.floats(0, 0.99999))
-def test_betas_forget_samples_not_steps(k, first, second):
-    betas, epsilon = adam_betas(k, (first, second), 1e-8)
-    for before, after in zip((first, second), betas, strict=True):
-        assert 0 <= after < 1
-        assert 1 - after == pytest.approx(min(1.0, k * (1 - before)))
-    assert epsilon**2 * k == pytest.approx(1e-16)
-
-
-def test_betas_of_the_reference_are_the_own_ones():
-    assert adam_betas(4, (0.9, 0.999), 1e-8) == (pytest.approx((0.6, 0.996)), 5e-9)
-    assert adam_betas(16, (0.9, 0.999), 1e-8)[0][0] == 0.0
 
 
 POLICY = TypeAdapter(BatchPolicy)
