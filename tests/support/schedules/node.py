@@ -25,6 +25,8 @@ from azureml_elastic.node.core.round import (
     reopened,
     restored,
 )
+from azureml_elastic.node.core.round_ends import EndFacts, left_in_order, version_after
+from azureml_elastic.node.core.table_heartbeat import HeartbeatWriter, Overtaken
 from azureml_elastic.node.core.training import State, Training
 from tests.support.schedules.workers import Group
 from tests.support.schedules.world import Connection, DiedError
@@ -417,11 +419,9 @@ class Node:
     def _call_table(self, call: do.Call, answer: Callable[[ev.JoinEvent], object]) -> None:
         table = self.world.table
         match call:
-            case do.ReadRound():
-                known = self.newest.newest
+            case do.ReadRound() | do.Restore():
+                known = call.known if isinstance(call, do.Restore) else self.newest.newest
                 self.call(lambda: ev.RoundRead(self._read_round(known)), answer)
-            case do.Restore():
-                self.call(lambda: ev.RoundRead(self._read_round(call.known)), answer)
             case do.ReadRows():
 
                 def read() -> ev.JoinEvent:
@@ -443,8 +443,9 @@ class Node:
             case do.ReadHeartbeat():
 
                 def look() -> ev.JoinEvent:
-                    self.heartbeat_seen, version = table.heartbeat
-                    return ev.HeartbeatRead(str(version), self.heartbeat_seen)
+                    found = table.heartbeat
+                    self.heartbeat_seen = found.round if found else 0
+                    return ev.HeartbeatRead(found and found.version, self.heartbeat_seen)
 
                 self.call(look, answer)
             case do.ReadKey():
@@ -514,7 +515,6 @@ class Node:
         self.inbox.clear()
         if call.rank == 0:
             self._perform_hub(self.hub.enter(round_, self.clock))
-            self.beating = round_.number
             self._heartbeat(round_.number)
         else:
             self.beating = 0
@@ -563,10 +563,7 @@ class Node:
                 if action.to_hub and self.watch is not None:
                     self.watch.send(messages.RoundChanged(action.round))
             case do.NudgeHeartbeat():
-                table = self.world.table
-                self.call(
-                    lambda: setattr(table, "heartbeat", (table.heartbeat[0], table.heartbeat[1] + 1)), lambda _: None
-                )
+                self.call(self.world.table.nudge, lambda _: None)
 
     def _leave_before_a_round(self) -> None:
         """Leave while waiting, as the agent does: its row says so, and a seal with it is taken back."""
@@ -581,7 +578,8 @@ class Node:
                 to = reopened(round_, "left before it could enter", lost=frozenset({self.name}))
                 self.world.table.write(self.world.now, self.name, to)
 
-        self.call(write, lambda _: self._leaves_when_ended("left"))
+        leave = partial(self.leaves, "left")
+        self.call(write, lambda _: self.world.at(self.ends_at, lambda: self.when_running(leave)))
 
     # --- in a round --------------------------------------------------------------------------------------------------
 
@@ -709,10 +707,8 @@ class Node:
                 self._end_workers(None)
             case do.StopWorkers(seconds):
                 self._end_workers(seconds)
-            case do.AwaitSave():
-                self.awaits_save = True
-            case do.ForgetSaves():
-                self.awaits_save = False
+            case do.AwaitSave() | do.ForgetSaves():
+                self.awaits_save = isinstance(action, do.AwaitSave)
             case do.HoldWorkers():
                 self.group.workers[self.incarnation].held = True
             case do.ReadFailures():
@@ -725,7 +721,9 @@ class Node:
                 def written(mine: bool) -> None:
                     self.busy = False
                     if self.training is training:
-                        self._take_event(training, ev.EndWritten(mine, self._left_in_order()))
+                        rows = self.world.table.members
+                        absent = [rows[node] for node in self._absent() if node in rows]
+                        self._take_event(training, ev.EndWritten(mine, left_in_order(absent)))
 
                 self._change_row(action, written)
 
@@ -733,15 +731,14 @@ class Node:
         self.ends_at = max(self.ends_at, self.world.now + self.group.end(self, seconds))
         self.awaits_save = False
 
-    def _left_in_order(self) -> frozenset[str]:
-        """Return the members that never came and whose rows say that they have left."""
-        absent = self.reports.absent | self.hub.view(self.clock).absent
-        rows = self.world.table.members
-        return frozenset(node for node in absent if node in rows and rows[node].state == "left")
+    def _absent(self) -> frozenset[str]:
+        """Return the members that have never connected to rank 0's hub."""
+        leads = self.round.members[0].node == self.name
+        return self.reports.absent | (self.hub.view(self.clock).absent if leads else frozenset())
 
     def _send(self, action: do.ToLeader | do.ReportDone | do.Disconnect | do.AwaitEnd) -> None:
         if isinstance(action, do.AwaitEnd):
-            self._await_end(action.by)
+            self._connect(do.Connect(action.by, greeting_of(self.me, self.round), ""), lambda _: None)
         if self.link is None:
             return
         match action:
@@ -753,39 +750,26 @@ class Node:
                 self.link.close()
                 self.link = None
 
-    def _await_end(self, by: Member) -> None:
-        self._drop_watch()
-
-        def connected(link: Connection | None, _: bool) -> None:
-            if link is not None:
-                self.watch = link
-                link.send(greeting_of(self.me, self.round))
-
-        self.dial(by, self._from_watched_hub, connected)
-
     def _change_row(self, action: do.Reopen | do.Close, then: Callable[[bool], object]) -> None:
         """End the round, or the run; see ``rendezvous.round_end``."""
         round_ = self.round
-        seconds = self.clock - self.entered
-        if isinstance(action, do.Close):
-            to = replace(round_, state="succeeded" if action.succeeded else "failed", failures=action.failures)
-            self.call(lambda: self._end_row(round_.number, to), lambda mine: self._written(to, mine, then))
-            return
-        if self.newest.after(round_) is not None:
+        if isinstance(action, do.Reopen) and self.newest.after(round_) is not None:
             then(False)
             return
-        to = reopened(
-            round_, action.reason, lost=action.lost, waiting=sorted(self.hub.view(self.clock).waiting),
-            failures=action.failures, seconds=seconds, round_failed=action.round_failed,
-        )  # fmt: skip
-        self.call(lambda: self._end_row(round_.number, to), lambda mine: self._written(to, mine, then))
+        absent = self._absent() & getattr(action, "lost", frozenset())
+        seconds, waiting = self.clock - self.entered, self.hub.view(self.clock).waiting
+        facts = EndFacts(seconds, waiting, absent, f"{sorted(absent)} have not connected")
+        to = version_after(round_, action, facts, max_failed_rounds=self.timings.max_failed_rounds)
 
-    def _written(self, to: Round, mine: bool, then: Callable[[bool], object]) -> None:
-        if mine:
-            self._perform_hub(self.hub.publish(to))
-            if self.link is not None:
+        def written(mine: bool) -> None:
+            newer = to if mine else self.newest.after(round_)
+            if newer is not None:
+                self._perform_hub(self.hub.publish(newer))
+            if mine and self.link is not None:
                 self.link.send(messages.RoundChanged(to))
-        then(mine)
+            then(mine)
+
+        self.call(lambda: self._end_row(round_.number, to), written)
 
     def _round_is_over(self, training: Training) -> None:
         self.training = None
@@ -793,12 +777,9 @@ class Node:
         if training.state is State.RECOVERING:
             self._join()
         elif training.state is State.LEFT:
-            self._leaves_when_ended("left")
+            self.world.at(self.ends_at, lambda: self.when_running(partial(self.leaves, "left")))
         else:
             self.leaves("succeeded" if training.state is State.SUCCEEDED else "failed")
-
-    def _leaves_when_ended(self, part: str) -> None:
-        self.world.at(self.ends_at, lambda: self.when_running(partial(self.leaves, part)))
 
     def leaves(self, part: str) -> None:
         """The process ends."""
@@ -808,24 +789,27 @@ class Node:
             self.world.table.members[self.name] = row
         self.kill()
 
-    def _heartbeat(self, number: int) -> None:
-        """Write the heartbeat's row while this node is rank 0 of a round, and look at the round's row."""
-        if self.beating != number:
-            return
-        table = self.world.table
+    def _heartbeat(self, number: int, writer: HeartbeatWriter | None = None) -> None:
+        """Write the heartbeat's row while this node is rank 0 of a round, as ``TableHeartbeat`` does."""
+        table, seconds = self.world.table, self.timings.table_heartbeat_interval.total_seconds()
 
-        def beat() -> bool:
-            if table.heartbeat[0] > number:
-                return False
-            table.heartbeat = (number, table.heartbeat[1] + 1)
-            return is_same_round(table.round or Round(), self.round)
+        def beats(then: HeartbeatWriter, after: float = 0.0) -> None:
+            self.world.after(after, lambda: self.when_running(partial(self._heartbeat, number, then)))
 
-        def beaten(holds: object) -> None:
-            if not holds:
-                self.must_look = True
+        def beaten(version: str | None) -> None:
+            holds = is_same_round(table.round or Round(), self.round)
+            is_first = version is not None and writer.written(version)
+            then = Overtaken(look=is_first and not holds) if version is not None else writer.overtaken(table.heartbeat)
+            if then.given_up:
+                self.beating = 0
                 self._perform_hub([SendAll(messages.RoundChanged(None))])
+            if then.look or then.given_up:
+                self.must_look = True
                 self.wake()
+            beats(writer, 0.0 if then.again else seconds)
 
-        self.call(beat, beaten)
-        seconds = self.timings.table_heartbeat_interval.total_seconds()
-        self.world.after(seconds, lambda: self.when_running(lambda: self._heartbeat(number)))
+        if writer is None:
+            self.beating = number
+            self.call(lambda: HeartbeatWriter(number, self.incarnation, table.heartbeat), beats)
+        elif self.beating == number:
+            self.call(lambda: table.beat(writer.version, writer.beat()), beaten)

@@ -324,7 +324,7 @@ class Schedule:
             fails = charged > self.max_restarts
             self.require((row.state == "failed") == fails, f"{charged} of {self.max_restarts} failures: {row}")
             # One that meets the end of a round for a newcomer is explained by that.
-            least = faults.failed_workers - any(node.name == "x0" for node in self.world.nodes)
+            least = faults.failed_workers - (len(self.world.nodes) > len(self._first.members))
             self.require(charged >= least, f"{charged} charged, {faults.failed_workers} have failed")
         if row.state == "succeeded":
             furthest = max(group.step for group in self._groups.values())

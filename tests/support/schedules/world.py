@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from azureml_elastic.node.core.messages import Message
 from azureml_elastic.node.core.round import Member, Round
+from azureml_elastic.node.core.table_heartbeat import HeartbeatRow
 
 if TYPE_CHECKING:
     from azureml_elastic.node.core.pauses import BeatWatch
@@ -120,16 +121,16 @@ class Version(NamedTuple):
 
 @dataclass
 class Table:
-    """The rows. A number is the version of the round's row, and of the heartbeat's."""
+    """The rows. A number is the version of the round's row."""
 
     round: Round | None = None
     version: int = 0
     members: dict[str, Member] = field(default_factory=dict)
-    heartbeat: tuple[int, int] = (0, 0)
-    """Number of the round, and version."""
+    heartbeat: HeartbeatRow | None = None
     versions: list[Version] = field(default_factory=list)
     """All that the round's row has held."""
     went_back: bool = False
+    beats: int = 0
     emptied: bool = False
     """Whether it has lost all of its rows, the heartbeat's too."""
 
@@ -137,6 +138,19 @@ class Table:
         """Write the round's row."""
         self.round, self.version = to, self.version + 1
         self.versions.append(Version(now, node, to))
+
+    def beat(self, version: str | None, fields: Mapping[str, Any]) -> str | None:
+        """Write the heartbeat's row in place of this version; return the new one, ``None`` where it was another one."""
+        if (self.heartbeat and self.heartbeat.version) != version:
+            return None
+        self.beats += 1
+        self.heartbeat = HeartbeatRow(str(self.beats), **fields)
+        return self.heartbeat.version
+
+    def nudge(self) -> None:
+        """Change the heartbeat's row, so that the node that writes it looks at the round's row."""
+        if (found := self.heartbeat) is not None:
+            self.beat(found.version, {"round": found.round, "beats": found.beats})
 
     def go_back(self, versions: int) -> None:
         """Lose the last writes of the round's row, or all with the heartbeat's."""
@@ -146,7 +160,7 @@ class Table:
         self.version += 1
         if not kept:
             self.emptied = True
-            self.heartbeat, self.members = (0, self.heartbeat[1] + 1), {}
+            self.heartbeat, self.members = None, {}
 
 
 class Connection:

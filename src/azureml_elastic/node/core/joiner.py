@@ -340,6 +340,7 @@ class Joiner:
         if schedule.take_decision(now):
             return [*actions, do.TakeCandidates()]
         if schedule.should_read(now):
+            mine.read_began = now
             return [*actions, do.ReadRows()]
         self.deadline = now + schedule.seconds_left(now)
         if not mine.written:

@@ -70,11 +70,12 @@ class MeetingPoints:
         self._excluded: set[str] = set()
         self._ended: set[str] = set()
         self._unreachable: set[str] = set()
+        self._known: dict[str, Member | Mapping[str, Any]] = {}
         self.update(known)
 
     def update(self, known: Mapping[str, Member | Mapping[str, Any]]) -> None:
-        """Replace what is known about other nodes."""
-        self._known = dict(known)
+        """Take in what is known about other nodes. One whose row is gone, as in a table that was cleaned, may live."""
+        self._known = {**self._known, **known}
         self._order = sorted(self._known, key=self._key)
 
     @property
@@ -92,12 +93,14 @@ class MeetingPoints:
         """
         if len(self._unreachable) >= _MAX_UNREACHABLE:
             return None
+        finishing, is_alone = self._round.finishing, bool(self._ranks or self._unreachable)
         for member in self._eligible():
-            if self._key(member.node) < self._key(self._me.node):
+            # When a preempted node's process ends, its connection shows that nothing more will be saved.
+            if self._key(member.node) < self._key(self._me.node) or member.node in finishing:
                 return member
-            if self._ranks or self._unreachable:
+            if is_alone and not finishing:
                 return None
-            if member.state == "waiting":
+            if not is_alone and member.state == "waiting":
                 return member
         return None
 
@@ -125,9 +128,10 @@ class MeetingPoints:
         return member.incarnation in self._breaks
 
     def is_gone(self, member: Member) -> bool:
-        """Return whether this node has ended, or neither waits for the round nor can be reached."""
+        """Return whether this node has ended, or cannot be reached and neither waits for the round nor saves for it."""
         waits = member.state == "waiting" and member.round == self._round.number
-        return member.incarnation in self._ended or (member.incarnation in self._unreachable and not waits)
+        may_act = waits or member.node in self._round.finishing
+        return member.incarnation in self._ended or (member.incarnation in self._unreachable and not may_act)
 
     def _key(self, node: str) -> tuple[int, bool, str]:
         return self._ranks.get(node, len(self._ranks)), not is_landmark(node), node
@@ -142,8 +146,8 @@ class MeetingPoints:
             excluded = known.incarnation in self._excluded
             if node == self._me.node or not known.hub_port or known.state == "left" or excluded:
                 continue
-            first_round = self._round.number == 1
-            if first_round or node in self._ranks or (known.state == "waiting" and known.round == self._round.number):
+            waits = known.state == "waiting" and known.round == self._round.number
+            if waits or self._round.number == 1 or node in self._ranks or node in self._round.finishing:
                 yield known
 
 

@@ -233,6 +233,7 @@ class Candidacy:
         points: where candidates meet.
         schedule: when this node reads the rows.
         write_at: when it writes its row into the table.
+        read_began: when it began to read the rows last.
         offered: whether it is a candidate at its own hub.
         knows_all: whether the rows would show it nothing that it does not know.
         should_seal: whether it is among the first candidates at its own hub.
@@ -257,6 +258,7 @@ class Candidacy:
         self.points = MeetingPoints(round_, me, known)
         self.schedule = ReadSchedule(now, knows_all=self.knows_all)
         self.write_at = now + _WRITE_SECONDS
+        self.read_began = now
         self.written = self.offered = self.should_seal = False
         self.sealed = round_
         self._round = round_
@@ -292,7 +294,8 @@ class Candidacy:
         """
         confirmed, self._has_read = self._has_read, False
         self._present = self._all_present(received, me, confirmed=confirmed)
-        is_due = self._timer.is_due(self._present, me.node, now)
+        # An answer of a table that throttles is seconds old. Who has written a row since then is not late for it.
+        is_due = self._timer.is_due(self._present, me.node, self.read_began if confirmed else now)
         if self.knows_all:
             here = {member.node for member in received if member.round == self._round.number}
             all_are_here = {*self._round.expected} <= here | {me.node}

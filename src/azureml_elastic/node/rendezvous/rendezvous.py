@@ -384,16 +384,10 @@ class Rendezvous:
         was_given_up = view.was_given_up or reports.was_given_up
         # Once over it stays so, although the row that has shown it is not looked at again.
         membership.over = membership.over or was_given_up or reports.broken or self._has_changed(round_)
-        return reports.see(
-            round_,
-            self.node,
-            view,
-            over=membership.over,
-            ended=self._context.latest.after(round_) is not None,
-            limits=self._context.limits,
-            debounce=self._context.timings.rescale_debounce.total_seconds(),
-            now=self._context.clock(),
-        )
+        context = self._context
+        debounce, now = context.timings.rescale_debounce.total_seconds(), context.clock()
+        known = {"over": membership.over, "ended": context.latest.after(round_) is not None}
+        return reports.see(round_, self.node, view, **known, limits=context.limits, debounce=debounce, now=now)
 
     def take_unreachable_pair(self) -> UnreachablePair | None:
         """Return an unreachable member to which only workers connect, if there is one, because of which the round ends.

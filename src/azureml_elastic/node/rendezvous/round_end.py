@@ -94,16 +94,14 @@ class RoundEnd:
         """Write what follows, send it to all connected nodes and return it, unless another node was first."""
         round_ = self.membership.assignment.round
         absent = self._absent() & how.lost if isinstance(how, Reopen) and not how.failures else frozenset[str]()
-        facts = EndFacts(
-            self.membership.seconds,
-            self.hub.view().waiting,
-            absent,
-            self._describe_absent(round_, absent) if absent else "",
-        )
+        why = self._describe_absent(round_, absent) if absent else ""
+        facts = EndFacts(self.membership.seconds, self.hub.view().waiting, absent, why)
         limit = self.context.timings.max_failed_rounds
         to = version_after(round_, how, facts, max_failed_rounds=limit, advice=self.reachability.advice)
-        if not self.rows.end_round(self.membership.last_round, to):
+        newer = to if self.rows.end_round(self.membership.last_round, to) else self.context.latest.after(round_)
+        if newer is not None:
+            self.hub.publish(newer)  # members wait for rank 0, whichever node was first
+        if newer is not to:
             return None
-        self.hub.publish(to)
         self.membership.send_to_leader(RoundChanged(to))
         return to

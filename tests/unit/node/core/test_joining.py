@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.node.core.joining import MeetingPoints, ReadSchedule, is_landmark
 from azureml_elastic.node.core.round import Limits, Member, Round
-from azureml_elastic.node.core.sealing import drop_unresponsive
+from azureml_elastic.node.core.sealing import Candidacy, Verdict, drop_unresponsive
 
 
 def candidate(node: str, number: int = 1) -> Member:
@@ -51,6 +52,7 @@ def test_all_nodes_meet_at_the_first_survivor_later():
     old = [candidate(node) for node in "abcd"]
     for me in "abd":
         points = MeetingPoints(round_, candidate(me, 2), known(old))
+        points.update({})  # a table that was cleaned
         assert points.choose().node == "c"
         assert not points.is_first
     first = MeetingPoints(round_, candidate("c", 2), known(old))
@@ -90,6 +92,25 @@ def test_a_node_that_cannot_be_reached_is_waited_for_only_if_it_is_there():
     points.connect_failed(points.choose(), refused=False)
     assert points.is_gone(candidate("a", 1))
     assert not points.is_gone(candidate("a", 2))
+
+
+def test_the_first_survivor_watches_the_preempted_node_that_may_still_save():
+    round_ = Round(2, previous=("b", "c"), finishing=("a",))
+    points = MeetingPoints(round_, candidate("b", 2), known([candidate("a"), candidate("c")]))
+    assert points.is_first
+    points.connection_broke(points.choose(), answered=True)
+    points.connect_failed(points.choose(), refused=True)
+    assert points.is_gone(candidate("a"))
+    assert points.choose() is None
+
+
+def test_the_time_of_a_read_does_not_count_for_a_survivor_that_does_not_come():
+    me, round_ = candidate("a", 3), Round(3, previous=("a", "b"), expected=("a", "b"))
+    mine = Candidacy(round_, me, {}, Limits(1, 2), RendezvousTimings(), 0.0, wrote_round=False)
+    mine.decide([], me, 0.0)
+    for mine.read_began, answered, verdict in ((1.0, 10.0, Verdict.WAIT), (10.0, 10.1, Verdict.CONFIRM)):
+        mine.read({"a": me.to_value()}, me, answered)
+        assert mine.decide([], me, answered) is verdict
 
 
 @pytest.mark.parametrize(("me", "minimum", "left"), [("a", 1, "abc"), ("b", 2, "bc"), ("b", 3, "abc"), ("c", 1, "c")])

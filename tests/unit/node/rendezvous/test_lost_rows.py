@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import random
 from collections.abc import Callable
 
 import pytest
@@ -191,33 +189,3 @@ def test_all_nodes_end_up_with_the_tables_key(cluster, makes):
     heal(nodes, number + 1, COUNT)
     keys = {node.rendezvous._context.authenticator.key.hex() for node in nodes.nodes if not node.dead}
     assert keys == {nodes.storage._rows[RUN_KEY].value["key"]}
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_whatever_happens_to_rows_and_nodes_one_higher_round_follows(cluster, seed):
-    choose = random.Random(seed)
-    nodes = cluster(minimum=choose.randint(1, 2), seed=seed)
-    old = rounds_pass(nodes, choose.randint(1, 3))
-    for number in range(3):
-        end = nodes.scheduler.now + 12.0
-        for _ in range(choose.randint(1, 3)):
-            how = choose.choice(HARMS)
-            earlier = choose.choice([old, dict(nodes.storage._rows)])
-            nodes.at(choose.uniform(nodes.scheduler.now, end), functools.partial(harm_if_there, nodes, how, earlier))
-        if choose.random() < 0.7:
-            victim = choose.choice([node for node in nodes.nodes if not node.dead][1:] or nodes.nodes[:1])
-            if sum(not node.dead for node in nodes.nodes) > 2:
-                nodes.at(choose.uniform(nodes.scheduler.now, end), victim.kill)
-        if choose.random() < 0.5:
-            nodes.add(f"new-{number}", Limits(1, 9), choose.uniform(nodes.scheduler.now, end))
-        pass_time(nodes, 12.0)
-    alive = sum(not node.dead for node in nodes.nodes)
-    nodes.settle(TIMEOUT_S)
-    first = leader(nodes).joined[-1].number
-    leader(nodes).break_round()
-    heal(nodes, first, alive)
-
-
-def harm_if_there(nodes: Cluster, how: Callable[[Rows, Rows], None], old: Rows) -> None:
-    if ROUND_KEY in nodes.storage._rows and ROUND_KEY in old:
-        harm(nodes, how, old)

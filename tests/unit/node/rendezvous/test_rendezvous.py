@@ -237,6 +237,15 @@ def test_a_member_that_never_comes_to_its_round_is_noticed(nodes, frozen):
     assert [member.node for member in assignment.round.members] == ["node-1"]
 
 
+def test_rank_0_tells_its_members_that_another_node_has_ended_the_round(nodes):
+    group = [nodes.make(name, 3, 3) for name in ("node-1", "node-2", "node-3")]
+    round_ = nodes.join(*group)[0].round
+    leader, cut_off, other = sorted(group, key=lambda node: round_.rank_of(node.node, node.incarnation))
+    assert cut_off._rows.end_round(round_.number, reopened(round_, "lost rank 0", {leader.node}))
+    assert leader.round_end.reopen(Reopen("lost rank 1", lost=frozenset({cut_off.node}))) is None
+    until(lambda: other.status().over)
+
+
 def test_a_round_whose_leader_is_lost_too_was_is_no_failed_round(nodes, frozen):
     nodes.hasten(join_timeout=2)
     frozen("node-9")
