@@ -22,7 +22,7 @@ LIMITS: Mapping[str, int] = {
     "distributed": 1_211,
     "engines": 1_746,
     "environment": 641,
-    "forks": 3_305,
+    "forks": 3_296,
     "ipc": 2_311,
     "ledger": 2_299,
     "local": 4_122,

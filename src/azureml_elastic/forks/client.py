@@ -313,12 +313,13 @@ class PreloadServer:
                 self._settled = True
             elif operation == "unsafe":
                 self._refuse(message["reason"])
-            elif operation == "store ended":
-                self._stores.discard(message["pid"])
-                self._ended_stores[message["pid"]] = message["code"]
             elif operation == "ended":
                 if message["pid"] in self._workers:
                     self._workers[message["pid"]].end(message["code"])
+                else:
+                    self._stores.discard(message["pid"])
+                    self._ended_stores[message["pid"]] = message["code"]
+                    self._reap(message["pid"])
             else:
                 if operation == "started":
                     worker = ForkedWorker(message["pid"], self.program.command, self._changes, self._reap)

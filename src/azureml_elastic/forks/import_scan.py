@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from azureml_elastic.forks.command import READ_BY_TORCH, is_read_late
-from azureml_elastic.program.source import dotted_name, parse_quietly
+from azureml_elastic.program.source import dotted_name, parse_quietly, text_of
 
 UNKNOWN = "?"
 """Placeholder for a variable whose name is not in the text."""
@@ -84,7 +84,7 @@ def variables_set(node: ast.AST) -> list[str]:
     names: list[str] = []
     for target in _targets(node):
         if isinstance(target, ast.Subscript) and dotted_name(target.value) in _ENVIRON:
-            names.append(_text(target.slice))
+            names.append(text_of(target.slice) or UNKNOWN)
         elif dotted_name(target) in _ENVIRON:
             names.append(UNKNOWN)
     if isinstance(node, ast.Call):
@@ -101,13 +101,9 @@ def _names_passed(call: ast.Call, function: str) -> list[str]:
         names = [keyword.arg or UNKNOWN for keyword in call.keywords]
         for argument in call.args:
             keys = argument.keys if isinstance(argument, ast.Dict) else [None]
-            names += [UNKNOWN if key is None else _text(key) for key in keys]
+            names += [UNKNOWN if key is None else text_of(key) or UNKNOWN for key in keys]
         return names
-    return [_text(call.args[0])] if call.args else [UNKNOWN]
-
-
-def _text(node: ast.AST) -> str:
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else UNKNOWN
+    return [text_of(call.args[0]) or UNKNOWN] if call.args else [UNKNOWN]
 
 
 def changes_path(node: ast.AST) -> bool:

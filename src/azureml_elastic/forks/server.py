@@ -113,8 +113,7 @@ class _Server:
         self._attached = False
         self._output = import_loader.Output()
         self._workers: dict[int, bool] = {}
-        """Whether the end was reported, by process id."""
-        self._stores: set[int] = set()
+        """Whether the end was reported, by process id; of workers and stores."""
         self._spare_store: tuple[int, socket.socket] | None = None
         self._serves_stores = False
         self._unsafe: str | None = None
@@ -427,7 +426,8 @@ class _Server:
             finally:
                 os._exit(1)
         theirs.close()
-        self._stores.add(child)
+        self._workers[child] = False
+        self._on_child()  # it may have ended before
         return child, ours
 
     def _decline(self, request: dict[str, Any], reason: str) -> None:
@@ -522,11 +522,6 @@ class _Server:
             signal.signal(number, handler)
 
     def _on_child(self, *_signal: object) -> None:
-        for store in list(self._stores):
-            ended_store, status = os.waitpid(store, os.WNOHANG)
-            if ended_store:
-                self._stores.discard(store)
-                self._send(op="store ended", pid=store, code=os.waitstatus_to_exitcode(status))
         for worker, reported in list(self._workers.items()):
             if reported:
                 continue
@@ -543,9 +538,9 @@ class _Server:
             self._end()
 
     def _end(self) -> NoReturn:
-        """Kill the workers and exit; the kernel kills the stores, which the agent may need no longer than this."""
+        """Kill the workers and the stores, and exit."""
         for worker in self._workers:
-            for kill in (os.killpg, os.kill):  # a worker that leads no group yet is killed alone
+            for kill in (os.killpg, os.kill):  # what leads no group, or not yet, is killed alone
                 with contextlib.suppress(OSError):
                     kill(worker, signal.SIGKILL)
         os._exit(0)
