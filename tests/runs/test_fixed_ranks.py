@@ -19,4 +19,5 @@ def test_a_script_that_starts_its_ranks_itself_is_named_and_does_not_wait(tmp_pa
     assert "Call init_process_group() without init_method, rank and world_size" in report.message
     assert "launches_itself.py:13 sets MASTER_ADDR to 'localhost'" in caplog.text
     assert "launches_itself.py:19 starts its ranks itself by mp.spawn()" in caplog.text
+    assert "sets MASTER_ADDR" not in (report.paths.logs / "node-0.log").read_text()  # no agent reads scripts for that
     assert {total.activity for total in report.activities}.isdisjoint({"training", "lost work", "unknown"})

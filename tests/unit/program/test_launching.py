@@ -152,7 +152,6 @@ HELP = "import subprocess\nprint('torchrun --nproc_per_node 4')\nsubprocess.run(
     [
         ({}, "python train.py config.py"),
         ({}, "python train.py model.py"),
-        ({}, "python guarded.py --config configs/get.py"),
         ({"tools/train.py": "from mmengine import Runner\nRunner().train()\n"}, "python tools/train.py config.py"),
         ({"eval.py": f"{POPEN}\nmodel.fit(data)\n"}, "python eval.py guarded.py"),
         ({"main.py": f"{POPEN}\nimport loop\n", "loop.py": TRAIN}, "python main.py guarded.py"),

@@ -1,12 +1,14 @@
 """What is refused, with what message; none of it needs azure-ai-ml."""
 
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 from pydantic import ValidationError
 
 from azureml_elastic.config import ElasticResources
 from azureml_elastic.errors import CommandError, SubmitError
+from azureml_elastic.program.source import parse_quietly
 from azureml_elastic.submit.job import ElasticCommandJob
 from azureml_elastic.submit.validation import check
 
@@ -92,9 +94,7 @@ def test_fields_that_contradict_each_other(fields, parts):
     ("command", "part"),
     [
         ("bash run.sh", "starts no Python program"),
-        ("torchrun --standalone train.py", "takes the launcher's place"),
-        ("python -m torch.distributed.run --nproc_per_node 2 train.py", "process_count_per_instance=2"),
-        ("accelerate launch train.py", "command='python train.py'"),
+        ("torchrun --nproc_per_node 2 train.py", "command='python train.py' and ElasticDistribution(process_count_per"),
         ("python other.py", "'other.py', which is not in code='src'"),
         ("python train.py --data ${{inputs.data}}", "'${{inputs.data}}', but the job declares no inputs. Add 'data'"),
         ("python train.py > ${{ outputs.log }}/a", "'${{ outputs.log }}', but the job declares no outputs"),
@@ -324,7 +324,6 @@ DASK = "import subprocess, sys\nsubprocess.Popen(['dask-scheduler', '--port', '8
                 "'python train.py --lr 1'",
             ],
         ),
-        ("python -m lightning run train.py", ["'lightning' is given the program 'train.py'", "'python train.py'"]),
         (
             "python start.py --script train.py",
             [
@@ -333,7 +332,6 @@ DASK = "import subprocess, sys\nsubprocess.Popen(['dask-scheduler', '--port', '8
             ],
         ),
         ("python -m deepspeed --num_gpus 4 train.py", ["command='python train.py --local_rank=$LOCAL_RANK'"]),
-        ("python -m accelerate launch --multi_gpu train.py -x", ["command='python train.py -x'"]),
     ],
 )
 def test_launchers_are_refused_with_the_command_to_write(command, parts, tmp_path):
@@ -345,12 +343,12 @@ def test_launchers_are_refused_with_the_command_to_write(command, parts, tmp_pat
         assert part in str(caught.value)
 
 
-def test_a_script_with_a_configuration_in_python_is_no_launcher(tmp_path):
-    (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "small.py").write_text("batch_size = 12\n")
-    (tmp_path / "train.py").write_text(f"{POPEN}\nexec(open('config/small.py').read())\n{SCRIPT}")
-    for command in ("python train.py config/small.py", "python -m library.train config/small.py"):
-        assert check(make(code=str(tmp_path), command=command)).program == command
+def test_each_module_of_a_program_is_parsed_once(tmp_path):
+    (tmp_path / "train.py").write_text(f"import connect\n{POPEN}{SCRIPT}")
+    (tmp_path / "connect.py").write_text("import os\nos.environ['RANK'] = '0'\n")
+    with mock.patch("azureml_elastic.program.source.parse_quietly", wraps=parse_quietly) as parse:
+        check(make(code=str(tmp_path), command="python train.py config.py"))
+    assert parse.call_count == 2
 
 
 @pytest.mark.parametrize(

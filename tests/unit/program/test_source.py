@@ -1,13 +1,22 @@
-"""Whether a program uses the library: its own text and that of the local modules that it imports count."""
+"""The text of programs: which modules belong to one, whether they use the library, and syntax trees beside threads."""
 
 from __future__ import annotations
+
+import ast
+import gc
+import subprocess
+import sys
 
 import pytest
 
 from azureml_elastic.program.command import parse_program
-from azureml_elastic.program.source import opens_session, program_modules
+from azureml_elastic.program.source import opens_session, parse_quietly, program_modules
 
 USES = "from azureml_elastic import train\n"
+
+
+def uses_it(*words):
+    return opens_session(program_modules(parse_program(words)))
 
 
 @pytest.mark.parametrize(
@@ -33,7 +42,7 @@ def test_the_imports_of_local_modules_are_followed(tmp_path, main, files, expect
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-    assert opens_session(program_modules(parse_program([str(tmp_path / "train.py")]))) is expected
+    assert uses_it(str(tmp_path / "train.py")) is expected
 
 
 @pytest.mark.parametrize(
@@ -58,8 +67,55 @@ def test_an_installed_program_is_read_within_its_package(tmp_path, monkeypatch, 
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     monkeypatch.syspath_prepend(tmp_path / "site")
-    assert opens_session(program_modules(parse_program(["python", "-m", target]))) is expected
+    assert uses_it("python", "-m", target) is expected
 
 
 def test_a_module_that_cannot_be_found_is_assumed_to_use_the_library():
-    assert opens_session(program_modules(parse_program(["python", "-m", "not_a_module"])))
+    assert uses_it("python", "-m", "not_a_module")
+
+
+PROGRAM = """
+import gc, sys, threading, time
+from azureml_elastic.program.source import parse_quietly
+
+class Finalized:
+    def __init__(self):
+        self.itself = self
+    def __del__(self):
+        time.sleep(0)  # another thread runs
+
+def parse_beside(depth):
+    if depth:
+        return parse_beside(depth - 1)
+    while not ended.is_set():
+        try:
+            compile("a = f(1)[2] + {}.x()", "beside", "exec", 0x400)
+        except SystemError:
+            pass
+
+sys.setswitchinterval(1e-6)
+gc.set_threshold(50)
+ended = threading.Event()
+beside = threading.Thread(target=parse_beside, args=(20,))
+beside.start()
+try:
+    for _ in range(20):
+        Finalized()
+        assert parse_quietly(b"def f(a):\\n    return [x for x in a if x > 1]\\n" * 50) is not None
+finally:
+    ended.set()
+    beside.join()
+"""
+
+
+def test_a_collection_that_lets_another_thread_parse_ends_in_no_error():
+    """With ``ast.parse()`` alone CPython 3.11 raises SystemError in nearly each of these calls."""
+    ran = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_collections_are_as_before():
+    assert isinstance(parse_quietly(b"a = 1"), ast.Module)
+    assert gc.isenabled()
+    assert parse_quietly(b"a = ") is None
+    assert gc.isenabled()
