@@ -162,7 +162,7 @@ def read_report(run, name):
     again = run("report", f"runs/{name}", "--prices", "prices.json", "--json", "billed.json")
     assert again.exit_code == 0, again.output
     assert "goodput" in again.output
-    assert "saved against dedicated nodes" in again.output
+    assert "Saved against dedicated nodes: " in again.output
     billed = json.loads(Path("billed.json").read_text())
     assert float(billed["bill"]["lines"][0]["cost"]) == pytest.approx(walls, rel=0.001)
     assert "There is no folder" in run("report", "runs/another").output
