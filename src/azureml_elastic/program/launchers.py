@@ -133,6 +133,9 @@ NAMES = {name: launcher for launcher in LAUNCHERS for name in launcher.names}
 """Commands and modules that are launchers."""
 
 
+_OF_CLUSTERS = (("dask", "scheduler"), ("dask", "worker"), ("ray", "start"))
+
+
 def command_name(words: Sequence[str]) -> str:
     """Return the name of a command without its folder."""
     return words[0].rsplit("/", 1)[-1]
@@ -140,9 +143,8 @@ def command_name(words: Sequence[str]) -> str:
 
 def starts_cluster(words: Sequence[str]) -> bool:
     """Return whether a command starts a part of a cluster, as ``ray start --head`` does."""
-    return [command_name(words), *words[1:2]] in (["dask", "scheduler"], ["dask", "worker"], ["ray", "start"]) or (
-        command_name(words) in ("dask-scheduler", "dask-worker")
-    )
+    name = command_name(words)
+    return name in ("dask-scheduler", "dask-worker") or (name, *words[1:2]) in _OF_CLUSTERS
 
 
 def instead_of(launcher: str, words: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ chosen per command and given to the nodes, so that no other text is taken for a 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from azureml_elastic.errors import CommandError
@@ -61,6 +61,13 @@ def fill(arguments: Sequence[str], name: str | None, environ: Mapping[str, str])
     # "@" stands where the variable will be: re.escape leaves it as it is.
     pattern = re.compile(re.escape(placeholder(name, "@")).replace("@", "([A-Z_]+)"))
     return tuple(pattern.sub(lambda match: environ.get(match[1], ""), word) for word in arguments)
+
+
+def replaced(text: str, parts: Iterable[tuple[int, int, str]]) -> str:
+    """Return a text with other parts in the place of these ranges, which do not overlap."""
+    for start, end, part in sorted(parts, reverse=True):
+        text = text[:start] + part + text[end:]
+    return text
 
 
 class Word(NamedTuple):

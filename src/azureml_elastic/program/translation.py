@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from azureml_elastic.config.distribution import ElasticDistribution
 from azureml_elastic.errors import CommandError
 from azureml_elastic.program.command import left_to_the_shell
-from azureml_elastic.program.launchers import CALLS, TORCHRUN, Launcher
+from azureml_elastic.program.launchers import CALLS, LAUNCHERS, TORCHRUN, Launcher
 from azureml_elastic.program.prefixes import is_interpreter, is_program, program_start
-from azureml_elastic.program.shell import Word, simple_commands
+from azureml_elastic.program.shell import Word, replaced, simple_commands
 
 _COUNT = "process_count_per_instance"
 _ALL_GPUS = {"gpu", "auto", "-1"}
@@ -35,7 +35,6 @@ class _Call(NamedTuple):
     start: int  # index of its first word: the interpreter, or the launcher itself
     interpreter: int  # index after the interpreter's words; ``start`` if there are none
     end: int
-    is_script: bool  # whether it is a script or module that only has the options of a launcher
 
 
 def _call(words: Sequence[str]) -> _Call | None:
@@ -52,12 +51,12 @@ def _call(words: Sequence[str]) -> _Call | None:
     rest = (name, *words[position + 1 :])
     for call, launcher in CALLS.items():
         if rest[: len(call)] == call and (call[0] != "-m" or position > start):
-            return _Call(launcher, start, position, position + len(call), is_script=False)
+            return _Call(launcher, start, position, position + len(call))
     module = words[position] == "-m" and position > start and len(rest) > 1
     if not module and not words[position].endswith(".py"):
         return None
     end = position + 1 + module
-    return _Call(replace(TORCHRUN, name=words[end - 1]), start, position, end, is_script=True)
+    return _Call(replace(TORCHRUN, name=words[end - 1]), start, position, end)
 
 
 @dataclass(frozen=True)
@@ -104,10 +103,8 @@ def read_launcher(command: str, with_literals: Callable[[str], str] = str) -> La
     launched, start, end = found[0]
     if len(found) > 1:
         return Launched("", refused=f"It starts {len(found)} of them; submit a job for each program.")
-    if not launched.command:
-        return launched
-    before, after = _marked(command, others, 0, start), _marked(command, others, end, len(command))
-    return replace(launched, command=f"{before}{launched.command}{after}")
+    parts = [(start, end, launched.command), *((position, position, "command ") for position in others)]
+    return replace(launched, command=replaced(command, parts)) if launched.command else launched
 
 
 def refuse_launcher(command: str, given: ElasticDistribution, with_literals: Callable[[str], str] = str) -> None:
@@ -136,22 +133,13 @@ def refuse_launcher(command: str, given: ElasticDistribution, with_literals: Cal
     )
 
 
-def _marked(command: str, positions: Sequence[int], start: int, end: int) -> str:
-    """Return a part of a command in which the shell itself runs the commands at these positions."""
-    text = ""
-    for position in positions:
-        if start <= position < end:
-            text += f"{command[start:position]}command "
-            start = position
-    return text + command[start:end]
-
-
 def _read(command: str, words: Sequence[Word], call: _Call, with_literals: Callable[[str], str]) -> Launched | None:
     """Return the equivalent of the simple command that calls a launcher; ``None`` if a script is no launcher."""
     launcher = call.launcher
-    options, rest = _options(launcher, words[call.end :], strict=call.is_script)
+    is_script = launcher not in LAUNCHERS  # or a module, which only has the options of a launcher
+    options, rest = _options(launcher, words[call.end :], strict=is_script)
     own = sorted(_SCRIPT_OPTIONS & options.keys())
-    if call.is_script and not (own and rest and rest[0].text.endswith(".py")):
+    if is_script and not (own and rest and rest[0].text.endswith(".py")):
         return None
     if not rest:
         return Launched("python train.py", {}, f"{launcher.name} names no program.")
@@ -179,7 +167,7 @@ def _read(command: str, words: Sequence[Word], call: _Call, with_literals: Calla
         )
     if launcher.local_rank and launcher.no_local_rank not in options:
         arguments = f" {launcher.local_rank}=$LOCAL_RANK{arguments}"
-    if call.is_script:
+    if is_script:
         given = " and ".join(f"--{name}" for name in own)
         refused.append(f"{launcher.name!r} is given {given} and {program.text!r}, as a launcher is.")
     module = "-m " if "module" in options else ""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from azureml_elastic.config.distribution import ElasticDistribution
 from azureml_elastic.errors import CommandError
 from azureml_elastic.program.command import FoundProgram, parse_program
-from azureml_elastic.program.shell import Word, all_words, placeholder, simple_commands, unused_name
+from azureml_elastic.program.shell import Word, all_words, placeholder, replaced, simple_commands, unused_name
 
 _NAMES = "GROUP_RANK|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|NODE_RANK|RANK|WORLD_SIZE"
 _OTHER_NAMES = {"NODE_RANK": "GROUP_RANK"}
@@ -81,7 +81,7 @@ def with_placeholders(found: FoundProgram, texts: Iterable[str] = (), own: Colle
     """
     command = "".join(found)
     starts = {word.start for word in _arguments(found)}
-    replaced: list[tuple[int, int, str]] = []
+    variables: list[tuple[int, int, str]] = []
     for word in all_words(command):
         for start, end in word.expansions:
             expansion, inside = command[start:end], word.start in starts
@@ -105,16 +105,13 @@ def with_placeholders(found: FoundProgram, texts: Iterable[str] = (), own: Colle
                     f"The command has {expansion!r}, which the shell would compute once per node, before the agent "
                     f"starts the workers that have ${name}. Give the program ${name} itself, and compute in the script."
                 )
-            replaced.append((start, end, name))
-    if not replaced:
+            variables.append((start, end, name))
+    if not variables:
         return Translated(found, None, frozenset())
     chosen = unused_name((command, *texts))
-    program, position = "", len(found.before)
-    for start, end, name in replaced:
-        program += command[position:start] + placeholder(chosen, _OTHER_NAMES.get(name, name))
-        position = end
-    program += command[position : len(command) - len(found.after)]
-    return Translated(found._replace(program=program), chosen, frozenset(name for _, _, name in replaced))
+    parts = [(start, end, placeholder(chosen, _OTHER_NAMES.get(name, name))) for start, end, name in variables]
+    program = replaced(command, parts)[len(found.before) :].removesuffix(found.after)
+    return Translated(found._replace(program=program), chosen, frozenset(name for _, _, name in variables))
 
 
 def words_with_placeholders(words: Sequence[str]) -> tuple[tuple[str, ...], str | None, frozenset[str]]:
@@ -131,15 +128,15 @@ def words_with_placeholders(words: Sequence[str]) -> tuple[tuple[str, ...], str 
         return (found.program,), name, variables
     start = len(words) - len(program.arguments)
     chosen = unused_name(words)
-    replaced: set[str] = set()
+    names: set[str] = set()
 
     def put(match: re.Match[str]) -> str:
         name = match[1] or match[2]
-        replaced.add(name)
+        names.add(name)
         return placeholder(chosen, _OTHER_NAMES.get(name, name))
 
     changed = (*words[:start], *(_IN_WORD.sub(put, word) for word in words[start:]))
-    return changed, chosen if replaced else None, frozenset(replaced)
+    return changed, chosen if names else None, frozenset(names)
 
 
 def refuse_changing(variables: Iterable[str], distribution: ElasticDistribution) -> None:
