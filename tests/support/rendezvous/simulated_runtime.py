@@ -257,6 +257,9 @@ class SimulatedRuntime(Runtime):
         node.ends.append(near)
         return SimulatedClient(node, near, on_tick, tick)
 
+    def reach(self, address, broken) -> None:
+        """The port of a store is that of the node of whose hub this one has just been answered."""
+
     def probe(self, addresses, timeout) -> list[OSError | None]:
         scheduler, node = self._scheduler, self._node
         node.step()

@@ -413,6 +413,8 @@ class Node:
                 self._connect(call, answer)
             case do.Enter():
                 self._enter(call, answer)
+            case do.ReachStore():
+                self.world.after(0.001, lambda: self.when_running(partial(answer, ev.StoreReached())))
             case _:
                 self._call_table(call, answer)
 

@@ -25,9 +25,8 @@ from azureml_elastic.node.core.actions import Close
 from azureml_elastic.node.core.training import State
 from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
-from azureml_elastic.node.rendezvous.link import Assignment
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
-from azureml_elastic.node.rendezvous.store_process import RoundStore, enter, open_round_store
+from azureml_elastic.node.rendezvous.store_process import RoundStore, StoreProcess
 from azureml_elastic.node.table import Table
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 from azureml_elastic.plurals import counted
@@ -171,7 +170,10 @@ class NodeAgent:
 
     def _enter_round(self) -> None:
         """Take a place in the next round, and give the workers theirs."""
-        assignment, store = enter(self._rdzv, self._open_store)
+        assignment = self._rdzv.join()
+        store = RoundStore()
+        if assignment.listener is not None:
+            store = StoreProcess(assignment, self._workers.preload_server, self._rdzv.wake)
         # Closed at the end: the workers of the round before may have used its store until they were interrupted.
         before, self._store = self._store, store
         round_ = assignment.round
@@ -191,6 +193,3 @@ class NodeAgent:
         self._group.enter(assignment, pointer, self._run_id, self._distribution.max_restarts, key)
         before.close()
         self._runner.record(WorkersStarted, pids=self._workers.pids)
-
-    def _open_store(self, assignment: Assignment) -> RoundStore | None:
-        return open_round_store(assignment, self._rdzv, lambda: self._workers.preload_server)

@@ -145,6 +145,13 @@ class Enter:
 
 
 @dataclass(frozen=True)
+class ReachStore:
+    """Connect to the port of the round's store, as workers will: :class:`StoreReached` or :class:`StoreUnreachable`."""
+
+    round: Round
+
+
+@dataclass(frozen=True)
 class QueryMembers:
     """Ask other members whether they have reached rank 0's node: :class:`MembersAnswered`."""
 
@@ -395,7 +402,7 @@ RowAction = Reopen | Close
 TrainingAction = Sending | WorkersAction | Entry | HangAction | SaveAction | RowAction | ReadFailures | FindPair
 
 TableCall = ReadRound | ReadRows | Restore | WriteRow | WriteRound | EndRound | ReadKey
-NetworkCall = Connect | TakeCandidates | QueryMembers
+NetworkCall = Connect | TakeCandidates | QueryMembers | ReachStore
 NodeCall = PrepareRow | Enter | Reopen | GetReady | ReadHeartbeat
 Call = TableCall | NetworkCall | NodeCall
 

@@ -202,6 +202,23 @@ class EntryFailed:
 
 
 @dataclass(frozen=True)
+class StoreReached:
+    """The port of the round's store accepts connections."""
+
+
+@dataclass(frozen=True)
+class StoreUnreachable:
+    """The port of the round's store does not accept connections, or the round has broken before it did.
+
+    Args:
+        seen: what is known of the round.
+    """
+
+    reason: str
+    seen: RoundSeen
+
+
+@dataclass(frozen=True)
 class MembersAnswered:
     """Whether other members have reached rank 0's node, ``None`` for each that did not answer."""
 
@@ -223,7 +240,8 @@ class GotReady:
 JoinEvent = (
     Started | TimerFired | NewerRound | Woken | MarksChanged | Connected | ConnectFailed | HubSent | LinkEnded
     | RoundRead | RowsRead | RowsUnavailable | CandidatesTaken | RowPrepared | RowWritten | RoundWritten | RoundTooLarge
-    | HeartbeatRead | KeyRead | Entered | EntryFailed | MembersAnswered | Reopened | GotReady
+    | HeartbeatRead | KeyRead | Entered | EntryFailed | StoreReached | StoreUnreachable | MembersAnswered
+    | Reopened | GotReady
 )  # fmt: skip
 
 

@@ -495,8 +495,14 @@ class Joiner:
                 waiting.tries += 1
                 self.deadline = now + _RETRY_SECONDS[0]
             case ev.Entered():
-                self.state = JoinState.IN
-                return [do.Take()]
+                return self._look_for_store()
+            case ev.StoreReached():
+                return self._take_place()
+            case ev.StoreUnreachable(seen=seen) if not seen.over or seen.lost:
+                return [do.Reopen(event.reason, seen.lost, round_failed=not seen.lost)]
+            case ev.StoreUnreachable():  # another node has ended the round
+                self.state = JoinState.CHOOSING
+                return [do.ReadRound()]
             case ev.TimerFired():
                 return [do.ReadKey()]
             case ev.KeyRead():
@@ -515,6 +521,15 @@ class Joiner:
                 runs = event.round == self.round.number
                 return self._stay_outside() if runs else self._without_leader(waiting.reason, now)
         return []
+
+    def _look_for_store(self) -> list[do.JoinAction]:
+        self.state = JoinState.ENTERING
+        # Rank 0's node serves it.
+        return [do.ReachStore(self.round)] if self._waiting.rank else self._take_place()
+
+    def _take_place(self) -> list[do.JoinAction]:
+        self.state = JoinState.IN
+        return [do.Take()]
 
     def _without_leader(self, reason: str, now: float) -> list[do.JoinAction]:
         """End the round without rank 0's node, or have the survivor do so whose turn it is, for a while."""
@@ -550,8 +565,8 @@ class Joiner:
         waiting = self._waiting
         match event:
             case ev.RowWritten() if waiting.entered:
-                self.state, self._has_left = JoinState.IN, False
-                return [do.Take()]
+                self._has_left = False
+                return self._look_for_store()
             case ev.RowWritten():
                 self._has_left = True
                 return [do.ReadHeartbeat()]

@@ -27,7 +27,7 @@ from azureml_elastic.node.core.joining import greeting_of, is_landmark
 from azureml_elastic.node.core.messages import RoundChanged, Unreachable
 from azureml_elastic.node.core.round import Limits, Member, Round, reopened
 from azureml_elastic.node.host.addresses import Ports, format_address, listening_address
-from azureml_elastic.node.rendezvous.context import Context, LocalNode, Runtime, Surroundings
+from azureml_elastic.node.rendezvous.context import STORE_SECONDS, Context, LocalNode, Runtime, Surroundings
 from azureml_elastic.node.rendezvous.hub import Hub
 from azureml_elastic.node.rendezvous.link import Assignment, HubWatch, Membership
 from azureml_elastic.node.rendezvous.probing import DataPort, PeerProber, Sleeper
@@ -221,6 +221,8 @@ class Rendezvous:
                 return ev.CandidatesTaken(self.hub.candidates())
             case do.Enter():
                 return self._enter(call, me)
+            case do.ReachStore():
+                return self._reach_store(call.round)
             case do.QueryMembers():
                 return ev.MembersAnswered(query_members(self._context, call.round, self.node))
             case do.ReadHeartbeat():
@@ -283,6 +285,22 @@ class Rendezvous:
             return ev.EntryFailed(reason, True, self._reachability.marked(me))
         self._reachability.reached(first.incarnation, "hub")
         return ev.Entered(self.membership.link.refused)
+
+    def _reach_store(self, round_: Round) -> ev.JoinEvent:
+        """Connect to the port of a round's store, which another node serves."""
+        first = round_.members[0]
+        error = self._context.runtime.reach((first.host, first.store_port), lambda: self.status().broken)
+        if error is None:
+            return ev.StoreReached()
+        seen, port = self.status(), first.store_port
+        if seen.broken:
+            return ev.StoreUnreachable("the round's store cannot be reached", seen)
+        reason = f"{self.node} cannot reach the store of {first.node} at {format_address(first.host, port)}: {error}"
+        if is_unreachable(error):
+            purpose = f"the store of round {round_.number}"
+            pair = self._reachability.failed(first, purpose, error, STORE_SECONDS, target="store", port=port)
+            reason = str(pair)
+        return ev.StoreUnreachable(reason, seen)
 
     def _collect(self) -> None:
         """Take what hubs have sent on connections that this node still has."""
@@ -395,21 +413,6 @@ class Rendezvous:
         The two nodes are not members of one round again until they reach each other.
         """
         return self._reachability.confirm({member.incarnation for member in self.membership.assignment.round.members})
-
-    def store_failed(self, error: OSError, seconds: float) -> None:
-        """End the round because this node cannot reach the port of its store.
-
-        Args:
-            error: error of the connection.
-            seconds: timeout of the connection.
-        """
-        round_ = self.membership.assignment.round
-        first, port = round_.members[0], round_.members[0].store_port
-        reason = f"{self.node} cannot reach the store of {first.node} at {format_address(first.host, port)}: {error}"
-        if is_unreachable(error):
-            purpose = f"the store of round {round_.number}"
-            reason = str(self._reachability.failed(first, purpose, error, seconds, target="store", port=port))
-        self.round_end.reopen(do.Reopen(reason, round_failed=True))
 
     def leave(self, reason: str) -> None:
         """Write that this node will not return. Never raises, since a node that leaves cannot handle errors."""

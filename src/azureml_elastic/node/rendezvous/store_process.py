@@ -14,31 +14,15 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from azureml_elastic.forks.client import PreloadServer
-from azureml_elastic.node.core.actions import Reopen
 from azureml_elastic.node.rendezvous.link import Assignment
-from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 
-__all__ = ["RoundStore", "StoreEnd", "StoreProcess", "enter", "open_round_store", "reaches"]
-
-_POLL_SECONDS = 0.05
-
-_ATTEMPT_SECONDS = 3.0
-"""Timeout of a connection: long enough for TCP's second attempt."""
-
-_RETRY_SECONDS = 2.0
-"""Time for which a refused connection is tried again: the hub may report meanwhile that rank 0's node is lost, which
-names the cause."""
+__all__ = ["RoundStore", "StoreEnd", "StoreProcess"]
 
 _END_SECONDS = 5.0
-
-_Store = TypeVar("_Store")
 
 
 @dataclass(frozen=True)
@@ -177,80 +161,3 @@ class StoreProcess(RoundStore):
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
-
-
-def open_round_store(
-    assignment: Assignment, rendezvous: Rendezvous, preload_server: Callable[[], PreloadServer | None]
-) -> RoundStore | None:
-    """Serve the store of a round on rank 0's node, and verify elsewhere that it can be reached.
-
-    Args:
-        preload_server: function that returns the preload server once it is ready; ``None`` if it cannot fork.
-
-    Returns:
-        The store, or ``None`` if the round has broken or its port cannot be reached.
-    """
-    if assignment.listener is not None:
-        return StoreProcess(assignment, preload_server(), rendezvous.wake)
-    reached = reaches(assignment.store_address, lambda: rendezvous.status().broken, rendezvous.store_failed)
-    return RoundStore() if reached else None
-
-
-def enter(
-    rendezvous: Rendezvous,
-    open_store: Callable[[Assignment], _Store | None],
-) -> tuple[Assignment, _Store]:
-    """Join the next round and open its store, again if the round breaks before that.
-
-    Args:
-        open_store: function that opens the store of a round, ``None`` where that is not possible.
-
-    Raises:
-        RunSucceeded, RunFailed, NodeLeaving: see :meth:`Rendezvous.join`.
-    """
-    while True:
-        assignment = rendezvous.join()
-        store = open_store(assignment)
-        if store is not None:
-            return assignment, store
-        status = rendezvous.status()
-        if not status.over or status.lost:
-            reason = "the round's store cannot be reached"
-            rendezvous.round_end.reopen(Reopen(reason, lost=status.lost, round_failed=not status.lost))
-
-
-def reaches(
-    address: tuple[str, int], broken: Callable[[], bool], unreachable: Callable[[OSError, float], None]
-) -> bool:
-    """Return whether a port accepts connections, before this node's workers wait for it.
-
-    Args:
-        broken: function that returns whether the round has broken, which ends the attempts.
-        unreachable: callback with the error and the timeout of a connection in seconds, where the port cannot be
-            reached and the round is whole nevertheless.
-    """
-    errors: list[OSError] = []
-    reached = threading.Event()
-
-    def connect() -> None:
-        # On a thread: the look-up of a name, and a port that a firewall blocks, do not answer for seconds.
-        until = time.monotonic() + _RETRY_SECONDS
-        while True:
-            try:
-                socket.create_connection(address, _ATTEMPT_SECONDS).close()
-            except OSError as error:
-                if time.monotonic() >= until:
-                    errors.append(error)
-                    return
-                time.sleep(_POLL_SECONDS)
-            else:
-                reached.set()
-                return
-
-    thread = threading.Thread(target=connect, name="store probe", daemon=True)
-    thread.start()
-    while thread.is_alive() and not broken():
-        thread.join(_POLL_SECONDS)
-    if errors and not broken():
-        unreachable(errors[0], _ATTEMPT_SECONDS)
-    return reached.is_set()

@@ -40,7 +40,6 @@ from azureml_elastic.node.host.addresses import advertised_address
 from azureml_elastic.node.rendezvous.context import LocalNode
 from azureml_elastic.node.rendezvous.link import Assignment
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
-from azureml_elastic.node.rendezvous.store_process import enter, reaches
 from azureml_elastic.node.table import open_table
 
 __all__ = ["BACKEND", "TableRendezvousHandler", "create_handler", "open_store"]
@@ -52,32 +51,23 @@ BACKEND = "azure-table"
 _POLL_SECONDS = 0.05
 
 
-def open_store(
-    assignment: Assignment,
-    timeout: timedelta,
-    broken: Callable[[], bool],
-    unreachable: Callable[[OSError, float], None] = lambda *_: None,
-) -> TCPStore | None:
+def open_store(assignment: Assignment, timeout: timedelta, broken: Callable[[], bool]) -> TCPStore | None:
     """Serve the round's store on rank 0, connect to it elsewhere.
 
     ``TCPStore`` blocks forever, whatever its timeout, on a host that accepts connections but never answers, such as a
-    stopped process. So it connects on a thread, which is abandoned when the round breaks. A port that a firewall blocks
-    would use up the whole timeout; a probe finds that earlier.
+    stopped process. So it connects on a thread, which is abandoned when the round breaks.
 
     Args:
         timeout: timeout of single operations of the store.
         broken: function that returns whether the round has broken.
-        unreachable: callback with the error and the timeout in seconds of the probe, where the port cannot be reached.
 
     Returns:
-        The store, or ``None`` if the round has broken or the port cannot be reached.
+        The store, or ``None`` if the round has broken.
     """
     host, port = assignment.store_address
     if assignment.listener is not None:
         # The store closes it; the object would close another file of that number later.
         return listening_store(host, port, assignment.listener.detach(), timeout)
-    if not reaches((host, port), broken, unreachable):
-        return None
     stores: list[TCPStore] = []
 
     def connect() -> None:
@@ -118,8 +108,11 @@ class TableRendezvousHandler(RendezvousHandler):
             RendezvousClosedError: the run has failed, with this message.
             RendezvousConnectionError: the table cannot be used.
         """
+        rendezvous, store = self._rendezvous, None
         try:
-            assignment, store = enter(self._rendezvous, self._open_store)
+            while store is None:
+                assignment = rendezvous.join()
+                store = open_store(assignment, STORE_TIMEOUT, lambda: rendezvous.status().broken)
         except RunSucceeded as end:
             self._closed = True
             _LOG.info("%s Nothing is left to do for this node.", end)
@@ -132,10 +125,6 @@ class TableRendezvousHandler(RendezvousHandler):
         self._joined = True
         host, port = assignment.store_address
         return RendezvousInfo(store, assignment.rank, len(assignment.round.members), RendezvousStoreInfo(host, port))
-
-    def _open_store(self, assignment: Assignment) -> TCPStore | None:
-        rendezvous = self._rendezvous
-        return open_store(assignment, STORE_TIMEOUT, lambda: rendezvous.status().broken, rendezvous.store_failed)
 
     def is_closed(self) -> bool:
         """Return whether the end of the run is known to this node."""

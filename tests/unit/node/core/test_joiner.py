@@ -381,7 +381,7 @@ def test_a_hub_with_another_key_is_entered_again_after_the_key_was_read():
         assert node.feed(ev.Entered(refused=True)) is None
         assert node.until_deadline() == do.ReadKey()
         assert node.feed(ev.KeyRead(True)) == do.Enter(sealed("a", "me"), 1)
-    assert node.feed(ev.Entered(refused=True)) == do.Take(), "the agent finds the connection broken"
+    assert node.feed(ev.Entered(refused=True), ev.StoreReached()) == do.Take(), "the agent finds the connection broken"
 
 
 def test_a_machine_that_refuses_has_lost_its_agent():
@@ -425,7 +425,23 @@ def test_a_node_outside_enters_when_it_can_and_takes_back_that_it_has_left():
     assert node.until_deadline() == do.ReadRound()
     assert node.feed(ev.RoundRead(round_)) == do.Enter(round_, 2, again=True)
     assert node.feed(ev.Entered()) == do.WriteRow(node.row, round_)
-    assert node.feed(ev.RowWritten()) == do.Take()
+    assert node.feed(ev.RowWritten(), ev.StoreReached()) == do.Take()
+
+
+@pytest.mark.parametrize(
+    ("seen", "then"),
+    [
+        (ev.RoundSeen(), do.Reopen("blocked", round_failed=True)),
+        (ev.RoundSeen(lost=frozenset({"a"}), over=True), do.Reopen("blocked", frozenset({"a"}))),
+        (ev.RoundSeen(over=True, ended=True), do.ReadRound()),
+    ],
+)
+def test_a_round_whose_store_cannot_be_reached_is_ended_unless_it_has(seen, then):
+    node = Node()
+    node.candidate(a=member("a"))
+    node.enter(sealed("a", "me"))
+    node.feed(ev.Entered())
+    assert node.feed(ev.StoreUnreachable("blocked", seen)) == then
 
 
 def test_a_node_outside_of_a_round_that_stops_ends_it():
@@ -532,6 +548,7 @@ def live(rng: random.Random) -> None:
                 do.Connect: [ev.Connected(), ev.ConnectFailed(chance, marked)],
                 do.TakeCandidates: [ev.CandidatesTaken([member("a", number[0])] if chance else [])],
                 do.Enter: [ev.Entered(chance), ev.EntryFailed("x", chance, marked)],
+                do.ReachStore: [ev.StoreReached(), ev.StoreUnreachable("x", ev.RoundSeen(over=chance))],
                 do.QueryMembers: [ev.MembersAnswered([rng.choice((True, False, None))])],
                 do.Reopen: [ev.Reopened()],
                 do.GetReady: [ev.GotReady(chance)],

@@ -221,23 +221,10 @@ def test_errors_are_described():
 
 
 def test_a_store_behind_a_firewall_is_given_up_in_seconds(silent_port):
-    round_ = Round(
-        state="sealed",
-        members=(
-            Member("node-a", "a", host=HERE, store_port=silent_port, hub_port=1),
-            Member("node-b", "b", host=HERE, store_port=1, hub_port=2),
-        ),
-    )
-    reported = []
     began = time.monotonic()
-    store = open_store(
-        Assignment(round_, 1, None), timedelta(seconds=60), lambda: False, lambda *failure: reported.append(failure)
-    )
-    assert store is None
-    ((error, seconds),) = reported
-    assert isinstance(error, TimeoutError)
-    assert seconds == 3.0
-    assert time.monotonic() - began < 15
+    assert isinstance(Runtime().reach((HERE, silent_port), lambda: False), TimeoutError)
+    assert 3.0 <= time.monotonic() - began < 15
+    assert isinstance(Runtime().reach((HERE, silent_port), lambda: True), ConnectionAbortedError)
 
 
 # --- gaps ------------------------------------------------------------------------------------------------------------
