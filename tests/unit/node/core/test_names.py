@@ -13,14 +13,13 @@ from azureml_elastic.node.core.actions import JoinAction, TrainingAction
 from azureml_elastic.node.core.events import JoinEvent, TrainingEvent
 
 
+def own(module):
+    return {each for _, each in inspect.getmembers(module, inspect.isclass) if each.__module__ == module.__name__}
+
+
 def test_no_two_events_actions_or_messages_have_the_same_name():
     modules = (actions, agent_messages, events, hub_state, messages, worker_messages)
-    names = Counter(
-        name
-        for module in modules
-        for name, each in inspect.getmembers(module, inspect.isclass)
-        if each.__module__ == module.__name__
-    )
+    names = Counter(each.__name__ for module in modules for each in own(module))
     assert len(names) > 100
     assert {name for name, count in names.items() if count > 1} == set()
 
@@ -30,5 +29,4 @@ def test_no_two_events_actions_or_messages_have_the_same_name():
 )
 def test_each_event_and_action_is_taken_or_given_by_a_machine(module, unions):
     parts = {"Hang", "Pace"}  # of events
-    own = {each for _, each in inspect.getmembers(module, inspect.isclass) if each.__module__ == module.__name__}
-    assert {each.__name__ for each in own - set(unions.__args__)} <= parts
+    assert {each.__name__ for each in own(module) - set(unions.__args__)} <= parts
