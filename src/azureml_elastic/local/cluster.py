@@ -262,9 +262,9 @@ class LocalCluster:
                 command=(*self.node_command, *words),
                 processes=processes,
                 schedule=self.chaos or Schedule(),
+                opens_session=self._opens_session(argv),  # what it warns of is written before the view
                 view=stack.enter_context(UntilBroken(self.view)),
                 signals=signals,
-                opens_session=self._opens_session(argv),
                 continued=continued_runs(self.resume_from),
             )
             try:
