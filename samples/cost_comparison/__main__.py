@@ -16,6 +16,7 @@ from rich.console import Console
 
 from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.ledger.bill import Bill, NodeUse, Prices, bill, load_prices
+from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.cluster import LocalCluster
@@ -48,7 +49,7 @@ def local_run(prices: Prices, folder: Path) -> Report:
     report = cluster.run([str(HERE.parent / "digits.py"), "--epochs", "3", "--step-delay", "0.02"])
     machine = {"pool": "local", "size": SIZE, "tier": "low_priority"}
     report = report.model_copy(update={"nodes": tuple(node.model_copy(update=machine) for node in report.nodes)})
-    return report.with_bill(read_events(report.paths.events), prices)
+    return report.with_bill(Picture.of(read_events(report.paths.events)), prices)
 
 
 def main() -> int:

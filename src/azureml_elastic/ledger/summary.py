@@ -64,12 +64,6 @@ class NodeSummary(_Record):
     tier: Tier | None = None
     price_per_hour: float | None = None
 
-    def lived(self, time: NodeTime | None) -> NodeSummary:
-        """Return the node with these times, unless it has times already."""
-        if time is None or (self.began is not None and self.ended is not None):
-            return self
-        return self.model_copy(update={"began": time.began, "ended": time.ended})
-
 
 class FaultRecord(_Record):
     """An injected fault with its affected or added nodes (none for a fault of the table) and its time."""
@@ -166,10 +160,10 @@ class Report(_Record):
         """
         rounds = tuple(timeline.rounds(picture))
         activities = tuple(accounting.totals(self.spans(picture)))
-        times = {name: node.time for name, node in picture.nodes.items()}
+        lives = {name: {"began": time.began, "ended": time.ended} for name, time in self._times(picture).items()}
         return self.model_copy(
             update={
-                "nodes": tuple(node.lived(times.get(node.name)) for node in self.nodes),
+                "nodes": tuple(node.model_copy(update=lives.get(node.name)) for node in self.nodes),
                 "rounds": rounds,
                 "recoveries": tuple(timeline.recoveries(picture, losses)),
                 "world_sizes": tuple(timeline.world_sizes(rounds)),
@@ -193,7 +187,7 @@ class Report(_Record):
             prices: prices by VM size and tier; ``None`` for those of the job's pools.
             spans: result of :meth:`spans`, if the caller has it.
         """
-        times = {**{name: node.time for name, node in picture.nodes.items()}, **self._times}
+        times = self._times(picture)
         needed: dict[str, float] = {}
         for span in self.spans(picture) if spans is None else spans:
             if span.activity in ("starting", "training", "saving"):
@@ -214,11 +208,12 @@ class Report(_Record):
 
     def spans(self, picture: Picture) -> list[accounting.Span]:
         """Return what each node was doing over its whole lifetime."""
-        return accounting.account(picture, self._times)
+        return accounting.account(picture, self._times(picture))
 
-    @property
-    def _times(self) -> dict[str, NodeTime]:
-        return {
+    def _times(self, picture: Picture) -> dict[str, NodeTime]:
+        """Return the nodes' lifetimes, by the events where nothing else tells."""
+        recorded = {name: node.time for name, node in picture.nodes.items()}
+        return recorded | {
             node.name: NodeTime(node.began, node.ended, node.ending == "running")
             for node in self.nodes
             if node.began is not None and node.ended is not None

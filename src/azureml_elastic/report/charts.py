@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
+from azureml_elastic.ledger.timeline import RoundSpan
 from azureml_elastic.plurals import counted
 from azureml_elastic.report.cells import activity_text, duration_text, nice_ticks, number_text, tick_text, time_ticks
 from azureml_elastic.report.node_timelines import NodeTimeline
@@ -283,18 +284,23 @@ def waterfall_chart(bars: Sequence[WaterfallBar]) -> Chart:
 def size_chart(content: PageContent) -> Chart:
     """Return the chart of the world size over time."""
     sizes, x = content.sizes, _time_scale(content)
-    largest = max((span.size for span in sizes), default=1)
+    largest = max((span.world_size for span in sizes), default=1)
     ticks = [tick for tick in nice_ticks(0, largest, min(4, largest)) if tick == int(tick)]
     y = Scale(0, max(ticks[-1], 1), _SIZE_HEIGHT, 6)
     points: list[tuple[float, float]] = [(0.0, y(0))]
     for span in sizes:
-        points += [(x(span.started), points[-1][1]), (x(span.started), y(span.size)), (x(span.ended), y(span.size))]
-        points.append((x(span.ended), y(0)))
+        begin, end, top = x(span.started), x(span.ended), y(span.world_size)
+        points += [(begin, points[-1][1]), (begin, top), (end, top), (end, y(0))]
     points.append((points[-1][0], y(0)))
     dense = len(sizes) > _MOST_OUTLINED
     rows = tuple(
         DataRow(
-            (str(span.round), str(span.size), _since(content, span.started), duration_text(span.ended - span.started)),
+            (
+                str(span.number),
+                str(span.world_size),
+                _since(content, span.started),
+                duration_text(span.ended - span.started),
+            ),
             x(span.started),
             x(span.ended),
         )
@@ -304,7 +310,7 @@ def size_chart(content: PageContent) -> Chart:
         name="size",
         title="World size",
         heading="World size over time",
-        description=f"The world size was {_sequence([each.size for each in sizes])} in {counted(len(sizes), 'round')}.",
+        description=f"The world size was {_sequence(sizes)} in {counted(len(sizes), 'round')}.",
         height=_SIZE_HEIGHT,
         headings=("round", "workers", "from", "for"),
         rows=rows,
@@ -377,8 +383,8 @@ def _node_sentence(node: NodeTimeline) -> str:
     return f"{node.node}: {parts}" + (f", {node.ending}" if node.ending else "")
 
 
-def _sequence(sizes: Sequence[int], most: int = 12) -> str:
-    merged = [size for size, _ in groupby(sizes)]
+def _sequence(rounds: Sequence[RoundSpan], most: int = 12) -> str:
+    merged = [size for size, _ in groupby(each.world_size for each in rounds)]
     text = ", then ".join(map(str, merged[:most])) or "no"
     return f"{text} and further" if len(merged) > most else text
 

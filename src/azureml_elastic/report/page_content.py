@@ -58,16 +58,6 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class SizeStep:
-    """A time span with one world size; 0 between two rounds."""
-
-    started: float
-    ended: float
-    size: int
-    round: int
-
-
-@dataclass(frozen=True)
 class Rescale:
     """A change of the world size after a step."""
 
@@ -119,7 +109,7 @@ class PageContent:
     facts: tuple[Fact, ...]
     start: float
     duration: float
-    sizes: tuple[SizeStep, ...]
+    sizes: tuple[RoundSpan, ...]
     nodes: tuple[NodeTimeline, ...]
     hidden_nodes: int
     rescales: tuple[Rescale, ...]
@@ -170,8 +160,8 @@ def page_content(report: Report, picture: Picture, *, running: bool = False) -> 
         throughput=tuple(throughput(picture, reporters)),
         training_notes=tuple(_training_notes(rescales, metrics)),
         waterfall=tuple(_waterfall(report.activities)),
-        cost=cost_table(report),
-        cost_notes=tuple(cost_notes(report)),
+        cost=cost_table(report.bill),
+        cost_notes=tuple(cost_notes(report.bill, report.samples)),
         checkpoints=checkpoints_table(picture, start),
         rounds=rounds_table(report, start),
         recoveries=recoveries_table(report),
@@ -212,13 +202,10 @@ def _facts(report: Report, start: float, duration: float, known: bool) -> Iterab
         yield Fact("Exactly once", {"good": "✓ Yes", "bad": "✕ No"}.get(state, "Not proven"), text, state)
 
 
-def _sizes(ran: Sequence[RoundSpan]) -> Iterable[SizeStep]:
-    """Return the world sizes; the shortest rounds are left out where there are too many."""
-    spans = [SizeStep(each.started, max(each.started, each.ended), each.world_size, each.number) for each in ran]
-    if len(spans) > _MOST_SIZES:
-        longest = sorted(spans, key=lambda span: span.started - span.ended)[:_MOST_SIZES]
-        spans = sorted(longest, key=lambda span: span.round)
-    return spans
+def _sizes(ran: Sequence[RoundSpan]) -> Iterable[RoundSpan]:
+    """Return the rounds whose sizes are shown: the shortest are left out where there are too many."""
+    longest = sorted(ran, key=lambda each: each.started - each.ended)[:_MOST_SIZES]
+    return sorted(longest, key=lambda each: each.number)
 
 
 def _rescales(ran: Sequence[RoundSpan]) -> Iterable[Rescale]:

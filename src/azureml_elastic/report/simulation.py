@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from decimal import Decimal
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from azureml_elastic.report.cells import duration_text, money_text
 from azureml_elastic.report.charts import Scale
 from azureml_elastic.simulate.comparison import Candidate, pareto_front
 from azureml_elastic.simulate.scenario import Outcome
 
-__all__ = ["cost_chart", "duration", "recommendation", "strategies_table"]
+__all__ = ["cost_chart", "recommendation", "strategies_table"]
 
 _NAMES = {"rigid": "rigid", "restart": "checkpoint and restart", "elastic": "elastic"}
 _WIDTH, _HEIGHT = 60, 14
-_DAY, _HOUR, _MINUTE = 86400, 3600, 60
-
-
-def duration(seconds: float) -> str:
-    """Return a duration in the unit that fits."""
-    for unit, name in ((_DAY, "d"), (_HOUR, "h"), (_MINUTE, "min")):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:.1f} {name}"
-    return f"{seconds:.1f} s"
+_HOUR = 3600
 
 
 def strategies_table(results: Sequence[Outcome]) -> RenderableType:
@@ -37,7 +29,7 @@ def strategies_table(results: Sequence[Outcome]) -> RenderableType:
     table.add_row("time", *(_time(result) for result in results))
     table.add_row("node-hours", *(f"{result.node_hours:,.1f}" for result in results))
     if any(result.cost for result in results):
-        table.add_row("cost", *(_money(result.cost, result.bill.currency) for result in results))
+        table.add_row("cost", *(money_text(result.cost, result.bill.currency) for result in results))
     table.add_row("goodput", *(f"{result.goodput:.1%}" for result in results))
     table.add_row("restarts, rounds", *(f"{result.restarts:,}" for result in results))
     table.add_row("steps trained again", *(f"{result.lost_steps:,}" for result in results))
@@ -70,7 +62,7 @@ def cost_chart(found: Sequence[Candidate], best: Candidate | None = None) -> Ren
     for number, row in enumerate(grid):
         lines.append(Text.assemble((f"{labels.get(number, ''):>10} │", "dim"), ("".join(row), "cyan")))
     lines.append(Text(" " * 11 + "└" + "─" * _WIDTH, style="dim"))
-    lines.append(Text(" " * 12 + duration(min(times)) + duration(max(times)).rjust(_WIDTH - 10), style="dim"))
+    lines.append(Text(" " * 12 + duration_text(min(times)) + duration_text(max(times)).rjust(_WIDTH - 10), style="dim"))
     return Group(*lines)
 
 
@@ -86,16 +78,12 @@ def recommendation(found: Sequence[Candidate], best: Candidate | None) -> Render
             f"{scenario.minimum}:{scenario.maximum}",
             each.every,
             each.mix,
-            duration(result.seconds),
+            duration_text(result.seconds),
             f"{result.node_hours:,.1f}",
-            _money(result.cost, result.bill.currency) or "no price",
+            money_text(result.cost, result.bill.currency) or "no price",
         )
     return table
 
 
 def _time(result: Outcome) -> str:
-    return duration(result.seconds) if result.finished else f"not within {duration(result.seconds)}"
-
-
-def _money(amount: Decimal | None, currency: str) -> str:
-    return "" if amount is None else f"{amount:,.2f} {currency}".strip()
+    return duration_text(result.seconds) if result.finished else f"not within {duration_text(result.seconds)}"

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from azureml_elastic.ledger.bill import Bill
 from azureml_elastic.ledger.events import CheckpointCommitted
 from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.samples import SampleAudit
@@ -69,14 +70,13 @@ class DataTable:
         return ["number" if each in _NUMBERS else "text" if each in _TEXTS else None for each in self.headings]
 
 
-def cost_table(report: Report) -> DataTable | None:
+def cost_table(bill: Bill | None) -> DataTable | None:
     """Return the nodes by pool, size and tier, with a line of sums; ``None`` without a bill."""
-    if report.bill is None or not report.bill.lines:
+    if bill is None or not bill.lines:
         return None
-    rows = bill_rows(report.bill)
+    rows = bill_rows(bill)
     found = [tuple(row.values()) for row in rows]
     if len(rows) > 1:
-        bill = report.bill
         sums = {
             "nodes": str(sum(line.nodes for line in bill.lines)),
             "node-hours": f"{bill.hours:.4f}",
@@ -87,15 +87,14 @@ def cost_table(report: Report) -> DataTable | None:
     return DataTable.of(tuple(rows[0]), found)
 
 
-def cost_notes(report: Report) -> Iterable[str]:
-    """Return the sentences below the table of costs."""
-    bill = report.bill
+def cost_notes(bill: Bill | None, samples: int | None = None) -> Iterable[str]:
+    """Return the sentences below the table of costs; ``samples`` are those that were trained, if they are known."""
     if bill is None:
         return
     if bill.saving is not None:
         yield f"Saved against dedicated nodes: {bill.saving:.1%}."
-    if bill.cost and report.samples:
-        yield f"Samples for 1 {bill.currency}: {report.samples / bill.cost:,.0f}."
+    if bill.cost and samples:
+        yield f"Samples for 1 {bill.currency}: {samples / bill.cost:,.0f}."
     if bill.cost is None:
         yield "No price was given: there are node-hours alone. Give prices with --prices."
 

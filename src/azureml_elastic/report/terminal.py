@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from azureml_elastic.ledger.bill import Bill
 from azureml_elastic.ledger.samples import SampleAudit
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.ledger.timeline import RoundSpan
@@ -33,6 +34,7 @@ __all__ = [
     "KEY",
     "TimeColumns",
     "audit_text",
+    "bill_table",
     "lifelines",
     "size_chart",
     "summary",
@@ -159,10 +161,8 @@ def summary(report: Report) -> RenderableType:
         parts.append(_table("recoveries", recoveries_table(report).without("because")))
     if report.goodput is not None:
         parts.append(_activities_table(report))
-    cost = cost_table(report)
-    if cost is not None:
-        parts.append(_table("cost of the nodes", cost))
-    parts += map(Text, cost_notes(report))
+    if report.bill is not None:
+        parts.append(bill_table(report.bill, samples=report.samples))
     if report.audit is not None:
         parts.append(audit_text(report.audit))
     parts.append(_outcome(report))
@@ -191,6 +191,13 @@ def audit_text(audit: SampleAudit) -> Text:
     """Return the result of the audit in one or two sentences."""
     state, text = audit_verdict(audit)
     return Text.assemble(_VERDICTS[state], f": {text}")
+
+
+def bill_table(bill: Bill, *, samples: int | None = None) -> RenderableType:
+    """Return the cost of the nodes, and what was saved; ``samples`` are those that were trained, if they are known."""
+    found = cost_table(bill)
+    tables = [] if found is None else [_table("cost of the nodes", found)]
+    return Group(*tables, *map(Text, cost_notes(bill, samples)))
 
 
 def _table(title: str, found: DataTable) -> Table:

@@ -30,4 +30,4 @@ def test_the_bill_of_a_run(monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert code == 0, shown
     assert re.search(r"recovering: preemption", shown)
-    assert len(re.findall(r"saved against dedicated nodes: \d+", shown)) == 3
+    assert len(re.findall(r"Saved against dedicated nodes: \d+", shown)) == 3
