@@ -211,8 +211,8 @@ class Round(Records):
     def add(self, event: Event) -> None:
         """Add an event."""
         super().add(event)
-        if isinstance(event, RoundEntered) and (self.entry is None or event.rank < self.entry.rank):
-            self.entry = event
+        if isinstance(event, RoundEntered):
+            self.entry = min(self.entry or event, event, key=lambda entry: (entry.rank, entry.node))
 
     @property
     def restored(self) -> int | None:
