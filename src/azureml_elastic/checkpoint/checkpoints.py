@@ -55,8 +55,6 @@ from azureml_elastic.errors import CheckpointDamaged, CheckpointError, Fenced, M
 from azureml_elastic.ipc.agent_interface import Agent
 from azureml_elastic.memory import available_memory
 
-__all__ = ["Checkpoints"]
-
 _LOG = logging.getLogger(__name__)
 
 _FAILURES = 2

@@ -10,8 +10,6 @@ from typing_extensions import Self
 
 from azureml_elastic.config.base import ConfigModel, Duration, PositiveDuration, Span, Takes, default
 
-__all__ = ["ElasticDistribution", "Framework", "Recovery"]
-
 Recovery = Literal["restart", "in_process"]
 """How the workers recover from the loss of another worker; see :class:`ElasticDistribution`."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["AGENT_LOST", "FAILED", "PREEMPTED", "UNHEALTHY", "USAGE", "of_failed_run"]
-
 FAILED = 1
 """The run has failed, and no worker's exit code explains why."""
 

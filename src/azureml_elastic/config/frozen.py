@@ -12,8 +12,6 @@ from azureml_elastic.masking import masked
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-__all__ = ["HELD_BY", "change_of", "freeze", "is_fields", "removal_of"]
-
 HELD_BY: dict[type, tuple[type, str]] = {}
 """The model that holds each model, and in which field; of several models the first, as they agree on the names."""
 
@@ -62,9 +60,11 @@ class ReadOnly(dict[str, Any]):
             raise TypeError(change_of(self._owner, self._path, {key: value}))
 
         def update(self, *values: Any, **more: Any) -> NoReturn:
+            """Refuse it."""
             raise TypeError(change_of(self._owner, self._path, dict(*values, **more)))
 
         def clear(self, *_: Any) -> NoReturn:
+            """Refuse it."""
             raise TypeError(removal_of(self._owner, self._path))
 
         setdefault, __ior__ = __setitem__, update

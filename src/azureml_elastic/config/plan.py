@@ -26,8 +26,6 @@ from azureml_elastic.config.resources import ElasticResources, NodePool
 from azureml_elastic.environment import names as environment
 from azureml_elastic.errors import PlanError
 
-__all__ = ["PLAN_VERSION", "EarlierRun", "Plan", "SubmittedNames"]
-
 PLAN_VERSION = 1
 
 

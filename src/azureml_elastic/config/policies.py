@@ -12,22 +12,6 @@ from typing_extensions import Self
 
 from azureml_elastic.config.base import ConfigModel, Duration, PositiveDuration, Span, Takes, default
 
-__all__ = [
-    "CANCELLED_TAG",
-    "BatchPolicy",
-    "CheckpointPolicy",
-    "FixedGlobalBatch",
-    "FixedPerWorkerBatch",
-    "HealthPolicy",
-    "MetricsPolicy",
-    "NonFinitePolicy",
-    "PreemptionPolicy",
-    "Profile",
-    "Ramp",
-    "ReplacementPolicy",
-    "recorded_after",
-]
-
 _DEFAULT_OUTPUT = "azureml://datastores/workspaceblobstore/paths/azureml-elastic/"
 
 NonFinitePolicy = Literal["warn", "stop", "rollback"]

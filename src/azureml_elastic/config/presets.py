@@ -20,8 +20,6 @@ from typing import Literal
 
 from azureml_elastic.config.base import ConfigModel
 
-__all__ = ["Presets", "connection", "has_infiniband", "mode_of_input"]
-
 _SIZE = re.compile(r"(?:standard_|basic_)?[a-z]+\d+(?:-\d+)?(?P<features>[a-z]*)(?:_.*)?")
 
 _NETWORKS: Mapping[str | None, Mapping[str, str]] = {

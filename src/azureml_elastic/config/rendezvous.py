@@ -12,8 +12,6 @@ from typing_extensions import Self
 
 from azureml_elastic.config.base import ConfigModel, Duration, PositiveDuration, Span, Takes, default
 
-__all__ = ["PORTS_OF_A_NODE", "Credential", "RendezvousTimings", "TableRendezvous"]
-
 PORTS_OF_A_NODE = 3
 """Largest number of ports on which a node listens at a time: its hub, its round's store, and the next round's store."""
 

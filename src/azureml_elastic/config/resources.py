@@ -12,17 +12,6 @@ from typing_extensions import Self
 
 from azureml_elastic.config.base import ConfigModel, Takes, default
 
-__all__ = [
-    "SERVERLESS",
-    "ElasticResources",
-    "JobTier",
-    "NodePool",
-    "Placement",
-    "first_nodes",
-    "replacement_name",
-    "step_names",
-]
-
 SERVERLESS = "serverless"
 """Name of Azure ML's serverless compute, which is allocated by VM size."""
 

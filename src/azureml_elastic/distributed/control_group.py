@@ -17,8 +17,6 @@ import torch.distributed as dist
 from azureml_elastic.errors import CheckpointError, UsageError
 from azureml_elastic.plurals import counted
 
-__all__ = ["ControlGroup", "Transfer"]
-
 T = TypeVar("T")
 
 

@@ -15,8 +15,6 @@ from torch.nn.parallel import distributed as torch_parallel
 
 from azureml_elastic.errors import RoundBroken
 
-__all__ = ["ElasticDataParallel"]
-
 _KEPT = (
     "training",
     "_forward_hooks",

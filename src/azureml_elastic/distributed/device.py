@@ -28,8 +28,6 @@ from typing_extensions import override
 from azureml_elastic.environment.process import set_defaults
 from azureml_elastic.environment.worker import WorkerEnvironment
 
-__all__ = ["CudaDevice", "Device", "Fetched", "device_of", "ends_within", "register"]
-
 _LOG = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.001

@@ -21,8 +21,6 @@ from azureml_elastic.environment import names as variables
 from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.errors import UsageError
 
-__all__ = ["attach_to_rendezvous", "attach_to_spawn", "check_rendezvous"]
-
 _HANDLERS = "_rendezvous_handlers"
 _SCHEMES = ("env", "tcp")
 _ANSWER_SECONDS = 5.0

@@ -24,8 +24,6 @@ from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 
-__all__ = ["WorkerSettings", "close_group", "freeze_inherited_garbage", "open_group", "pick_device", "trace_folder"]
-
 _UNSUPPORTED = "unsupported gloo device"
 
 

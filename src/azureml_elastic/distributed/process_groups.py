@@ -40,8 +40,6 @@ from azureml_elastic.distributed.process import close_group, open_group
 from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 
-__all__ = ["ProcessGroups", "ReplicaGroup", "abort_gloo", "is_peer_error"]
-
 _PEER_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "tcpstore", "broken pipe", "socket timeout")
 _FDINFO = Path("/proc/self/fdinfo")
 _WATCHED = re.compile(r"^tfd: *(\d+) .* data: *([0-9a-f]+)", re.MULTILINE)

@@ -17,8 +17,6 @@ import torch
 
 from azureml_elastic.distributed import control_group
 
-__all__ = ["is_stuck"]
-
 _STILL_SECONDS = 1.0
 """Time without progress after which a thread is stuck; other collectives fail within milliseconds."""
 

@@ -18,8 +18,6 @@ from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.log_lines import write_log_lines
 from azureml_elastic.train.agent_client.channel import ChannelAgent
 
-__all__ = ["main"]
-
 _PACKAGES = {"dask": "distributed", "horovod": "horovod", "ray": "ray"}
 """Package of each framework, which is installed with the extra of the framework's name."""
 

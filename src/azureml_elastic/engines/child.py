@@ -16,8 +16,6 @@ import psutil
 
 from azureml_elastic.environment.engine import EngineEnvironment
 
-__all__ = ["Child", "kill_children"]
-
 _T = TypeVar("_T")
 _POLL_SECONDS = 0.02
 _SUBREAPER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("subreaper.py")))

@@ -17,8 +17,6 @@ from azureml_elastic.engines.engine import RoundStore
 from azureml_elastic.errors import EngineError
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 
-__all__ = ["Cluster", "ClusterEngine"]
-
 _LOG = logging.getLogger(__name__)
 
 _ADDRESS = "address"

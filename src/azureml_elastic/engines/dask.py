@@ -28,8 +28,6 @@ from azureml_elastic.engines.cluster import Cluster
 from azureml_elastic.errors import EngineError
 from azureml_elastic.ipc import tls
 
-__all__ = ["Dask", "derive_credentials", "tls_context", "write_credentials"]
-
 
 def derive_credentials(key: bytes, purpose: str) -> bytes:
     """Return the credentials of the run's engine; see :func:`azureml_elastic.ipc.tls.derive_credentials`.

@@ -21,8 +21,6 @@ from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.ipc.worker_messages import Finished, RanksConnected, Stopped
 from azureml_elastic.train.agent_client.channel import ChannelAgent
 
-__all__ = ["Engine", "NodeEngine", "RoundStore"]
-
 _T = TypeVar("_T")
 
 _PREFIX = "engine/"

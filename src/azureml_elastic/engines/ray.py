@@ -19,8 +19,6 @@ from azureml_elastic.engines.child import Child
 from azureml_elastic.engines.cluster import Cluster
 from azureml_elastic.errors import EngineError
 
-__all__ = ["Ray"]
-
 _LOG = logging.getLogger(__name__)
 
 _START_SECONDS = 120.0

@@ -11,8 +11,6 @@ from typing_extensions import override
 from azureml_elastic.environment import names
 from azureml_elastic.environment.process import Environment, Variable, take
 
-__all__ = ["EngineEnvironment", "take_engine_key"]
-
 _WORKERS = frozenset(
     {
         names.CHANNEL,

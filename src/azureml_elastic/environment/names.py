@@ -2,27 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "AZURE_STORAGE_CONNECTION_STRING",
-    "CHANNEL",
-    "ENGINE_KEY",
-    "FIRST_JOB",
-    "FIRST_NODE",
-    "HISTORY",
-    "INTEGRATIONS",
-    "IN_PROCESS_ON_GPU",
-    "LOCAL_ADDRESS",
-    "NODE_ID",
-    "OWN",
-    "PLAN",
-    "ROUND",
-    "RUN_DIR",
-    "RUN_ID",
-    "SCHEDULED_EVENTS",
-    "STEP",
-    "WORKER",
-]
-
 PLAN = "AZUREML_ELASTIC_PLAN"
 """The plan as JSON; set at submission."""
 

@@ -9,8 +9,6 @@ from azureml_elastic.environment import names
 from azureml_elastic.environment.process import Environment, Variable
 from azureml_elastic.errors import PlanError, UsageError
 
-__all__ = ["WORKSPACE", "NodeEnvironment", "visible_devices"]
-
 WORKSPACE = ("AZUREML_ARM_SUBSCRIPTION", "AZUREML_ARM_RESOURCEGROUP", "AZUREML_ARM_WORKSPACE_NAME")
 """Names of the variables that identify the workspace of a job."""
 

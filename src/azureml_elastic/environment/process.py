@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing_extensions import Self  # not at run time: processes of users' scripts import this module
 
-__all__ = ["Environment", "Variable", "change", "changed", "set_defaults", "take"]
-
 _STORAGE_CREDENTIALS = ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN")
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from azureml_elastic.environment import names
 from azureml_elastic.environment.process import Environment, Variable
 
-__all__ = ["UserEnvironment"]
-
 
 @dataclass(frozen=True)
 class UserEnvironment(Environment):

@@ -12,8 +12,6 @@ from azureml_elastic.environment import names
 from azureml_elastic.environment.process import Environment, Variable
 from azureml_elastic.errors import PlanError, UsageError
 
-__all__ = ["Assigned", "WorkerEnvironment"]
-
 
 @dataclass(frozen=True)
 class Assigned:

@@ -17,8 +17,6 @@ from azureml_elastic.ipc.message import HeldShard, ShardDescription
 if TYPE_CHECKING:
     from azureml_elastic.ipc.worker_messages import Report  # which has the types below in its fields
 
-__all__ = ["EXIT_AGENT_LOST", "EXIT_TERMINATED", "Action", "Agent", "HandedOverState", "WorkerIdentity"]
-
 EXIT_AGENT_LOST = AGENT_LOST
 """Exit code of a worker whose agent is gone: it must not go on, and may be started again (``EX_TEMPFAIL``)."""
 

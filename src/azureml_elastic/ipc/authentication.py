@@ -22,8 +22,6 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["ANY", "KEY_BYTES", "AuthenticationError", "Authenticator", "Handshake", "Peer", "Session"]
-
 KEY_BYTES = 32
 _NONCE_BYTES = 32
 _TAG_BYTES = 16

@@ -18,8 +18,6 @@ from azureml_elastic.ipc.authentication import AuthenticationError, Authenticato
 if TYPE_CHECKING:
     from azureml_elastic.ipc.event_loop import Loop
 
-__all__ = ["CLOSED_BY_PEER", "MAX_LINE", "Connection", "LineReader", "MessageStream", "encode"]
-
 _LOG = logging.getLogger(__name__)
 
 # Eight of the longest messages: a peer that leaves more unread hangs, and would fill this process's memory.

@@ -13,8 +13,6 @@ from azureml_elastic.ipc.authentication import ANY, Authenticator, Peer
 from azureml_elastic.ipc.connection import Connection, encode
 from azureml_elastic.ipc.event_loop import Loop, OnClose, OnMessage, OnTick
 
-__all__ = ["Address", "MessageClient", "MessageServer", "listen"]
-
 Address = str | tuple[str, int]
 """The path of a Unix socket, or the host (a name, IPv4 or IPv6) and port of a TCP one."""
 

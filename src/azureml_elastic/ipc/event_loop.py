@@ -20,8 +20,6 @@ from typing import Any
 from azureml_elastic.ipc.authentication import Authenticator
 from azureml_elastic.ipc.connection import CLOSED_BY_PEER, Connection
 
-__all__ = ["HANDSHAKE_SECONDS", "Acceptor", "Loop", "OnClose", "OnMessage", "OnTick", "Unauthenticated", "limits"]
-
 _LOG = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 5.0

@@ -12,18 +12,6 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from azureml_elastic.ipc.connection import Connection
 
-__all__ = [
-    "Count",
-    "FileName",
-    "HeldShard",
-    "MalformedMessage",
-    "MessageCodec",
-    "Name",
-    "Seconds",
-    "ShardDescription",
-    "Text",
-]
-
 _LOG = logging.getLogger(__name__)
 _M = TypeVar("_M")
 _LONGEST_PROBLEM = 500

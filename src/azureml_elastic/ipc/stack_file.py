@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["SUFFIX", "StackFile", "stack_files"]
-
 SUFFIX = ".stacks"
 _LONGEST_LINE_BYTES = 4096
 

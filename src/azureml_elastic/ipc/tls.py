@@ -19,8 +19,6 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from azureml_elastic.ipc.authentication import AuthenticationError
 
-__all__ = ["derive_credentials", "secure"]
-
 _KEY_BYTES = 32
 _SERIAL = 1
 _CERTIFICATE = b"-----BEGIN CERTIFICATE"

@@ -17,52 +17,6 @@ from azureml_elastic.ipc.agent_interface import Action, HandedOverState
 from azureml_elastic.ipc.message import Count, FileName, HeldShard, MessageCodec, Seconds, ShardDescription, Text
 from azureml_elastic.ledger.metric_names import ALLOWED_NAME, LONGEST_NAME, MOST_VALUES
 
-__all__ = [
-    "FROM_AGENT",
-    "FROM_WORKER",
-    "Accepted",
-    "AgentMessage",
-    "Assign",
-    "Busy",
-    "Commit",
-    "Damaged",
-    "Decide",
-    "DiscardSnapshot",
-    "Expects",
-    "Finished",
-    "Free",
-    "GaveWay",
-    "HandOver",
-    "HeldShards",
-    "Hello",
-    "HoldShard",
-    "Interrupt",
-    "LastReport",
-    "Leave",
-    "Logged",
-    "Memory",
-    "MemoryMessage",
-    "MemoryReply",
-    "Parked",
-    "Pointer",
-    "PointerReply",
-    "Prepare",
-    "RanksConnected",
-    "Refused",
-    "ReplicateShard",
-    "Reply",
-    "Report",
-    "Request",
-    "Restored",
-    "RetainSnapshot",
-    "ShardsReply",
-    "Step",
-    "Stopped",
-    "Vote",
-    "WorkerMessage",
-]
-
-
 MetricName = Annotated[str, Field(max_length=LONGEST_NAME, pattern=f"^{ALLOWED_NAME}$")]
 """The name of a logged value, as a field of a message."""
 

@@ -35,8 +35,6 @@ from azureml_elastic.ledger.events import (
 from azureml_elastic.ledger.picture import Node, NodeTime, Picture, Records, Round
 from azureml_elastic.ledger.samples import surviving_steps
 
-__all__ = ["Activity", "Cause", "Span", "Total", "account", "goodput", "highest_goodput", "totals"]
-
 Activity = Literal["starting", "waiting", "training", "saving", "recovering", "lost work", "unknown", "idle"]
 """What a node does: ``waiting`` is for the minimum of nodes, ``lost work`` is trained again later, ``idle`` is a spare
 or after the end of the run. ``unknown`` is the work of a script without a session of which nobody can tell whether it

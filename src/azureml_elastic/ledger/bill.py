@@ -17,8 +17,6 @@ from pydantic import BeforeValidator, Field, ValidationError
 from azureml_elastic.config.base import ConfigModel
 from azureml_elastic.errors import UsageError
 
-__all__ = ["Bill", "NodeUse", "Prices", "Tier", "bill", "load_prices"]
-
 Tier = Literal["dedicated", "low_priority"]
 """Tier of a node; that of serverless Spot jobs is ``low_priority``."""
 

@@ -12,33 +12,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-__all__ = [
-    "CheckpointCommitted",
-    "CheckpointQuarantined",
-    "Event",
-    "HangDetected",
-    "HealthChecked",
-    "HostQuarantined",
-    "HostStruck",
-    "Metrics",
-    "NodeLeft",
-    "NodeReady",
-    "NodeStarted",
-    "Progress",
-    "RanksConnecting",
-    "Restored",
-    "RoundEntered",
-    "RoundReopened",
-    "RunEnded",
-    "StateSaved",
-    "TrainsWithoutSession",
-    "Unreachable",
-    "WorkerFailed",
-    "WorkersStarted",
-    "read_event",
-    "read_event_value",
-]
-
 
 class _Event(BaseModel):
     # Built when first used: an agent writes few kinds, and reads none before it has announced its node.

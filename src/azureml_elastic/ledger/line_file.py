@@ -9,8 +9,6 @@ from pathlib import Path
 
 from azureml_elastic.private_folder import make_private
 
-__all__ = ["DROPPED", "LineFile"]
-
 _LOG = logging.getLogger(__name__)
 
 DROPPED = "dropped"

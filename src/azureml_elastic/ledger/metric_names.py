@@ -5,8 +5,6 @@ from __future__ import annotations
 import posixpath
 import re
 
-__all__ = ["ALLOWED_NAME", "LONGEST_NAME", "MOST_VALUES", "OWN_PREFIX", "name_problem"]
-
 LONGEST_NAME = 250
 """Largest number of characters of a name."""
 

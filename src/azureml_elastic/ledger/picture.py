@@ -32,8 +32,6 @@ from azureml_elastic.ledger.events import (
 )
 from azureml_elastic.plurals import counted
 
-__all__ = ["Moment", "NodeState", "NodeTime", "Picture", "Records", "Round"]
-
 E = TypeVar("E")
 
 _STATES: dict[type[Event], str] = {

@@ -15,8 +15,6 @@ from azureml_elastic.ledger.events import Event, NodeStarted, read_event
 from azureml_elastic.ledger.line_file import DROPPED
 from azureml_elastic.ledger.samples import SampleLine
 
-__all__ = ["EventReader", "LineReader", "NodeNames", "read_events", "read_samples"]
-
 
 class LineReader:
     """Reader of a growing file, which need not exist yet; returns each complete line once."""

@@ -21,15 +21,6 @@ from dataclasses import dataclass
 from azureml_elastic.ledger.events import Progress
 from azureml_elastic.ledger.picture import Picture
 
-__all__ = [
-    "SampleAudit",
-    "SampleLine",
-    "audit_samples",
-    "steps_undone",
-    "surviving_steps",
-    "trained_samples",
-]
-
 
 @dataclass(frozen=True)
 class SampleLine:

@@ -23,8 +23,6 @@ from azureml_elastic.ledger.events import (
 )
 from azureml_elastic.plurals import counted
 
-__all__ = ["describe", "headline", "reason_and_losses"]
-
 _TRACEBACK = "Traceback (most recent call last):"
 _LONGEST_HEADLINE = 300
 

@@ -23,19 +23,6 @@ from azureml_elastic.ledger.samples import (
     trained_samples,
 )
 
-__all__ = [
-    "FaultRecord",
-    "MissedFault",
-    "NodeEnding",
-    "NodeSummary",
-    "Paths",
-    "Report",
-    "RunState",
-    "audit_folder",
-    "load_report",
-    "report_of",
-]
-
 REPORT_FILE = "report.json"
 
 RunState = Literal["succeeded", "failed", "interrupted", "unfinished"]

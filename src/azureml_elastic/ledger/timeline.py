@@ -24,8 +24,6 @@ from azureml_elastic.ledger.picture import Picture, Round
 from azureml_elastic.ledger.samples import steps_undone
 from azureml_elastic.ledger.sentences import describe
 
-__all__ = ["RecoverySpan", "RoundSpan", "recoveries", "rounds", "world_sizes"]
-
 
 @dataclass(frozen=True)
 class RoundSpan:

@@ -32,18 +32,6 @@ from azureml_elastic.local.faults.model import Schedule
 from azureml_elastic.local.faults.table_proxy import TableProxy
 from azureml_elastic.node.table.opening import EMULATOR_ACCOUNT, emulator_connection_string
 
-__all__ = [
-    "AZURITE_PACKAGE",
-    "SQLITE_TABLE",
-    "Azurite",
-    "TableChoice",
-    "azurite_command",
-    "check_table",
-    "connection_endpoint",
-    "install_azurite",
-    "open_table_choice",
-]
-
 AZURITE_PACKAGE = "azurite@3.35.0"
 """npm package that is installed if the machine has no Azurite."""
 

@@ -14,8 +14,6 @@ from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.model import Add, AtStep, Kill, Schedule
 from azureml_elastic.local.view import View
 
-__all__ = ["PROGRAM", "DemoResult", "judge", "run_demo"]
-
 PROGRAM = ("python", "-m", "azureml_elastic.local.demo_train")
 _NODES = 3
 _EPOCHS = 6

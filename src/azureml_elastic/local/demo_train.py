@@ -17,8 +17,6 @@ from torch.utils.data import TensorDataset
 from azureml_elastic import train
 from azureml_elastic.environment.worker import WorkerEnvironment
 
-__all__ = ["WorldSizes", "epochs_of"]
-
 HELD_OUT = 297
 """Number of the 1,797 images that measure the accuracy."""
 

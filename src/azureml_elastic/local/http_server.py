@@ -30,8 +30,6 @@ from typing_extensions import Self
 
 from azureml_elastic.errors import UsageError
 
-__all__ = ["Handler", "PageServer", "RequestRefused", "Server", "read_body"]
-
 _CHUNK = 1 << 20
 _MAX_BODY = 256 << 20
 """Largest body in bytes; Azure's SDKs send at most 64 MiB at once."""

@@ -35,8 +35,6 @@ from azureml_elastic.local.view import View
 from azureml_elastic.node.hangs.stack_dump import collect, render, stack_folders, waiting_lines
 from azureml_elastic.private_folder import make_private
 
-__all__ = ["Launch", "LaunchedNode", "node_environment"]
-
 
 @dataclass
 class LaunchedNode:

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Literal, Protocol
 
-__all__ = ["NODE_COMMAND", "AgentProcess", "CommandStart", "NodeStart", "StartMethod"]
-
 NODE_COMMAND = (sys.executable, "-m", "azureml_elastic.node")
 """Command that starts a node's agent."""
 

@@ -27,8 +27,6 @@ from typing_extensions import Self
 
 from azureml_elastic.local.node_start import AgentProcess, CommandStart, NodeStart
 
-__all__ = ["MARKER", "NodeProcess", "NodeProcesses", "set_subreaper"]
-
 MARKER = "AZUREML_ELASTIC_LOCAL_NODE"
 """Environment variable that marks a node's processes: ``<nonce of the launcher>/<name of the node>``."""
 

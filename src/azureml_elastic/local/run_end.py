@@ -17,19 +17,6 @@ from azureml_elastic.config.exit_codes import FAILED
 from azureml_elastic.ledger.events import RunEnded, WorkerFailed
 from azureml_elastic.ledger.summary import NodeEnding, Report
 
-__all__ = [
-    "FAULTS_MISSED",
-    "NO_NODES_LEFT",
-    "PREEMPTED",
-    "TIMED_OUT",
-    "NodeStatus",
-    "RunEnd",
-    "StopSignals",
-    "command_exit_code",
-    "outcome_of",
-    "phase",
-]
-
 PREEMPTED = 143
 """Exit code of a node that saved and left after SIGTERM."""
 

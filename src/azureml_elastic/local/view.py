@@ -16,17 +16,6 @@ from azureml_elastic.ledger.picture import Moment
 from azureml_elastic.ledger.sentences import describe
 from azureml_elastic.log_lines import message_of_line
 
-__all__ = [
-    "LiveView",
-    "PlainView",
-    "UntilBroken",
-    "View",
-    "choose_view",
-    "sparkline",
-    "state_of_job",
-]
-
-
 _log = logging.getLogger(__name__)
 
 _BARS = "▁▂▃▄▅▆▇█"

@@ -25,8 +25,6 @@ from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import CheckpointDamaged, CheckpointError, UsageError
 
-__all__ = ["Checkpoint", "Service", "complete", "current", "folder_in", "serve"]
-
 _LOG = logging.getLogger(__name__)
 
 _UNTIL_COMMIT = -2

@@ -20,8 +20,6 @@ from azureml_elastic.node.startup.shared_outputs import SharedOutputs
 from azureml_elastic.output_encoding import accept_all_characters
 from azureml_elastic.program.command import parse_program
 
-__all__ = ["main"]
-
 _DOCTOR = "azureml_elastic.node.diagnostics.doctor"
 
 

@@ -11,23 +11,6 @@ from azureml_elastic.ledger.bill import Bill
 from azureml_elastic.ledger.summary import NodeEnding
 from azureml_elastic.ledger.timeline import RoundSpan
 
-__all__ = [
-    "MEASURED_FROM",
-    "OUTCOMES",
-    "activity_text",
-    "bill_rows",
-    "duration_text",
-    "ending_text",
-    "goodput_text",
-    "money_text",
-    "nice_ticks",
-    "number_text",
-    "steps_text",
-    "tick_text",
-    "time_ticks",
-    "utc_text",
-]
-
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 _UNITS = ((_DAY, "d", _HOUR, "h"), (_HOUR, "h", _MINUTE, "min"), (_MINUTE, "min", 1, "s"))
 _TIMES = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)

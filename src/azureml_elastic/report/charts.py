@@ -17,22 +17,6 @@ from azureml_elastic.report.node_timelines import NodeTimeline
 from azureml_elastic.report.page_content import PageContent, Rescale, WaterfallBar
 from azureml_elastic.report.series import Series
 
-__all__ = [
-    "AXIS",
-    "BAR",
-    "ROW",
-    "TOP",
-    "Chart",
-    "DataRow",
-    "Scale",
-    "nodes_chart",
-    "percent",
-    "pixels",
-    "series_chart",
-    "size_chart",
-    "waterfall_chart",
-]
-
 ROW = 28
 """Height of a node's row in pixels."""
 

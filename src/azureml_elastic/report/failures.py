@@ -20,8 +20,6 @@ from azureml_elastic.ledger.sentences import describe, headline
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.report.cells import duration_text
 
-__all__ = ["Failure", "failures"]
-
 _KINDS: dict[type[Event], str] = {
     WorkerFailed: "worker failed",
     HangDetected: "hang",

@@ -22,8 +22,6 @@ from azureml_elastic.ledger.sentences import describe
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.report.cells import activity_text, ending_text
 
-__all__ = ["Mark", "NodeTimeline", "Segment", "node_timelines"]
-
 MOST_NODES = 60
 """Most nodes that have a timeline."""
 

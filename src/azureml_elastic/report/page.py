@@ -29,8 +29,6 @@ from azureml_elastic.report.charts import (
 )
 from azureml_elastic.report.page_content import PageContent, page_content
 
-__all__ = ["message_page", "run_page", "write_page"]
-
 _SIGNS = {"succeeded": "✓", "failed": "✕", "interrupted": "!", "unfinished": "?", "running": "●"}
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 

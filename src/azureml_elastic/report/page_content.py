@@ -35,8 +35,6 @@ from azureml_elastic.report.tables import (
     rounds_table,
 )
 
-__all__ = ["Fact", "PageContent", "Rescale", "WaterfallBar", "page_content"]
-
 _MOST_SERIES = 24
 _MOST_SIZES = 1000
 _MOST_FACT_SIZES = 4

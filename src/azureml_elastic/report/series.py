@@ -10,8 +10,6 @@ from itertools import groupby, pairwise
 from azureml_elastic.ledger.events import Metrics, Progress
 from azureml_elastic.ledger.picture import Picture
 
-__all__ = ["Bucket", "Series", "metric_series", "throughput"]
-
 BUCKETS = 300
 """Most buckets of a series, one for two or three pixels."""
 

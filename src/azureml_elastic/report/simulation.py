@@ -13,8 +13,6 @@ from azureml_elastic.report.charts import Scale
 from azureml_elastic.simulate.comparison import Candidate, pareto_front
 from azureml_elastic.simulate.scenario import Outcome
 
-__all__ = ["cost_chart", "recommendation", "strategies_table"]
-
 _NAMES = {"rigid": "rigid", "restart": "checkpoint and restart", "elastic": "elastic"}
 _WIDTH, _HEIGHT = 60, 14
 _HOUR = 3600

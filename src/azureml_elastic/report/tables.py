@@ -15,17 +15,6 @@ from azureml_elastic.ledger.summary import Report
 from azureml_elastic.plurals import counted
 from azureml_elastic.report.cells import MEASURED_FROM, bill_rows, duration_text, money_text, steps_text
 
-__all__ = [
-    "DataTable",
-    "audit_verdict",
-    "checkpoints_table",
-    "cost_notes",
-    "cost_table",
-    "notes",
-    "recoveries_table",
-    "rounds_table",
-]
-
 _MOST_ROWS = 200
 _MOST_NAMES = 12
 _NUMBERS = frozenset(

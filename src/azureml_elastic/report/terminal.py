@@ -30,18 +30,6 @@ from azureml_elastic.report.tables import (
     rounds_table,
 )
 
-__all__ = [
-    "KEY",
-    "TimeColumns",
-    "audit_text",
-    "bill_table",
-    "lifelines",
-    "size_chart",
-    "summary",
-    "time_axis",
-    "timeline_picture",
-]
-
 KEY = "█ rank 0, ━ another rank, · in no round"
 """Meaning of the characters of a bar."""
 

@@ -26,8 +26,6 @@ from azureml_elastic.ledger.events import (
 from azureml_elastic.ledger.picture import Picture, Records
 from azureml_elastic.simulate.scenario import Parameters
 
-__all__ = ["calibrate"]
-
 _TRAINS = ("training", "saving", "lost work")
 
 _STALL = 10.0

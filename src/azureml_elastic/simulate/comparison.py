@@ -31,8 +31,6 @@ from azureml_elastic.simulate.scenario import (
 )
 from azureml_elastic.simulate.training import Training
 
-__all__ = ["Candidate", "candidates", "compare", "pareto_front", "recommend", "simulate", "simulate_rigid", "sweep"]
-
 
 def simulate_rigid(scenario: Scenario, strategy: Literal["rigid", "restart"]) -> Outcome:
     """Simulate a run that trains on ``scenario.maximum`` nodes or not at all."""

@@ -26,8 +26,6 @@ from azureml_elastic.node.preemption.notices import Announcement, Notice
 from azureml_elastic.simulate.scenario import Accounts, Life, Parameters, exact, later
 from azureml_elastic.simulate.training import Training
 
-__all__ = ["ElasticRun", "Process", "Processes", "Timers"]
-
 
 @dataclass
 class Process:

@@ -12,8 +12,6 @@ from azureml_elastic.node.replacement.policy import JobState, NodeJob, Start, de
 from azureml_elastic.simulate.elastic import ElasticRun, Timers
 from azureml_elastic.simulate.scenario import Machine, MachineChange, Outcome, Scenario, exact, machine_changes, outcome
 
-__all__ = ["simulate_elastic"]
-
 _LONG_AGO = 7200.0
 """Seconds after which the policy decides the same however long ago a job has ended, or ``fallback_after`` if longer."""
 

@@ -22,22 +22,6 @@ from azureml_elastic.ledger.accounting import Activity, Cause, Total, goodput
 from azureml_elastic.ledger.bill import Bill, NodeUse, Prices, Tier, bill
 from azureml_elastic.simulate.traces import Trace
 
-__all__ = [
-    "Accounts",
-    "Life",
-    "Machine",
-    "MachineChange",
-    "Outcome",
-    "Parameters",
-    "Scenario",
-    "SimulatedPool",
-    "Strategy",
-    "exact",
-    "later",
-    "machine_changes",
-    "outcome",
-]
-
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _StepSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _CAUSES: tuple[Cause, ...] = ("preemption", "node loss", "worker crash", "scale-up", "hang", "connection")

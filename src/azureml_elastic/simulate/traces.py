@@ -21,21 +21,6 @@ from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.config.base import parse_duration
 from azureml_elastic.errors import UsageError
 
-__all__ = [
-    "Change",
-    "Hazard",
-    "Trace",
-    "from_counts",
-    "parse_checkpoint",
-    "parse_hazard",
-    "parse_seconds",
-    "parse_step_seconds",
-    "parse_work",
-    "read_trace",
-    "synthetic_trace",
-    "write_trace",
-]
-
 _HEADER = ("time", "node", "event")
 _EVENTS = {"up": True, "down": False}
 _SHAPES = (

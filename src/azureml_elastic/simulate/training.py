@@ -10,8 +10,6 @@ from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.ledger.accounting import Cause
 from azureml_elastic.simulate.scenario import Accounts, Parameters, exact
 
-__all__ = ["Training"]
-
 
 class _Main:
     """The control group of the simulated ranks, which agree."""

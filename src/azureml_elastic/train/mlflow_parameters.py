@@ -16,8 +16,6 @@ from wrapt import wrap_function_wrapper
 
 from azureml_elastic.environment.worker import WorkerEnvironment
 
-__all__ = ["attach_to_client"]
-
 _LOG = logging.getLogger(__name__)
 
 _SHORTEST_CUT = 250

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
-__all__ = ["Deferred", "StepMachine", "StepState"]
-
 
 class StepState(Enum):
     """What a process does with its step."""

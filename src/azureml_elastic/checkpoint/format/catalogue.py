@@ -24,20 +24,6 @@ from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.errors import CheckpointDamaged, UsageError
 
-__all__ = [
-    "FoundCheckpoint",
-    "entries",
-    "export",
-    "find_newest",
-    "furthest",
-    "handed_over",
-    "newest_committed",
-    "newest_whole",
-    "prune",
-    "survey",
-    "verify",
-]
-
 _THREADS = 4
 
 

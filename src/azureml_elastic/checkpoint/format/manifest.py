@@ -21,19 +21,6 @@ from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
 from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.errors import CheckpointDamaged
 
-__all__ = [
-    "COMMITTED",
-    "DAMAGED",
-    "FLAT",
-    "HANDED_OVER",
-    "MANIFEST",
-    "FolderName",
-    "Manifest",
-    "for_good",
-    "lineage",
-    "retire",
-]
-
 MANIFEST = "manifest.json"
 
 COMMITTED = "committed"

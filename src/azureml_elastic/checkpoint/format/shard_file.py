@@ -23,8 +23,6 @@ from typing import Any
 
 from azureml_elastic.errors import CheckpointDamaged
 
-__all__ = ["Chunk", "Entry", "Layout", "assign", "read_header"]
-
 _SMALLEST_BYTES = 1 << 16
 """Size up to which a tensor is not cut."""
 

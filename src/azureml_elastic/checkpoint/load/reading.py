@@ -18,8 +18,6 @@ from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import CheckpointDamaged, CheckpointError, UsageError
 
-__all__ = ["load", "targets_for"]
-
 _THREADS = 4
 
 

@@ -28,8 +28,6 @@ from azureml_elastic.errors import CheckpointDamaged
 from azureml_elastic.ipc.agent_interface import Agent
 from azureml_elastic.ipc.worker_messages import Damaged
 
-__all__ = ["STALE_SECONDS", "CheckpointSelector", "EarlierCheckpoint", "adopt_handed_over"]
-
 _LOG = logging.getLogger(__name__)
 
 _THREADS = 4

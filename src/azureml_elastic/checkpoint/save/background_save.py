@@ -33,17 +33,6 @@ from azureml_elastic.errors import CheckpointError, ElasticError, Fenced, RoundB
 from azureml_elastic.ipc.agent_interface import Agent
 from azureml_elastic.plurals import counted
 
-__all__ = [
-    "LONG_RETRY_SECONDS",
-    "RETRY_SECONDS",
-    "BackgroundTask",
-    "SaveTask",
-    "TaskOutcome",
-    "commit",
-    "discard",
-    "retry_while_unavailable",
-]
-
 T = TypeVar("T")
 
 _NICE = 5

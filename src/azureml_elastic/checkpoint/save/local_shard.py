@@ -26,8 +26,6 @@ from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.distributed.process_groups import ProcessGroups
 
-__all__ = ["LocalShard", "ShardCopy", "StagingBuffer"]
-
 _SPARE = 1.05
 """Factor of the allocated to the requested size: states grow a little, and fresh memory is slow."""
 

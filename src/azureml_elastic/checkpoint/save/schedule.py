@@ -16,8 +16,6 @@ from typing import Protocol
 
 from azureml_elastic.config import CheckpointPolicy
 
-__all__ = ["CheckpointSchedule", "Decision", "Main", "SnapshotSchedule", "decide", "lost_share", "optimal_interval"]
-
 _EXPECTED_SECONDS = 7200.0
 """Prior of the mean time between losses, as if two hours without a loss had preceded the run."""
 

@@ -49,8 +49,6 @@ from azureml_elastic.ipc.worker_messages import (
 )
 from azureml_elastic.private_folder import make_private
 
-__all__ = ["AgentMemory", "LocalSnapshots"]
-
 _Key = TypeVar("_Key")
 _Description = TypeVar("_Description")
 

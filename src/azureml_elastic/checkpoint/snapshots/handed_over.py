@@ -26,8 +26,6 @@ from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.errors import CheckpointError
 from azureml_elastic.ipc.agent_interface import HandedOverState
 
-__all__ = ["write_handed_over"]
-
 _FILE = "rank-00000.safetensors"
 
 _TURN_SECONDS = 0.05

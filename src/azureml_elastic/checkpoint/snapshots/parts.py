@@ -28,8 +28,6 @@ from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import CheckpointDamaged
 from azureml_elastic.ipc.agent_interface import HandedOverState
 
-__all__ = ["CompleteParts", "OfferedPart", "Part", "choose_parts", "find_complete", "open_parts"]
-
 _LOG = logging.getLogger(__name__)
 
 

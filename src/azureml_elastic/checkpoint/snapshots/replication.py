@@ -45,17 +45,6 @@ from azureml_elastic.ipc.message import HeldShard, ShardDescription
 from azureml_elastic.ipc.worker_messages import DiscardSnapshot, RetainSnapshot
 from azureml_elastic.plurals import counted
 
-__all__ = [
-    "RankMemory",
-    "ReplicaShard",
-    "ReplicationTask",
-    "choose_replicas",
-    "gather_replicas",
-    "node_short_of_memory",
-    "partners",
-    "recover_from_replicas",
-]
-
 _SHARDS = 4
 """Shards in memory for each rank: two buffers of its own, and the present and the next replica of another rank's."""
 

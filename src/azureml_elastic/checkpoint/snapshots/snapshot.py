@@ -32,8 +32,6 @@ from azureml_elastic.checkpoint.state.layout import Piece, held, memory_of
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.errors import CheckpointDamaged
 
-__all__ = ["RecoverableState", "Snapshot", "choose", "chunk_of", "position_key"]
-
 _BLOCK_BYTES = 8 << 20
 
 _RANDOM = random_state.tensor_name(0)

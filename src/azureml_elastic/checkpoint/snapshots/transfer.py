@@ -32,8 +32,6 @@ from azureml_elastic.distributed.device import device_of
 from azureml_elastic.errors import CheckpointDamaged
 from azureml_elastic.plurals import counted
 
-__all__ = ["HeldChunks", "Piece", "Region", "cut", "route", "send_to_others"]
-
 _LOG = logging.getLogger(__name__)
 
 _PIECE_BYTES = 4 << 20

@@ -10,18 +10,6 @@ import torch
 
 from azureml_elastic.errors import UsageError
 
-__all__ = [
-    "TensorKind",
-    "class_differences",
-    "group_differences",
-    "kinds_of",
-    "optimizer_differences",
-    "parameter_differences",
-    "refuse",
-    "shape_differences",
-    "tensor_differences",
-]
-
 _SHOWN = 3
 """Names that a message shows of each kind of difference."""
 

@@ -26,8 +26,6 @@ from azureml_elastic.checkpoint.state.deepspeed_partitions import Slot, Whole, p
 from azureml_elastic.checkpoint.state.tracked import Tensors, Tracked, restore_settings, settings_of
 from azureml_elastic.errors import UsageError
 
-__all__ = ["EngineState", "is_engine"]
-
 _LOG = logging.getLogger(__name__)
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -48,6 +46,7 @@ class Fragment(torch.Tensor):
     start: int
 
     def __new__(cls, held: torch.Tensor, start: int, total: int) -> Self:
+        """Return a tensor of the whole's shape, ``(total,)``, without its memory."""
         whole: Self = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
             cls, (total,), dtype=held.dtype, device=held.device
         )

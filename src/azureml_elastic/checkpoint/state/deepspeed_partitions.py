@@ -25,8 +25,6 @@ from typing_extensions import override
 
 from azureml_elastic.errors import UsageError
 
-__all__ = ["Slot", "Whole", "partitions_of", "size_of"]
-
 
 @dataclass(frozen=True)
 class Slot:

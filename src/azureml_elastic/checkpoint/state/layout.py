@@ -28,8 +28,6 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from azureml_elastic.checkpoint.format.shard_file import Chunk
 
-__all__ = ["Piece", "Read", "held", "incomplete", "memory_of", "pieces", "reads", "signature"]
-
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor, for writing; the tensor must outlive it."""

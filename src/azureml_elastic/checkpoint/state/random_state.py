@@ -23,19 +23,6 @@ import xxhash
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.errors import CheckpointDamaged
 
-__all__ = [
-    "begin",
-    "capture",
-    "from_text",
-    "is_tensor_name",
-    "kept",
-    "remembered",
-    "restore",
-    "seed_of",
-    "tensor_name",
-    "to_text",
-]
-
 _PREFIX = "$random/"
 
 _BYTES = 1 << 15

@@ -39,22 +39,6 @@ from azureml_elastic.checkpoint.state.compatibility import (
 )
 from azureml_elastic.errors import UsageError
 
-__all__ = [
-    "ModuleState",
-    "OptimizerState",
-    "OtherState",
-    "ShardedOptimizerState",
-    "Stateful",
-    "Tracked",
-    "canonical_names",
-    "copies_of",
-    "owner_of",
-    "restore_settings",
-    "settings_of",
-    "unwrap_optimizer",
-    "unwrap_scheduler",
-]
-
 Tensors = Mapping[str, torch.Tensor]
 
 

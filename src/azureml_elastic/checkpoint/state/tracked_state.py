@@ -47,8 +47,6 @@ from azureml_elastic.checkpoint.state.tracked import (
 )
 from azureml_elastic.errors import UsageError
 
-__all__ = ["TrackedState", "is_zero_redundancy"]
-
 _T = TypeVar("_T")
 
 

@@ -18,8 +18,6 @@ import torch
 from azureml_elastic.checkpoint.format.manifest import FLAT
 from azureml_elastic.errors import CheckpointDamaged, UsageError
 
-__all__ = ["join", "split", "tensor_names"]
-
 _COLLECTIONS: dict[str, Callable[[Any], Any]] = {
     "$tuple": tuple,
     "$set": set,

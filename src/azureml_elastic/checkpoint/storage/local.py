@@ -19,8 +19,6 @@ from typing_extensions import override
 from azureml_elastic.checkpoint.storage.storage import BLOCK_BYTES, Storage
 from azureml_elastic.errors import CheckpointError, UsageError
 
-__all__ = ["LocalStorage", "fill", "unusable"]
-
 _SYNC_FILE_RANGE_WRITE = 2  # not among Python's names
 
 _LIBC = ctypes.CDLL(None, use_errno=True)

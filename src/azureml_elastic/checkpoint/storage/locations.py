@@ -10,8 +10,6 @@ from azureml_elastic.errors import UsageError
 if TYPE_CHECKING:
     from azureml_elastic.checkpoint.storage.storage import Storage  # which needs the packages of a node
 
-__all__ = ["is_remote", "join_path", "open_storage"]
-
 
 def is_remote(where: str) -> bool:
     """Return whether a location is a URL of an object store, such as ``abfs://…``, not a folder of this machine."""

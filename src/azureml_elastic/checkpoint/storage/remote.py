@@ -17,8 +17,6 @@ from azureml_elastic.checkpoint.storage.storage import BLOCK_BYTES, Storage
 from azureml_elastic.environment.process import Environment
 from azureml_elastic.errors import MissingExtra, UsageError
 
-__all__ = ["RemoteStorage", "is_azure"]
-
 
 def is_azure(where: str) -> bool:
     """Return whether a location is a URL that adlfs serves."""

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 import xxhash
 
-__all__ = ["BLOCK_BYTES", "FileSum", "Storage"]
-
 BLOCK_BYTES = 1 << 23
 """Size of the pieces that are read and written."""
 

@@ -30,8 +30,6 @@ from azureml_elastic.environment import names as variables
 from azureml_elastic.environment.engine import EngineEnvironment
 from azureml_elastic.ipc.agent_interface import Agent, WorkerIdentity
 
-__all__ = ["HorovodEngine"]
-
 _LOG = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 3.0

@@ -16,8 +16,6 @@ from enum import Enum
 
 from azureml_elastic.engines.engine import RoundStore
 
-__all__ = ["LocalRendezvous", "Slot", "Status", "slots_of"]
-
 _POLL_SECONDS = 0.01
 _ALL = "global"
 _LAST_SCOPE = "cross_"

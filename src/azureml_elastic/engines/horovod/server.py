@@ -31,8 +31,6 @@ from azureml_elastic.ipc.agent_interface import Agent
 from azureml_elastic.ipc.worker_messages import Restored, Step
 from azureml_elastic.train.horovod.relay import COMMIT, FAILURES, LOSS, POINTER, RESTORED, SCOPE, STEP
 
-__all__ = ["HOST", "Notifications", "WorkerServer"]
-
 _LOG = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"

@@ -14,8 +14,6 @@ from urllib.parse import unquote
 from azureml_elastic.local.faults.model import Lie, Trouble
 from azureml_elastic.local.http_server import RequestRefused, read_body
 
-__all__ = ["Answer", "Exchange", "Request", "busy", "forward", "lie", "page", "read_request", "refused"]
-
 _TABLE_TIMEOUT_S = 30.0
 _LONGEST_LINE = 65536
 _MAX_BODY = 16 << 20

@@ -22,8 +22,6 @@ from urllib.parse import parse_qs, urlsplit
 
 from azureml_elastic.local.http_server import Handler, Server
 
-__all__ = ["MetadataFault", "MetadataService"]
-
 _DRIP_SECONDS = 0.05
 _EVENTS_VERSION = "2020-07-01"
 

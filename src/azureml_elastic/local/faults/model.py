@@ -9,27 +9,6 @@ from typing import Literal, get_args
 
 from azureml_elastic.errors import UsageError
 
-__all__ = [
-    "LIES",
-    "MOST_NODES",
-    "TROUBLES",
-    "Add",
-    "AfterSeconds",
-    "AtStep",
-    "Disturbance",
-    "Fate",
-    "Fault",
-    "Freeze",
-    "Kill",
-    "Lie",
-    "Preempt",
-    "Schedule",
-    "TableTrouble",
-    "Trouble",
-    "When",
-    "draw",
-]
-
 Lie = Literal["missing", "keyless", "refused", "foreign"]
 Trouble = Literal["outage", "throttle", "timeout", "reset", "slow", "half", "garbage", "any", Lie]
 """Kinds of table faults, see :class:`Disturbance`."""

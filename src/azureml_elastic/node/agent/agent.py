@@ -31,8 +31,6 @@ from azureml_elastic.node.table import Table
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 from azureml_elastic.plurals import counted
 
-__all__ = ["NodeAgent", "keep_last_state"]
-
 _LONGEST_SECONDS = 120.0
 """Time limit without a notice: a mount that hangs must not keep the node, and its bill, for ever."""
 

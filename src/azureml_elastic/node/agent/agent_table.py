@@ -18,8 +18,6 @@ from azureml_elastic.node.records.event_recorder import Recorder
 from azureml_elastic.node.table import Row, Table
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
-__all__ = ["AgentTable", "PointerService"]
-
 _T = TypeVar("_T")
 
 _CHECK_SECONDS = 0.25

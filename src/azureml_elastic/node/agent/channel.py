@@ -40,8 +40,6 @@ from azureml_elastic.node.hangs.detector import HangDetector
 from azureml_elastic.node.records.event_recorder import Recorder
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
-__all__ = ["Channel", "TemporaryFolder", "remove_abandoned"]
-
 _PREFIX = "elastic-"
 _LOCK = "azureml-elastic.lock"
 

@@ -20,8 +20,6 @@ from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.table import Table, open_table
 from azureml_elastic.node.table.checkpoint_pointer import CHECKPOINT_KEY
 
-__all__ = ["with_earlier_checkpoint"]
-
 _LOG = logging.getLogger(__name__)
 
 

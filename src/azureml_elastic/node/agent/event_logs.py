@@ -15,8 +15,6 @@ from azureml_elastic.ledger.events import Metrics, Progress, RanksConnecting, St
 from azureml_elastic.node.agent.saved_files import scan
 from azureml_elastic.node.records.event_recorder import Recorder
 
-__all__ = ["EventRate", "MetricsLog", "ObservationLog", "ProgressLog"]
-
 _SHORTEST_SECONDS = 0.05
 """Shortest time between two recorded events."""
 

@@ -22,8 +22,6 @@ from azureml_elastic.ipc.worker_messages import (
 from azureml_elastic.node.core.events import Pace, WorkersSeen
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
-__all__ = ["LocalWorkers", "RoundState", "WorkerState"]
-
 
 @dataclass
 class WorkerState:

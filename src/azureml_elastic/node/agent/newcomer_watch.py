@@ -22,8 +22,6 @@ from azureml_elastic.node.agent.saved_files import (
 )
 from azureml_elastic.node.core.boundary import SaveRule
 
-__all__ = ["NewcomerWatch", "SaveWatch", "describe_wait", "name_lookups"]
-
 _MAX_NAMED = 3
 
 

@@ -35,8 +35,6 @@ from azureml_elastic.node.rendezvous.link import Assignment
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.store_process import RoundStore
 
-__all__ = ["HangWatch", "RoundObserver", "RoundPerformer", "RoundRunner"]
-
 
 class HangWatch:
     """Reports verdicts as events, and carries out what follows. For the agent's thread."""

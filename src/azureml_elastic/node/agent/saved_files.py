@@ -15,8 +15,6 @@ import psutil
 
 from azureml_elastic.forks.state_lookups import Lookups
 
-__all__ = ["SavedFiles", "Scan", "is_state_file", "is_stopped", "resume", "scan", "stop_between_saves"]
-
 _STATE_SUFFIXES = frozenset(
     {".bin", ".ckpt", ".distcp", ".h5", ".keras", ".msgpack", ".pickle", ".pkl", ".pt", ".pth", ".safetensors", ".tar"}
 )

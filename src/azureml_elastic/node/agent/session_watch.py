@@ -12,8 +12,6 @@ from azureml_elastic.forks.state_lookups import Lookups, read_lookups
 from azureml_elastic.ledger.events import TrainsWithoutSession
 from azureml_elastic.node.agent.newcomer_watch import name_lookups
 
-__all__ = ["SessionWatch", "describe_restarts"]
-
 _LOG = logging.getLogger(__name__)
 
 _IMPORT_SECONDS = 30.0

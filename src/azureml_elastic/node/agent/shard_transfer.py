@@ -30,8 +30,6 @@ from azureml_elastic.memory import available_memory
 from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.round import Member
 
-__all__ = ["MAX_TRANSFERS", "PIECE_BYTES", "TIMEOUT_SECONDS", "ShardReceiver", "ShardSender"]
-
 _LOG = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 30.0

@@ -30,14 +30,6 @@ from azureml_elastic.node.rendezvous.link import Assignment
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
-__all__ = [
-    "WorkerGroup",
-    "inherited_variables",
-    "tracked_run_variables",
-    "withheld_variables",
-    "worker_environments",
-]
-
 
 def tracked_run_variables(plan: Plan, environment: NodeEnvironment) -> dict[str, str]:
     """Return the variables that let the workers of all nodes log to one run: that of the run's first job.

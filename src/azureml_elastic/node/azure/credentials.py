@@ -28,8 +28,6 @@ try:
 except ImportError as missing:
     raise MissingExtra("azure-data-tables", "node") from missing
 
-__all__ = ["STORAGE_SCOPE", "NodeTokenCredential", "TableCredential", "choose_credential", "developer_credential"]
-
 STORAGE_SCOPE = "https://storage.azure.com/.default"
 """Token scope of Azure Tables."""
 

@@ -15,20 +15,6 @@ from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import TableForbidden, TableNotFound, TableUnavailable, UsageError
 from azureml_elastic.node.azure.http import CALL_TIMEOUT, HttpRequest, Reply, fetch
 
-__all__ = [
-    "ARM_URL",
-    "CLOUDS",
-    "WORKSPACE_API",
-    "Cloud",
-    "ResourceManager",
-    "Workspace",
-    "account_in",
-    "cloud_of",
-    "table_url_in",
-    "workspace_endpoint",
-    "workspace_of",
-]
-
 _LOG = logging.getLogger(__name__)
 
 if TYPE_CHECKING:

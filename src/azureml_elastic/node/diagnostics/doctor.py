@@ -21,8 +21,6 @@ from azureml_elastic.errors import ElasticError, UsageError
 from azureml_elastic.node.diagnostics.checks.machine import check_host, check_machine, check_packages, check_peer
 from azureml_elastic.node.diagnostics.findings import DiagnosticReport, Finding
 
-__all__ = ["NODE_COMMAND", "examine", "main", "make_rendezvous", "read_peer"]
-
 NODE_COMMAND = "python -m azureml_elastic.node.diagnostics.doctor"
 """Command of a job that checks its nodes."""
 

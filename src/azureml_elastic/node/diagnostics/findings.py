@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["Check", "CheckRunner", "DiagnosticReport", "Finding", "Status"]
-
 _LOG = logging.getLogger(__name__)
 
 Status = Literal["ok", "warn", "fail"]

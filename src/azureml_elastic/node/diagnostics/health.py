@@ -22,8 +22,6 @@ from azureml_elastic.node.host.identity import read_identity
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.server_time import ServerClock
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check this machine and return the exit code; ``None`` means the arguments of the process."""

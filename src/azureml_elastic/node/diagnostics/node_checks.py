@@ -32,8 +32,6 @@ from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY
 from azureml_elastic.node.table import Table
 from azureml_elastic.node.table.server_time import ServerClock
 
-__all__ = ["Admission", "CheckedNode", "check_folders", "node_checks"]
-
 _Look = Callable[[], Finding | Sequence[Finding]]
 
 _QUICK_SECONDS = 2.0  # for what involves only this machine and its peers

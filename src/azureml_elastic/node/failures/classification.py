@@ -26,20 +26,6 @@ from azureml_elastic.ledger.sentences import headline
 from azureml_elastic.memory import OomKillCounter
 from azureml_elastic.node.core.failures import Failure, FailureKind
 
-__all__ = [
-    "ExceptionInfo",
-    "FailedWorker",
-    "Frame",
-    "ParsedError",
-    "describe_ending",
-    "find_dump",
-    "find_error",
-    "hang_failure",
-    "root_cause",
-    "signature_of",
-    "store_failure",
-]
-
 _PREFIX = re.compile(r"^\[rank\d+\]: ?")
 _HEADER = re.compile(r"^Traceback \(most recent call last\):$")
 _FRAME = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<line>\d+)(?:,? in (?P<function>.+))?$')

@@ -21,8 +21,6 @@ from azureml_elastic.node.core.round import Round
 from azureml_elastic.node.table import Row, Table
 from azureml_elastic.node.table.server_time import ServerClock
 
-__all__ = ["STRIKE_PREFIX", "HostStrikes", "incident_id", "worker_fault"]
-
 _LOG = logging.getLogger(__name__)
 
 STRIKE_PREFIX = "strike."

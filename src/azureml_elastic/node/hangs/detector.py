@@ -18,8 +18,6 @@ from azureml_elastic.ipc.agent_messages import HangLesson
 from azureml_elastic.node.core.events import Hang, Phase
 from azureml_elastic.node.core.hangs import HangPolicy, pause_limit, step_limit
 
-__all__ = ["HangDetector"]
-
 _REMEMBERED_STEPS = 512
 _MOST_DOUBLINGS = 6
 _EXTENSION_FACTOR = 20.0

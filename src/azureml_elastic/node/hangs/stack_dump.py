@@ -31,18 +31,6 @@ from azureml_elastic.ipc.stack_file import SUFFIX, StackFile, stack_files
 from azureml_elastic.node.hangs.waiting import whereabouts
 from azureml_elastic.private_folder import make_private
 
-__all__ = [
-    "ProcessStacks",
-    "ProcessState",
-    "StackReporter",
-    "Worker",
-    "collect",
-    "main_thread_first",
-    "render",
-    "stack_folders",
-    "waiting_lines",
-]
-
 _LOG = logging.getLogger(__name__)
 
 _MEANINGS = {

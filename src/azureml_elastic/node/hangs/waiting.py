@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 
 from azureml_elastic.node.failures.classification import FailedWorker, Frame
 
-__all__ = ["waited_lines", "whereabouts"]
-
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
 

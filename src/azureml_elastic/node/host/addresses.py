@@ -18,20 +18,6 @@ from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import MissingExtra, UsageError
 from azureml_elastic.ipc import listen
 
-__all__ = [
-    "AdvertisedAddress",
-    "IPAddress",
-    "Ports",
-    "advertised_address",
-    "format_address",
-    "interface_of",
-    "is_loopback",
-    "listening_address",
-    "local_address",
-    "machine_interfaces",
-    "select_address",
-]
-
 _LOG = logging.getLogger(__name__)
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address

@@ -17,8 +17,6 @@ from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import UsageError
 from azureml_elastic.node.host.addresses import advertised_address, is_loopback
 
-__all__ = ["NodeIdentity", "host_id", "new_incarnation", "read_identity"]
-
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ID_CHARACTERS = 8
 _INCARNATION_CHARACTERS = 12

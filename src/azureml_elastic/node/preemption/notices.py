@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-__all__ = ["Announcement", "MarkerFile", "Notice", "PolledSource", "merge"]
-
 _LOG = logging.getLogger(__name__)
 
 

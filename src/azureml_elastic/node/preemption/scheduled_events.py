@@ -30,20 +30,6 @@ from urllib.parse import urlsplit
 
 from azureml_elastic.node.preemption.notices import Announcement, PolledSource
 
-__all__ = [
-    "Answer",
-    "MetadataError",
-    "MetadataTimeouts",
-    "ScheduledEvent",
-    "ScheduledEvents",
-    "call",
-    "concerns",
-    "leave_announcements",
-    "read_document",
-    "read_time",
-    "seconds_left",
-]
-
 _LARGEST_BODY_BYTES = 1 << 20
 
 

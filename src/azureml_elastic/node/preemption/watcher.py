@@ -17,8 +17,6 @@ from azureml_elastic.config.policies import PreemptionPolicy
 from azureml_elastic.node.preemption.notices import Announcement, MarkerFile, Notice, PolledSource, merge
 from azureml_elastic.node.preemption.scheduled_events import ScheduledEvents
 
-__all__ = ["PreemptionWatcher"]
-
 _LOG = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -20,8 +20,6 @@ from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.node.agent.worker_group import tracked_run_variables
 from azureml_elastic.node.publishing.translation import Update, Value
 
-__all__ = ["RUN_TAG", "MlflowPublisher", "MlflowTarget", "mlflow_target"]
-
 _LOG = logging.getLogger(__name__)
 
 RUN_TAG = "azureml_elastic.run"

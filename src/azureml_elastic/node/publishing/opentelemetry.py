@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricReader
     from opentelemetry.sdk.trace import SpanProcessor
 
-__all__ = ["OpenTelemetryPublisher", "open_otlp"]
-
 _SCOPE = "azureml_elastic"
 _NANOSECONDS = 1_000_000_000
 

@@ -20,8 +20,6 @@ from azureml_elastic.node.publishing.opentelemetry import open_otlp
 from azureml_elastic.node.publishing.tensorboard import TensorBoardPublisher
 from azureml_elastic.node.publishing.translation import Publisher, Translation, Update
 
-__all__ = ["Publishing", "PublishingThread", "open_publishing"]
-
 _LOG = logging.getLogger(__name__)
 
 _MOST_EVENTS = 10_000

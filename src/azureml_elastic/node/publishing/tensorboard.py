@@ -14,8 +14,6 @@ from typing import Any
 from azureml_elastic.errors import MissingExtra
 from azureml_elastic.node.publishing.translation import Update
 
-__all__ = ["TensorBoardPublisher"]
-
 
 class TensorBoardPublisher:
     """Writes values as scalars, to a new file whenever training begins anew.

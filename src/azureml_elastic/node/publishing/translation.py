@@ -32,8 +32,6 @@ from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.sentences import describe, headline
 from azureml_elastic.plurals import counted
 
-__all__ = ["LONGEST_TAG", "NUMBERED_TAGS", "Publisher", "Span", "Translation", "Update", "Value"]
-
 
 @dataclass(frozen=True)
 class Value:

@@ -20,8 +20,6 @@ from azureml_elastic.ledger.events import Event
 from azureml_elastic.ledger.line_file import LineFile
 from azureml_elastic.node.table import Table
 
-__all__ = ["EVENT_PREFIX", "Recorder"]
-
 _LOG = logging.getLogger(__name__)
 
 EVENT_PREFIX = "event."

@@ -15,8 +15,6 @@ from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
 from azureml_elastic.node.table import Row, Table
 from azureml_elastic.node.table.checkpoint_pointer import CHECKPOINT_KEY
 
-__all__ = ["EventRowReader", "read_event_rows", "read_run_state"]
-
 _BEFORE_ROUNDS = f"{EVENT_PREFIX}000000."
 
 

@@ -31,9 +31,6 @@ from azureml_elastic.node.host.identity import new_incarnation
 if TYPE_CHECKING:
     from azureml_elastic.node.rendezvous.link import Link
 
-__all__ = ["Context", "Inbox", "LocalNode", "Runtime", "SharedNewestRound", "Surroundings"]
-
-
 _POLL_SECONDS = 0.05
 
 STORE_SECONDS = 3.0

@@ -24,8 +24,6 @@ from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.link import Membership
 
-__all__ = ["Hub"]
-
 _LOG = logging.getLogger(__name__)
 
 

@@ -18,8 +18,6 @@ from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.reachability import Reachability, is_unreachable
 
-__all__ = ["Assignment", "HubWatch", "Link", "Membership"]
-
 _ESTABLISHED_SECONDS = 0.5
 """Time in which a hub knows a new member, so that it notices at once if the member dies next; a frozen hub does not."""
 

@@ -23,8 +23,6 @@ from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.link import Assignment, Membership
 from azureml_elastic.node.rendezvous.reachability import Reachability, Target, is_unreachable
 
-__all__ = ["DataPort", "PeerProber", "Sleeper", "peers_to_probe"]
-
 _DELAY_SECONDS = 1.0
 """Time after the start of the round, at which workers are being started."""
 

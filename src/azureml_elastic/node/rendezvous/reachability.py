@@ -25,16 +25,6 @@ from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.host.addresses import format_address
 from azureml_elastic.node.rendezvous.context import Context
 
-__all__ = [
-    "Reachability",
-    "Target",
-    "UnreachablePair",
-    "describe_absence",
-    "describe_error",
-    "is_unreachable",
-    "query_members",
-]
-
 _LOG = logging.getLogger(__name__)
 
 Target = Literal["hub", "store", "peer_hub", "worker_port"]

@@ -37,8 +37,6 @@ from azureml_elastic.node.rendezvous.rows import Rows, RunKey
 from azureml_elastic.node.rendezvous.table_heartbeat import RoundLook, TableHeartbeat
 from azureml_elastic.node.table import Table
 
-__all__ = ["Rendezvous"]
-
 _LOG = logging.getLogger(__name__)
 
 _RETRY_TIMEOUT_SECONDS = 1.2

@@ -18,8 +18,6 @@ from azureml_elastic.node.rendezvous.link import HubWatch, Membership
 from azureml_elastic.node.rendezvous.reachability import Reachability, describe_absence
 from azureml_elastic.node.rendezvous.rows import Rows
 
-__all__ = ["RoundEnd"]
-
 _LOG = logging.getLogger(__name__)
 
 _MAX_DESCRIBED = 3

@@ -23,17 +23,6 @@ from azureml_elastic.errors import TableError
 from azureml_elastic.node.core.joining import is_landmark
 from azureml_elastic.node.table import Row
 
-__all__ = [
-    "ALL_PREFIX",
-    "LANDMARK_PREFIX",
-    "MEMBER_PREFIX",
-    "ROUND_KEY",
-    "RUN_KEY",
-    "member_key",
-    "node_of",
-    "parsed",
-]
-
 _T = TypeVar("_T")
 
 ROUND_KEY = "round.0"

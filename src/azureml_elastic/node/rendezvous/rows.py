@@ -49,8 +49,6 @@ from azureml_elastic.node.rendezvous.row_keys import (
 )
 from azureml_elastic.node.table import Row, Table
 
-__all__ = ["RowLook", "Rows", "RunKey"]
-
 _REFRESH_SECONDS = 1.0
 """Shortest time between two reads because another node has refused this one."""
 

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from azureml_elastic.forks.client import PreloadServer
 from azureml_elastic.node.rendezvous.link import Assignment
 
-__all__ = ["RoundStore", "StoreEnd", "StoreProcess"]
-
 _END_SECONDS = 5.0
 
 

@@ -26,8 +26,6 @@ from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY
 from azureml_elastic.node.rendezvous.rows import RowLook, Rows
 from azureml_elastic.node.table import Row, Table
 
-__all__ = ["TABLE_HEARTBEAT_KEY", "RoundLook", "TableHeartbeat"]
-
 
 class RoundLook:
     """At most one look at a time, on a thread: a member must see notices and votes while the table does not answer.

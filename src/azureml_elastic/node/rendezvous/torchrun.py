@@ -42,8 +42,6 @@ from azureml_elastic.node.rendezvous.link import Assignment
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.table import open_table
 
-__all__ = ["BACKEND", "TableRendezvousHandler", "create_handler", "open_store"]
-
 _LOG = logging.getLogger(__name__)
 
 BACKEND = "azure-table"

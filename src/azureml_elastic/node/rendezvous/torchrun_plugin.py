@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousHandlerCreator, RendezvousParameters
 
-__all__ = ["handler_creator"]
-
 
 def handler_creator() -> RendezvousHandlerCreator:
     """Return the function that makes the handler, as the entry-point group ``torchrun.handlers`` requires."""

@@ -26,17 +26,6 @@ from azureml_elastic.config.resources import NodePool, step_names
 from azureml_elastic.environment import names as variables
 from azureml_elastic.errors import PlanError
 
-__all__ = [
-    "SINGLE",
-    "NodeSlot",
-    "grows_by_service",
-    "plan_of",
-    "replacement_job",
-    "slot_of",
-    "timeout_of",
-    "variable_of",
-]
-
 SINGLE = "job"
 """Stem of the node names of a run that is a single job."""
 

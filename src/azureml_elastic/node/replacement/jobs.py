@@ -30,8 +30,6 @@ from azureml_elastic.node.azure.workspace import ARM_URL, WORKSPACE_API, cloud_o
 if TYPE_CHECKING:
     from azure.core.credentials import TokenCredential
 
-__all__ = ["RunRecord", "WorkspaceJobs", "developer_jobs", "workspace_id"]
-
 _JOBS_API = "2025-01-01-preview"
 _PIPELINES_API = "2024-01-01-preview"
 _CANCEL_API = "2023-02-01-preview"

@@ -26,8 +26,6 @@ from azureml_elastic.node.replacement.jobs import RunRecord, WorkspaceJobs
 from azureml_elastic.node.replacement.policy import EARLY_S, JobState, NodeJob
 from azureml_elastic.node.table import Table
 
-__all__ = ["CLAIM_PREFIX", "REFUSED_PREFIX", "STOP_PREFIX", "Observation", "RunObserver", "RunShape"]
-
 CLAIM_PREFIX = "job."  # claimed submissions; in all three the job name follows
 REFUSED_PREFIX = "refused."  # jobs that Azure ML refused
 STOP_PREFIX = "stop."  # jobs that were cancelled as surplus

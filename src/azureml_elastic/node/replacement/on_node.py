@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from azureml_elastic.node.replacement.replacer import NodeReplacer
 
-__all__ = ["ReplacementThread", "start_replacement_thread"]
-
 _LOG = logging.getLogger(__name__)
 
 _AFTER_REFUSAL_S = 600.0  # after the workspace denied access; a role may be granted during the run

@@ -23,19 +23,6 @@ from azureml_elastic.config.policies import ReplacementPolicy
 from azureml_elastic.config.resources import NodePool
 from azureml_elastic.plurals import counted
 
-__all__ = [
-    "EARLY_S",
-    "JobState",
-    "NodeJob",
-    "Start",
-    "Stop",
-    "cost",
-    "decide",
-    "limit_reached",
-    "most_replacements",
-    "next_change",
-]
-
 EARLY_S = 120.0
 """Seconds that a node must have run not to count as having ended early."""
 

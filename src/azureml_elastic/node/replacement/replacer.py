@@ -32,8 +32,6 @@ from azureml_elastic.node.replacement.policy import NodeJob, Start, Stop, decide
 from azureml_elastic.node.table import Table, as_developer, open_table
 from azureml_elastic.plurals import counted
 
-__all__ = ["NodeReplacer", "ReplacementStatus", "open_replacer"]
-
 
 @dataclass(frozen=True)
 class ReplacementStatus:

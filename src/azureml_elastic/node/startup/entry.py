@@ -59,8 +59,6 @@ from azureml_elastic.node.table.server_time import ServerClock
 from azureml_elastic.program.command import Program, require_script
 from azureml_elastic.program.source import opens_session, program_modules
 
-__all__ = ["run_node"]
-
 _LOG = logging.getLogger(__name__)
 
 _LEAVE_SECONDS = 2.0

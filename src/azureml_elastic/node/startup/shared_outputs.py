@@ -20,8 +20,6 @@ from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import UsageError
 from azureml_elastic.program.command import Program
 
-__all__ = ["SharedOutputs"]
-
 _FOLDER = ".outputs"
 
 

@@ -53,8 +53,6 @@ from azureml_elastic.node.table.protocol import Row
 if TYPE_CHECKING:
     from azureml_elastic.node.azure.credentials import TableCredential
 
-__all__ = ["AzureTable", "Transport"]
-
 try:
     from azure.core import MatchConditions
     from azure.core.exceptions import HttpResponseError, ResourceNotFoundError, ServiceResponseError

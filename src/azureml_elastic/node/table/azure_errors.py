@@ -33,19 +33,6 @@ try:
 except ImportError as missing:
     raise MissingExtra("azure-data-tables", "node") from missing
 
-__all__ = [
-    "VENDOR_ERRORS",
-    "TableContext",
-    "cause",
-    "error_code",
-    "foreign_answer",
-    "is_temporary",
-    "may_have_arrived",
-    "retry_after",
-    "row_is_missing",
-    "translate",
-]
-
 VENDOR_ERRORS = (sdk.AzureError, sdk.SerializationError, sdk.DeserializationError)
 """All exceptions that a call to the SDK may raise."""
 

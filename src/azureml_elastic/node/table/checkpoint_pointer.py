@@ -20,8 +20,6 @@ from typing import Any
 from azureml_elastic.errors import Fenced, RowChanged, RowExists, TableUnavailable
 from azureml_elastic.node.table import Table
 
-__all__ = ["CHECKPOINT_KEY", "CheckpointPointer"]
-
 CHECKPOINT_KEY = "checkpoint"
 
 _FIRST_WAIT_SECONDS = 1.0

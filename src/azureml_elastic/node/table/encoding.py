@@ -20,19 +20,6 @@ from urllib.parse import unquote_to_bytes
 
 from azureml_elastic.errors import KeyInvalid, TableError, UsageError, ValueTooLarge
 
-__all__ = [
-    "MAX_KEY_CHARACTERS",
-    "MAX_PIECE_CHARACTERS",
-    "MAX_VALUE_CHARACTERS",
-    "MAX_WRITTEN_CHARACTERS",
-    "cut",
-    "key_range",
-    "read_key",
-    "read_value",
-    "write_key",
-    "write_value",
-]
-
 MAX_KEY_CHARACTERS = 250
 """Maximum length of a key."""
 

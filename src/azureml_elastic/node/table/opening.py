@@ -20,15 +20,6 @@ from azureml_elastic.node.table.sqlite import SqliteTable
 if TYPE_CHECKING:
     from azureml_elastic.node.azure.credentials import TableCredential
 
-__all__ = [
-    "EMULATOR_ACCOUNT",
-    "OPENING_TIMEOUT",
-    "as_developer",
-    "connection_string_variable",
-    "emulator_connection_string",
-    "open_table",
-]
-
 _LOG = logging.getLogger(__name__)
 
 OPENING_TIMEOUT = timedelta(minutes=5)

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Protocol
 
-__all__ = ["Row", "Table"]
-
 
 @dataclass(frozen=True)
 class Row:

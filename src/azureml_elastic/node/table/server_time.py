@@ -16,8 +16,6 @@ from datetime import datetime, timedelta
 from azureml_elastic.errors import ElasticError, RowChanged, RowExists
 from azureml_elastic.node.table import Table
 
-__all__ = ["CLOCK_PREFIX", "Reading", "ServerClock"]
-
 CLOCK_PREFIX = "clock."
 
 _ATTEMPTS = 3

@@ -23,8 +23,6 @@ from azureml_elastic.node.table.encoding import key_range, read_key, read_value,
 from azureml_elastic.node.table.protocol import Row
 from azureml_elastic.private_folder import make_private
 
-__all__ = ["SqliteTable"]
-
 _BUSY_TIMEOUT_S = 10.0
 
 # ``clock`` has one row. Its version counts the writes of the file, so that etags are unique, and its time never goes

@@ -37,8 +37,6 @@ from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, Action, HandedO
 from azureml_elastic.ipc.message import HeldShard, MalformedMessage, ShardDescription
 from azureml_elastic.sigterm_filter import filter_sigterm_in_children, ignore_signal
 
-__all__ = ["ChannelAgent", "end_group", "leave_sigterm_to_the_agent"]
-
 _ROUNDS = 3
 """Searches for processes to end: those of one may have forked while it went on."""
 

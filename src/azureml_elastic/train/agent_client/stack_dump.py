@@ -22,8 +22,6 @@ from pathlib import Path
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.ipc.stack_file import StackFile
 
-__all__ = ["register_stack_dump", "unregister_stack_dump"]
-
 _LOG = logging.getLogger(__name__)
 
 _FIRST = 7

@@ -28,8 +28,6 @@ from azureml_elastic.errors import CheckpointDamaged, ElasticError, Fenced
 from azureml_elastic.ipc.agent_interface import EXIT_TERMINATED, Action, HandedOverState, WorkerIdentity
 from azureml_elastic.ipc.message import HeldShard
 
-__all__ = ["POINTER", "StandaloneAgent"]
-
 _LOG = logging.getLogger(__name__)
 
 POINTER = "latest.json"

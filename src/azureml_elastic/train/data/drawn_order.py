@@ -20,8 +20,6 @@ from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data.loader import seeded
 from azureml_elastic.train.data.sampling import FILLER_SAMPLES
 
-__all__ = ["DrawnOrder"]
-
 _LOG = logging.getLogger(__name__)
 
 

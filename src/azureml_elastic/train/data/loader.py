@@ -24,8 +24,6 @@ from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data.position import Batching, LoaderState, MicroBatch, Position
 from azureml_elastic.train.data.sampling import Cursor
 
-__all__ = ["ElasticLoader", "LoaderContext", "SeededDataset", "SeededIds", "require_foreign", "seeded", "to_device"]
-
 _OURS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last")
 
 

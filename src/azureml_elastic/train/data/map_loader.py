@@ -20,8 +20,6 @@ from azureml_elastic.train.data.parted_batches import PartedBatch, PartedCollate
 from azureml_elastic.train.data.position import LoaderState, MicroBatch, Window
 from azureml_elastic.train.data.sampling import FILLER_SAMPLES, Cursor, order, parts, weight
 
-__all__ = ["MapLoader", "SizedDataset", "WindowLoader", "loader_options"]
-
 _BLOCK_SAMPLES, _BLOCK_WINDOWS = 1 << 13, 1 << 8
 
 

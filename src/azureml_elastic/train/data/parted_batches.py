@@ -15,8 +15,6 @@ from typing import Any, NamedTuple, Protocol
 
 from azureml_elastic.checkpoint.state import random_state
 
-__all__ = ["PartedBatch", "PartedCollate", "PartsLayout", "copied_samples", "edges_of_parts"]
-
 Collate = Callable[[list[Any]], Any]
 
 

@@ -15,8 +15,6 @@ from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.data.sampling import Cursor, LoaderSpec
 
-__all__ = ["Batching", "LoaderState", "MicroBatch", "Position", "Window"]
-
 
 @dataclass(frozen=True)
 class Batching:

@@ -29,8 +29,6 @@ from typing_extensions import Self
 
 from azureml_elastic.errors import UsageError
 
-__all__ = ["FILLER_SAMPLES", "Cursor", "DataSpec", "LoaderSpec", "Permutation", "order", "parts", "share", "weight"]
-
 _ROUNDS = 8
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1

@@ -27,8 +27,6 @@ from azureml_elastic.train.data.loader import ElasticLoader, LoaderContext, seed
 from azureml_elastic.train.data.position import LoaderState, MicroBatch, Window
 from azureml_elastic.train.data.sampling import FILLER_SAMPLES, Cursor, LoaderSpec, Permutation, share, weight
 
-__all__ = ["Part", "ShardLoader", "ShardSpec", "ShardedDataset", "Shards"]
-
 T = TypeVar("T")
 
 _STREAM_COUNTS = (240, 120, 60, 24, 12, 6, 4, 3, 2, 1)

@@ -12,8 +12,6 @@ import xxhash
 
 from azureml_elastic.checkpoint.state.layout import memory_of
 
-__all__ = ["checksums"]
-
 _ROW = 1024
 """Elements of a row, of which a device sums rows and columns: so that moved elements change the checksum as well."""
 _STEP = 1031

@@ -17,8 +17,6 @@ import torch
 from azureml_elastic.train.found.checksums import checksums
 from azureml_elastic.train.found.search import Found, FoundTensor, version_of
 
-__all__ = ["Change", "Changes", "Comparison", "agreed"]
-
 _FIRST_BYTES = 1 << 30
 _LATER_BYTES = 1 << 28
 """Bytes of the tensors whose checksums are compared at a time: in the first comparisons, and in later ones."""

@@ -16,8 +16,6 @@ import xxhash
 from azureml_elastic.checkpoint.state import tree
 from azureml_elastic.train.found.search import own_attributes, package_of, set_by_stacks
 
-__all__ = ["Numbers"]
-
 _MOST_ELEMENTS = 10_000
 _DEEPEST = 3
 _SIMPLE = (int, float, bool, type(None), str)

@@ -32,20 +32,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Sampler
 
-__all__ = [
-    "Found",
-    "FoundTensor",
-    "frames_of",
-    "is_of_stack",
-    "memory_key",
-    "own_attributes",
-    "package_of",
-    "search",
-    "set_by_stacks",
-    "version_of",
-    "write",
-]
-
 _MOST_OBJECTS = 100_000
 _MOST_ELEMENTS = 4_000
 """Elements of a container, above which it holds data."""

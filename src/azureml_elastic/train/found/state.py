@@ -33,8 +33,6 @@ from azureml_elastic.train.found.search import (
 )
 from azureml_elastic.train.found.step_parts import StepPart
 
-__all__ = ["FoundState"]
-
 _LOG = logging.getLogger(__name__)
 
 _SHOWN = 4

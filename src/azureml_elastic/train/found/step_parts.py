@@ -16,8 +16,6 @@ import torch
 from azureml_elastic.train.found.checksums import checksums
 from azureml_elastic.train.found.search import version_of, write
 
-__all__ = ["StepPart"]
-
 _CHECKED = 2
 """Times that a tensor's checksums are compared: later its version counter, which misses writes through ``.data``."""
 

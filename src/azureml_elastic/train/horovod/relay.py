@@ -25,21 +25,6 @@ from azureml_elastic.errors import ElasticError, Fenced, TableUnavailable
 from azureml_elastic.ipc.agent_interface import Action, WorkerIdentity
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 
-__all__ = [
-    "COMMIT",
-    "FAILURES",
-    "LOSS",
-    "POINTER",
-    "RESTORED",
-    "SCOPE",
-    "STEP",
-    "Address",
-    "RelayedAgent",
-    "request",
-    "server_address",
-    "watch_for_losses",
-]
-
 SCOPE = "azureml_elastic"
 """Scope of these requests on the server, beside those of Horovod."""
 

@@ -32,8 +32,6 @@ from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from azureml_elastic.train.horovod.relay import RelayedAgent, server_address, watch_for_losses
 from azureml_elastic.train.session.run import earlier_checkpoint
 
-__all__ = ["TorchState"]
-
 _LOG = logging.getLogger(__name__)
 
 _LAST_SAVE_SECONDS = 60.0

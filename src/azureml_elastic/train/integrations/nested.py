@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["attributes", "children", "map_tensors", "rebuilt", "tensors_of"]
-
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """Yield all tensors of a nested value, in its order."""

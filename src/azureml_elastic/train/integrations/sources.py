@@ -23,8 +23,6 @@ from torch.utils.data import (
 
 from azureml_elastic.train.data.map_loader import loader_options
 
-__all__ = ["Source", "calls_its_own", "obstacle", "source_of"]
-
 
 @dataclass(frozen=True)
 class Source:

@@ -15,8 +15,6 @@ from typing import Any
 
 from wrapt import wrap_function_wrapper
 
-__all__ = ["Wrapped", "Wrappers", "in_loop", "replaced", "wrap"]
-
 Wrapped = Callable[..., Any]
 
 Wrappers = Mapping[str, Mapping[str, Wrapped]]

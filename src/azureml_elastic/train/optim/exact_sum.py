@@ -18,8 +18,6 @@ import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-__all__ = ["ExactSum"]
-
 _BLOCK = 256
 """Numbers that have a power of two in common."""
 

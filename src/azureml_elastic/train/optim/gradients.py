@@ -33,8 +33,6 @@ from azureml_elastic.train.data.position import MicroBatch, Position
 from azureml_elastic.train.optim.exact_sum import ExactSum
 from azureml_elastic.train.optim.learning_rate import LearningRate
 
-__all__ = ["Gradients", "require_averaging"]
-
 _DATA_PARALLEL = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
 
 

@@ -32,17 +32,6 @@ from azureml_elastic.train.data.position import Position, Window
 from azureml_elastic.train.data.sampling import DataSpec, LoaderSpec
 from azureml_elastic.train.step_state import StepMachine
 
-__all__ = [
-    "GradientNoiseScale",
-    "LearningRate",
-    "Scale",
-    "Schedule",
-    "ScheduleCheck",
-    "ramp_steps",
-    "steps_of",
-    "target",
-]
-
 _LEAST = 1e-6
 """The paper's limit for a variance that is estimated as zero."""
 

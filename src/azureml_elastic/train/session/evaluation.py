@@ -24,8 +24,6 @@ from azureml_elastic.train.data.map_loader import SizedDataset
 from azureml_elastic.train.data.sampling import share
 from azureml_elastic.train.session.process_group_lifecycle import ProcessGroupLifecycle
 
-__all__ = ["evaluate"]
-
 
 def evaluate(
     lifecycle: ProcessGroupLifecycle,

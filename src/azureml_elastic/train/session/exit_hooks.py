@@ -12,8 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["ExitHooks", "all_arrive", "leave_quickly"]
-
 _POLL_SECONDS = 0.05
 
 

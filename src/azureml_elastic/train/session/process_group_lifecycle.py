@@ -41,8 +41,6 @@ from azureml_elastic.train.session.step_checks import OptimizerCopy, UpdateGuard
 from azureml_elastic.train.session.training_state import SessionContext, TrainingState
 from azureml_elastic.train.step_state import StepMachine
 
-__all__ = ["ProcessGroupLifecycle"]
-
 _LOG = logging.getLogger(__name__)
 
 _PEER_SECONDS = 15.0

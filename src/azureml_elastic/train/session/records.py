@@ -27,8 +27,6 @@ from azureml_elastic.ledger.metric_names import MOST_VALUES, name_problem
 from azureml_elastic.train.data.position import LoaderState, Window
 from azureml_elastic.train.data.sampling import Cursor
 
-__all__ = ["Audit", "LoggedValues", "Profiling"]
-
 _LOG = logging.getLogger(__name__)
 
 _SUFFIX = ".pt.trace.json.gz"

@@ -50,8 +50,6 @@ from azureml_elastic.train.session.steps import Steps
 from azureml_elastic.train.session.training_state import SessionContext
 from azureml_elastic.train.step_state import StepMachine
 
-__all__ = ["Run", "earlier_checkpoint", "has_run", "open_run"]
-
 _LOG = logging.getLogger(__name__)
 
 _CLOSING_SECONDS = 5.0

@@ -33,8 +33,6 @@ from azureml_elastic.train.optim.learning_rate import Schedule
 from azureml_elastic.train.session.evaluation import evaluate
 from azureml_elastic.train.session.run import Run, open_run
 
-__all__ = ["Session", "config_for", "start"]
-
 _BATCH, _MICRO, _ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 _OURS = ("elasticity", "nebula")

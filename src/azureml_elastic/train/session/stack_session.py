@@ -32,8 +32,6 @@ from azureml_elastic.train.data.map_loader import WindowLoader
 from azureml_elastic.train.data.sampling import Cursor
 from azureml_elastic.train.session.run import Run, has_run, open_run
 
-__all__ = ["StackSession", "stack_session"]
-
 _LOADER = "train"
 
 _LOG = logging.getLogger(__name__)

@@ -54,8 +54,6 @@ from azureml_elastic.distributed.device import Device, Fetched, device_of
 from azureml_elastic.errors import NonFiniteError, RollbackRequired, RoundBroken
 from azureml_elastic.ipc.agent_interface import Agent
 
-__all__ = ["OptimizerCopy", "UpdateGuard", "WeightsWatch"]
-
 _LOG = logging.getLogger(__name__)
 
 _SHORTEST_SECONDS = 50e-6

@@ -29,8 +29,6 @@ from azureml_elastic.train.session.records import LoggedValues
 from azureml_elastic.train.session.training_state import SessionContext
 from azureml_elastic.train.step_state import StepMachine
 
-__all__ = ["Steps"]
-
 _LOG = logging.getLogger(__name__)
 
 

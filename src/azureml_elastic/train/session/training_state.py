@@ -36,8 +36,6 @@ from azureml_elastic.train.session.records import Audit, Profiling
 from azureml_elastic.train.session.step_checks import WeightsWatch
 from azureml_elastic.train.step_state import StepMachine
 
-__all__ = ["SessionContext", "TrainingState"]
-
 _LOG = logging.getLogger(__name__)
 
 _SETTLED_STEPS = 2

@@ -22,8 +22,6 @@ from azureml_elastic.environment.node import visible_devices
 from azureml_elastic.environment.process import Environment
 from azureml_elastic.node.diagnostics.findings import Finding
 
-__all__ = ["check_ecc", "check_gpus", "count_devices", "count_visible_devices", "examine", "read_ecc"]
-
 _MODULE = "azureml_elastic.node.diagnostics.checks.accelerator"
 _SIZE = 512
 _LARGEST = 4

@@ -42,20 +42,6 @@ from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
 from azureml_elastic.node.table import Table
 from azureml_elastic.node.table.server_time import ServerClock
 
-__all__ = [
-    "check_clock",
-    "check_folder",
-    "check_host",
-    "check_hub",
-    "check_machine",
-    "check_memory",
-    "check_open_files",
-    "check_packages",
-    "check_peer",
-    "check_peers",
-    "check_shared_memory",
-]
-
 _CONNECT_SECONDS = 1.2
 """Time limit in health checks; TCP makes a second attempt after one second."""
 

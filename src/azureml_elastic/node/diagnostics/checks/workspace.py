@@ -24,20 +24,6 @@ from azureml_elastic.node.diagnostics.findings import Finding
 from azureml_elastic.node.table import Table, open_table
 from azureml_elastic.node.table.azure_errors import error_code
 
-__all__ = [
-    "CONTRIBUTOR",
-    "READER",
-    "Account",
-    "CallerIdentity",
-    "check_identity",
-    "check_table",
-    "claims_of",
-    "find_account",
-    "grant",
-    "refusal_code",
-    "why_refused",
-]
-
 CONTRIBUTOR = "Storage Table Data Contributor"
 READER = "Reader"
 _BY_TEXT = (

@@ -27,8 +27,6 @@ from azureml_elastic.train.integrations.script_loop.own_schedulers import note_s
 from azureml_elastic.train.integrations.wrapping import Wrapped, Wrappers, in_loop, wrap
 from azureml_elastic.train.session.stack_session import stack_session
 
-__all__ = ["WRAPPERS", "another_stack_trains", "attach"]
-
 _APART = "_azureml_elastic_apart"
 """Attribute of an accelerator that belongs to another stack, such as ``transformers.Trainer``."""
 

@@ -27,8 +27,6 @@ from azureml_elastic.train.integrations.accelerate.training_loop import Training
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader, ReplacedLoader
 from azureml_elastic.train.session.stack_session import StackSession
 
-__all__ = ["FULL_RANKS", "TrainingData", "fit_to_round", "obstacle"]
-
 _LOG = logging.getLogger(__name__)
 
 _SHARDING = {

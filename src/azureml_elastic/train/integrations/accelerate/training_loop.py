@@ -24,8 +24,6 @@ from azureml_elastic.train.integrations.sources import Source
 from azureml_elastic.train.integrations.wrapping import Wrapped
 from azureml_elastic.train.session.stack_session import StackSession
 
-__all__ = ["TrainingLoop", "batches_of_epoch"]
-
 _TOGETHER = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 """Kinds of training whose folders all ranks write: each has a part of the state."""
 

@@ -29,8 +29,6 @@ from azureml_elastic.train.integrations.script_loop.own_schedulers import note_s
 from azureml_elastic.train.integrations.wrapping import Wrapped, Wrappers, in_loop, wrap
 from azureml_elastic.train.session.stack_session import StackSession, stack_session
 
-__all__ = ["WRAPPERS", "another_stack_prepares", "attach"]
-
 _LOG = logging.getLogger(__name__)
 
 _LOOP = "_azureml_elastic_loop"

@@ -12,8 +12,6 @@ from typing import Any
 
 from azureml_elastic.errors import UsageError
 
-__all__ = ["GLOBAL_BATCH", "BatchSizes", "batch_sizes", "for_engine", "show"]
-
 GLOBAL_BATCH = "train_batch_size"
 _MICRO, _ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _OURS = ("elasticity", "nebula")

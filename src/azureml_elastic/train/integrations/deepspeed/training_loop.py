@@ -36,8 +36,6 @@ from azureml_elastic.train.integrations.script_loop.state_folders import Place, 
 from azureml_elastic.train.integrations.wrapping import Wrapped
 from azureml_elastic.train.session.stack_session import StackSession
 
-__all__ = ["CheckpointFolders", "TrainingLoop", "client_state_bytes"]
-
 _CLIENT_STATE = "client_state.pt"
 _LATEST = "latest"
 _STATE = "elastic_state"

@@ -19,8 +19,6 @@ from azureml_elastic.train.integrations.lightning.training_loop import (
 from azureml_elastic.train.integrations.wrapping import Wrapped, Wrappers, in_loop, wrap
 from azureml_elastic.train.session.stack_session import stack_session
 
-__all__ = ["WRAPPERS", "attach"]
-
 _LOOP = "_azureml_elastic_loop"
 """Attribute of a trainer with the :class:`TrainingLoop` while it trains."""
 

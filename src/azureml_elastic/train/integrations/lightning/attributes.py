@@ -20,8 +20,6 @@ from torch import nn
 
 from azureml_elastic.train.integrations.lightning.checkpoint_hooks import callbacks_of
 
-__all__ = ["Attributes", "Values", "scaled"]
-
 _MOST_ITEMS, _MOST_NUMBERS = 100_000, 1 << 20
 """Limits on the items of a container, and on the numbers of a tensor: what is captured in each step must be small."""
 

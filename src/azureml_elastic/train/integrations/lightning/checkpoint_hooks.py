@@ -16,8 +16,6 @@ import torch
 from azureml_elastic.checkpoint.state import tree
 from azureml_elastic.errors import UsageError
 
-__all__ = ["OWN_KEY", "callbacks_of", "restore", "saved"]
-
 OWN_KEY = "azureml_elastic"
 """State key of a callback of the integration."""
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler
 
-__all__ = ["warn_of_new_versions", "warn_of_repeated_samples"]
-
 _LOG = logging.getLogger(__name__)
 
 _IDS = ("_id", "_run_id", "_experiment_id", "_experiment_key")

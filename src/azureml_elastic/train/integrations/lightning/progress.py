@@ -27,17 +27,6 @@ from azureml_elastic.train.integrations.lightning.checkpoint_hooks import callba
 from azureml_elastic.train.integrations.lightning.repeated_hooks import Extent
 from azureml_elastic.train.integrations.nested import map_tensors
 
-__all__ = [
-    "Progress",
-    "Stage",
-    "Sums",
-    "continue_with",
-    "divided",
-    "forget",
-    "numbers",
-    "recorded",
-]
-
 _SUM, _COUNT = "value", "cumulated_batch_size"
 _FIELDS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx")
 

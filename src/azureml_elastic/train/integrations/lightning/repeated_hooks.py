@@ -25,8 +25,6 @@ from azureml_elastic.train.integrations.lightning.attributes import Attributes
 from azureml_elastic.train.integrations.lightning.checkpoint_hooks import callbacks_of
 from azureml_elastic.train.integrations.nested import tensors_of
 
-__all__ = ["Extent", "begin_epoch_again", "run_hooks", "same_names"]
-
 _BATCH_END, _EPOCH_START = "on_train_batch_end", "on_train_epoch_start"
 
 _LOG = logging.getLogger(__name__)

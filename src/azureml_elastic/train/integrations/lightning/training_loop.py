@@ -25,8 +25,6 @@ from azureml_elastic.train.integrations.lightning.repeated_hooks import Extent
 from azureml_elastic.train.integrations.wrapping import Wrapped
 from azureml_elastic.train.session.stack_session import StackSession
 
-__all__ = ["PROGRESS", "TrainingLoop", "continue_file", "continue_from", "obstacle", "tensor_parallel_size"]
-
 _VERSIONS = {"TensorBoardLogger": "_version", "CSVLogger": "_version", "MLFlowLogger": "_run_id"}
 """Attribute with the version or the run, by class; other loggers take theirs from the script."""
 

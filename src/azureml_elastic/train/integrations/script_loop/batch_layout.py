@@ -19,8 +19,6 @@ from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.train.data.parted_batches import copied_samples
 from azureml_elastic.train.integrations.nested import attributes, children
 
-__all__ = ["PROBED", "BatchLayout", "Kind", "Path", "Rule", "at"]
-
 PROBED = 9
 """Samples from which a layout is learned: parts of 4 and 5, which differ from each other and from the whole."""
 

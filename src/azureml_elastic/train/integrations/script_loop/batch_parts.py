@@ -20,8 +20,6 @@ from azureml_elastic.train.data.position import MicroBatch
 from azureml_elastic.train.integrations.nested import attributes, children, rebuilt, tensors_of
 from azureml_elastic.train.integrations.script_loop.batch_layout import BatchLayout, Kind, Path, Rule, at
 
-__all__ = ["IGNORED_LABEL", "CurrentBatch", "DividedArguments", "IndivisibleError"]
-
 IGNORED_LABEL = -100
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["LARGEST", "CollectiveResults"]
-
 LARGEST = 64
 """Numbers of a result that is kept: enough for a loss of each rank, not for the outputs of a model."""
 

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["watch"]
-
 _NAMES = (
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
     *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "reduce"),

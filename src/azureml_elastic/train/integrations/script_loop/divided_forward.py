@@ -37,8 +37,6 @@ from azureml_elastic.train.integrations.script_loop.division_check import check,
 from azureml_elastic.train.integrations.script_loop.hollow_models import is_sharded
 from azureml_elastic.train.integrations.script_loop.part_outputs import OutputLayout, without_caches
 
-__all__ = ["divide_forward"]
-
 _LOG = logging.getLogger(__name__)
 
 _SHARDED_WEIGHTS = 3

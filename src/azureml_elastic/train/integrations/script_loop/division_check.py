@@ -24,8 +24,6 @@ from azureml_elastic.train.integrations.script_loop.batch_layout import at
 from azureml_elastic.train.integrations.script_loop.batch_parts import DividedArguments, IndivisibleError
 from azureml_elastic.train.integrations.script_loop.part_outputs import OutputLayout, Weights, alike, without_caches
 
-__all__ = ["check"]
-
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 
 _ROUNDED = 1e-4, 1e-3

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from azureml_elastic.train.integrations.script_loop.loop import ScriptLoop
 
-__all__ = ["EpochLoader", "ReplacedLoader"]
-
 
 class ReplacedLoader:
     """A loader in place of a stack's own, whose other attributes and class it has: scripts and libraries ask for them.

@@ -17,8 +17,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["HollowModel", "is_sharded"]
-
 _SHARDED = "FSDPModule"
 
 _SHARDING = "torch.distributed."

@@ -16,8 +16,6 @@ from typing import Any
 
 from wrapt import wrap_function_wrapper
 
-__all__ = ["keep_files"]
-
 _LOG = logging.getLogger(__name__)
 
 _WRITERS = {"torch": ("save", "f"), "safetensors.torch": ("serialize_file", "filename")}

@@ -46,8 +46,6 @@ from azureml_elastic.train.integrations.script_loop.state_folders import Place
 from azureml_elastic.train.integrations.script_loop.step_updates import StepUpdates
 from azureml_elastic.train.session.stack_session import StackSession
 
-__all__ = ["ScriptLoop"]
-
 _LOG = logging.getLogger(__name__)
 
 _PROGRESS = "progress"

@@ -14,8 +14,6 @@ from typing import Any
 from torch.optim import lr_scheduler
 from wrapt import wrap_function_wrapper
 
-__all__ = ["note_schedulers", "pause_schedulers", "schedulers_of"]
-
 _made: list[weakref.ref[Any]] = []
 
 _paused: list[Callable[[Any], bool]] = []

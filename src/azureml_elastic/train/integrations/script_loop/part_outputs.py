@@ -17,8 +17,6 @@ from azureml_elastic.train.integrations.nested import children, rebuilt
 from azureml_elastic.train.integrations.script_loop.batch_layout import Path
 from azureml_elastic.train.integrations.script_loop.batch_parts import IndivisibleError
 
-__all__ = ["OutputLayout", "Weights", "alike", "without_caches"]
-
 _CACHES = ("past_key_values", "mems", "cache_params")
 """Outputs of language models for the generation of text, of no use in training."""
 

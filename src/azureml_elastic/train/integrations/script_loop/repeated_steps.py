@@ -24,8 +24,6 @@ from azureml_elastic.train.integrations.nested import map_tensors, tensors_of
 from azureml_elastic.train.integrations.script_loop.hollow_models import HollowModel, is_sharded
 from azureml_elastic.train.session.stack_session import StackSession
 
-__all__ = ["FirstForward", "Progress", "RepeatedModels", "RepetitionLog", "StepHistory", "own_loss"]
-
 _LOG = logging.getLogger(__name__)
 
 _LOG_SECONDS = 5.0

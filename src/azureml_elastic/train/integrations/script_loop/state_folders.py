@@ -15,8 +15,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["Place", "flush", "read", "remove", "save", "set_aside", "write_together"]
-
 _NAME = "azureml-elastic.json"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["StepUpdates"]
-
 _REMEMBERED = 64
 """Steps after which an optimizer that has not stepped in them is no longer expected to."""
 

@@ -26,8 +26,6 @@ from azureml_elastic.train.integrations.transformers.training_loop import METHOD
 from azureml_elastic.train.integrations.wrapping import Wrapped, Wrappers, replaced, wrap
 from azureml_elastic.train.session.stack_session import stack_session
 
-__all__ = ["INCOMPLETE", "WRAPPERS", "attach", "newest", "save"]
-
 INCOMPLETE = "checkpoint-is-incomplete.txt"
 
 _ARGUMENTS = "transformers.training_args"

@@ -22,8 +22,6 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from azureml_elastic.train.data.map_loader import loader_options
 from azureml_elastic.train.integrations.nested import map_tensors
 
-__all__ = ["EvaluationLoader", "evaluating"]
-
 _LOG = logging.getLogger(__name__)
 
 _LOADER = "_azureml_elastic_loader"

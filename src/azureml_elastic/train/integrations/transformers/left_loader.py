@@ -14,8 +14,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-__all__ = ["LeftLoader"]
-
 
 class LeftLoader:
     """The loader, from the run's position in the epoch on.

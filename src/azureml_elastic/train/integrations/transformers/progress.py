@@ -19,8 +19,6 @@ import torch
 
 from azureml_elastic.train.integrations.transformers.training_data import TrainingData
 
-__all__ = ["LabelCount", "Progress", "Stage", "count_labels"]
-
 _IGNORED_LABEL = -100
 
 _MOVES = ("to", "cuda", "cpu", "detach", "clone", "contiguous")

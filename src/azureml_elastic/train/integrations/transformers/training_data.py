@@ -14,8 +14,6 @@ from azureml_elastic.train.integrations.transformers.left_loader import LeftLoad
 from azureml_elastic.train.integrations.wrapping import Wrapped
 from azureml_elastic.train.session.stack_session import StackSession
 
-__all__ = ["DATA_METHODS", "TrainingData"]
-
 _LOG = logging.getLogger(__name__)
 
 DATA_METHODS = {

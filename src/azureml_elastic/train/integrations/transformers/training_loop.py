@@ -30,8 +30,6 @@ from azureml_elastic.train.integrations.transformers.training_data import DATA_M
 from azureml_elastic.train.integrations.wrapping import Wrapped, replaced
 from azureml_elastic.train.session.stack_session import StackSession
 
-__all__ = ["METHODS", "TrainingLoop", "obstacle"]
-
 _LOG = logging.getLogger(__name__)
 
 _IGNORED_LABEL = -100
