@@ -135,8 +135,7 @@ class TrainingState:
         """Return the state that :meth:`track` will restore, without tensors and by object, if any. A collective."""
         self._inherited = local, snapshot = self._handed_over()
         control = self._world.control
-        states, reference = self._compare(local)
-        source = choose(states, None if reference is None else reference.step)
+        source, _, reference = self._compare(local, snapshot)
         if source is None and (parts := self._find_parts(reference)) is not None:
             return parts.header.state
         if source is None:
@@ -402,8 +401,7 @@ class TrainingState:
             inherited: content of that state if the previous worker has handed it over, ``None`` if this process has it
         """
         live, control = local is not None and inherited is None, self._world.control
-        states, reference = self._compare(local)
-        source = choose(states, None if reference is None else reference.step)
+        source, states, reference = self._compare(local, inherited)
         if source is None and (parts := self._find_parts(reference)) is not None:
             self._apply_parts(parts, reference)
             return
@@ -457,10 +455,18 @@ class TrainingState:
         except UsageError:
             return {}
 
-    def _compare(self, local: RecoverableState | None) -> tuple[list[RecoverableState | None], Reference | None]:
-        """Return the states that the ranks can restore, and the committed checkpoint. A collective."""
-        found = self._world.control.gather((local, self._checkpoints.look_up_committed()))
-        return [state for state, _ in found], self._checkpoints.take_committed(found[0][1])
+    def _compare(
+        self, local: RecoverableState | None, inherited: Snapshot | None
+    ) -> tuple[int | None, list[RecoverableState | None], Reference | None]:
+        """Return whose state all continue from, all states, and the committed checkpoint. A collective."""
+        origin, committed = self._origin, self._checkpoints.newest
+        if inherited is not None:
+            origin, committed = inherited.origin, Reference.from_json(inherited.parent) if inherited.parent else None
+        # The table may throttle. A step that the round before has trained is not behind what that could commit.
+        is_newest = local is not None and 0 < origin == self._identity.round - 1
+        found = self._world.control.gather((local, committed if is_newest else self._checkpoints.look_up_committed()))
+        states, reference = [state for state, _ in found], self._checkpoints.take_committed(found[0][1])
+        return choose(states, None if reference is None else reference.step), states, reference
 
     def _restore_from_storage(self, *, live: bool) -> str | None:
         self._machine.restore()
