@@ -51,8 +51,7 @@ def test_it_introduces_itself_and_asks_and_commits(agent, channel):
 
 
 @pytest.mark.parametrize(
-    ("answer", "kind"),
-    [("fenced", Fenced), ("unavailable", TableUnavailable), ("something new", ElasticError)],
+    ("answer", "kind"), [("fenced", Fenced), ("unavailable", TableUnavailable), ("something new", ElasticError)]
 )
 def test_refusals_become_errors(agent, channel, answer, kind):
     agent.refusals.append({"error": answer, "message": "because of this"})

@@ -118,13 +118,7 @@ class CheckpointFolders:
         return str(folder), self.client_state(folder)
 
     def find(
-        self,
-        load_dir: Any,
-        tag: Any,
-        *,
-        load_module_only: bool = False,
-        load_optimizer_states: bool = True,
-        **_: Any,
+        self, load_dir: Any, tag: Any, *, load_module_only: bool = False, load_optimizer_states: bool = True, **_: Any
     ) -> Path | None:
         """Return the folder of a tag, by default the last one; ``None`` where there is none of this library's format.
 

@@ -58,13 +58,7 @@ def read(folder: Path) -> Place | None:
 
 
 def save(
-    folder: Path,
-    place: Place,
-    write: Callable[[], Any],
-    *,
-    rank: int,
-    together: bool = True,
-    make: bool = False,
+    folder: Path, place: Place, write: Callable[[], Any], *, rank: int, together: bool = True, make: bool = False
 ) -> Any:
     """Have a folder written with its position in the data, marked as incomplete meanwhile.
 

@@ -98,11 +98,7 @@ class EvaluationLoader:
         self.batch_size = shard.batch_size
         self._state, self._gather = accelerator.gradient_state, accelerator.gather
         self._rounds = _Rounds(shard, agree)
-        self._loader: DataLoader[Any] = DataLoader(
-            self.dataset,
-            batch_sampler=self._rounds,
-            **loader_options(prepared),
-        )
+        self._loader: DataLoader[Any] = DataLoader(self.dataset, batch_sampler=self._rounds, **loader_options(prepared))
         self._sizes: list[int] = []
 
     def __len__(self) -> int:
