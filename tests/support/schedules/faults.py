@@ -495,7 +495,7 @@ FAMILIES = (
     Family("hole", _one(lambda faults: faults.cut(one_way=False)), 8.0, 2, divided=True),
     Family("one-way-hole", _one(lambda faults: faults.cut(one_way=True)), 8.0, 3, divided=True),
     Family("slow-table", _one(Faults.slow_table), 14.0, 2),
-    Family("crash-point", Faults.crash_point, 9.0, 1),
+    Family("crash-point", Faults.crash_point, 14.0, 1),
     _MANY,
     Family("return", _one(Faults.replace), 6.0, 1),
     Family("rows-back", Faults.rows_back, 6.0, 2),
