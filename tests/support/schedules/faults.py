@@ -498,7 +498,7 @@ FAMILIES = (
     Family("crash-point", Faults.crash_point, 14.0, 1),
     _MANY,
     Family("return", _one(Faults.replace), 6.0, 1),
-    Family("rows-back", Faults.rows_back, 6.0, 2),
+    Family("rows-back", Faults.rows_back, 9.0, 2),  # noticed late, perhaps while the workers end after the last step
     Family("rows-back-alone", Faults.rows_back_alone, 30.0, 1),
     Family("closing", Faults.closing, 7.0, 1),
     Family("leaver-dies", Faults.leaver_dies, 6.0, 1),
