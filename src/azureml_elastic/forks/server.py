@@ -357,7 +357,9 @@ class _Server:
         # lock that the child has for ever.
         threads = leftover_threads()
         if threads is None:
-            if not detached:
+            if detached:  # before the answer, after which the client may look at what processes take over from this one
+                signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+            else:
                 self._workers[child] = False
             self._send(op="started", id=request["id"], pid=child)
         else:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+from pathlib import Path
 
 import psutil
 import pytest
@@ -247,3 +248,29 @@ def test_a_node_is_forked_and_another_environment_of_the_imports_is_refused(tmp_
     finally:
         server.close()
     assert server.refusal == "the fork server was closed"
+
+
+def test_a_server_is_as_before_once_it_has_answered(tmp_path):
+    (tmp_path / "ending.py").write_text("import os\n\ndef end(*_):\n    os._exit(0)\n")
+    server = ForkServer(Imports(modules=("ending",), path=(str(tmp_path),)), os.environ)
+    cores, before_it = os.sched_getaffinity(0), set_subreaper(True)
+    try:
+        assert server.wait_ready()
+
+        def blocked():
+            lines = Path(f"/proc/{server.pid}/status").read_text().splitlines()
+            return next(line for line in lines if line.startswith("SigBlk"))
+
+        before = blocked()
+        # On one core, where the server goes on behind its answer only when this process waits for something.
+        os.sched_setscheduler(server.pid, os.SCHED_IDLE, os.sched_param(0))
+        for pid in (0, server.pid):
+            os.sched_setaffinity(pid, {min(cores)})
+        for _ in range(10):
+            process = server.fork("ending:end", {}, os.environ, [])
+            assert blocked() == before
+            process.wait()
+    finally:
+        os.sched_setaffinity(0, cores)
+        set_subreaper(before_it)
+        server.close()
