@@ -34,8 +34,8 @@ LIMITS: Mapping[str, int] = {
     "submit": 5_802,
     "templates": 79,
     "testing": 4_489,
-    "tests": 74_165,
-    "train": 16_605,
+    "tests": 74_185,
+    "train": 16_607,
 }
 """Lines by package, with those of its templates and of its blank lines; ``(modules)`` are those of the root."""
 

@@ -67,7 +67,7 @@ class FoundState(Tracked):
         self._numbers_restored: dict[str, Any] = {}
         self._numbers_before: dict[str, Any] = {}
         self._committed: dict[str, int] = {}
-        self._at_epoch_end: dict[str, torch.Tensor] = {}
+        self._at_epoch_end: dict[str, torch.Tensor] | None = None  # until the next step begins
         self._named: set[str] = set()
         self._forward = StepPart()
         self._code = StepPart()
@@ -95,7 +95,7 @@ class FoundState(Tracked):
         """
         if self._tracked is None:
             return
-        self._at_epoch_end = {}
+        self._at_epoch_end = None
         if self._values:
             self.copy_restored(finally_=True)
         self._begin_comparison()
@@ -289,7 +289,9 @@ class FoundState(Tracked):
         if self._state:
             self._follow(self._search())
         values = {**self._values, **self._state}
-        values |= {path: each for path, each in self._at_epoch_end.items() if path in values}
+        if (then := self._at_epoch_end) is not None:
+            # What has changed only since then begins anew in a new process, and is changed there by the same code.
+            values = {path: then.get(path, each) for path, each in values.items() if path in {*then, *self._values}}
         plain, tensors = tree.split(self.name, values)
         details = {
             path: {
@@ -322,7 +324,7 @@ class FoundState(Tracked):
         values = tree.join(plain["tensors"], tensors)
         self._state.clear()
         self._committed.clear()
-        self._at_epoch_end = {}
+        self._at_epoch_end = None
         self._values = {path: each.detach().clone() for path, each in values.items()}
         self._others = {path: list(each["others"]) for path, each in plain["details"].items()}
         self._numbers_restored = dict(plain["numbers"])

@@ -336,3 +336,23 @@ def test_results_of_inference_mode_are_compared_as_others_are():
         assert float(result[0]) == step
     plain, _ = state.collect()
     assert [path for path in plain["details"] if path.endswith(".result")]
+
+
+def test_what_changes_first_at_the_end_of_an_epoch_begins_anew_in_the_process_that_runs_that_code_again():
+    """A node comes between two epochs, when one other trains: what it has is state at once."""
+    model, each_step, each_epoch = nn.Linear(2, 2), torch.zeros(2), torch.zeros(2)
+    found = FoundState()
+    found.repeated = True
+    found.attach(TrackedState({"model": model}, found=found))
+    kept = []
+    for _ in range(2):
+        for _ in range(3):
+            found.begin_step(undone=False)
+            found.agree(ALONE)
+            each_step.add_(1)
+        found.begin_epoch_end()
+        each_step.add_(1)
+        each_epoch.add_(1)
+        found.end_round(1)
+        kept.append({name.rpartition(".")[2]: float(each[0]) for name, each in found.collect()[1].items()})
+    assert kept == [{"each_step": 3.0}, {"each_step": 7.0, "each_epoch": 1.0}]
