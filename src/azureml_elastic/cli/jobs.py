@@ -56,7 +56,6 @@ def run_locally(
     from azureml_elastic.local.view import choose_view
     from azureml_elastic.report.terminal import summary
     from azureml_elastic.submit.client import readable_errors
-    from azureml_elastic.submit.sdk_hooks import quiet_uploads
     from azureml_elastic.submit.submitted import check_earlier_run
     from azureml_elastic.submit.yaml.job_file import load_elastic_job
     from azureml_elastic.testing import LocalWorkspace
@@ -70,7 +69,7 @@ def run_locally(
     with LocalWorkspace(pools=machines, evictions=evictions) as workspace, readable_errors(f"run {job_file}"):
         job = check_earlier_run(workspace.ml_client, job)
         run_dir = run_dir or new_run_dir()
-        with named_folder(console, run_dir), quiet_uploads():
+        with named_folder(console, run_dir):
             report = workspace.run(job, run_dir, choose_view(console, live=live))
     console.print(summary(report))
     if report.outcome != "succeeded":
@@ -170,7 +169,6 @@ def submit(
     if local:
         run_locally(job_file, overrides or (), evict=evict or (), pools=pool or (), run_dir=run_dir, live=live)
         return
-    from azureml_elastic.submit.sdk_hooks import quiet_uploads
     from azureml_elastic.submit.submitted import check_earlier_run
     from azureml_elastic.submit.yaml.job_file import load_elastic_job, load_elastic_sweep, read_document
     from azureml_elastic.submit.yaml.pipeline_file import load_elastic_pipeline
@@ -188,7 +186,7 @@ def submit(
         job = load_elastic_job(job_file, overrides or ())
         with readable_errors(f"read the run {job.resume_from!r}"):
             job = check_earlier_run(client, job)
-    with translated_errors(), readable_errors(f"submit {job_file}"), quiet_uploads():
+    with translated_errors(), readable_errors(f"submit {job_file}"):
         submitted = client.jobs.create_or_update(job)
     typer.echo(submitted.name)
     if submitted.studio_url:

@@ -10,12 +10,12 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from azureml_elastic.errors import SubmitError
 from azureml_elastic.plurals import counted
-from azureml_elastic.submit.sdk_hooks import Ignored
+from azureml_elastic.submit.sdk_hooks import ignore_file
 
 _LOG = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ _ADDRESS = re.compile(
     r"(?:azureml:|file:|[a-z][\w+.-]+://|/subscriptions/).*|[\w.-]+[:@][\w.-]+", re.ASCII | re.IGNORECASE
 )
 _LOOP = "is a link that leads back to a folder that it is in"
+_SENT = "is a link to a folder, which azure-ai-ml uploads although the link is ignored"
 _OF_CODE = re.compile(r"(?:azureml:)?/subscriptions/|https?://(?!.*\.git\b)", re.IGNORECASE)
 _OF_FILES = re.compile(r"azureml:(?=azureml:|/subscriptions/|[\w.-]+@)", re.ASCII | re.IGNORECASE)
 
@@ -82,26 +83,32 @@ def checked_data(name: str, path: str | os.PathLike[str]) -> None:
 
 
 def _check_folder(folder: Path) -> None:
-    ignored = Ignored(folder).has
+    ignored, base = ignore_file(folder), folder.resolve()
+
+    def ignores(path: Path) -> bool:
+        # A pattern such as 'data/' is one of folders, which azure-ai-ml knows by what is in them.
+        return any(ignored.is_file_excluded(each) for each in (path, path / "x"))
+
     sizes: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    for entry, problem, nbytes in _walk(folder, ignored):
-        relative = str(entry.relative_to(folder))
-        if ignored(relative):
+    for entry, problem, nbytes in _walk(folder):
+        # azure-ai-ml asks this of the folder that a link leads to, not of the link.
+        if ignores(entry.resolve() if problem == _LOOP else entry.parent.resolve() / entry.name):
             continue
-        if problem:
-            raise _refused(folder, _link_to(entry, folder) if problem == _LOOP else entry, problem)
-        part = relative.partition(os.sep)[0] + (os.sep if os.sep in relative else "")
+        inside = entry.relative_to(folder)
+        if why := problem or (_SENT if ignores(base / inside) else ""):
+            raise _refused(folder, _link_to(entry, folder) if why in (_LOOP, _SENT) else entry, why)
+        part = inside.parts[0] + (os.sep if len(inside.parts) > 1 else "")
         sizes[part] += nbytes
         counts[part] += 1
     if sizes.total() >= _LARGE_BYTES or counts.total() >= _MANY_FILES:
         _LOG.warning("%s", _large(folder, sizes, counts))
 
 
-def _walk(folder: Path, ignored: Callable[[str], bool]) -> Iterator[tuple[Path, str, int]]:
+def _walk(folder: Path) -> Iterator[tuple[Path, str, int]]:
     """Yield what is no folder, with the reason why it cannot be uploaded, empty if it can, and its size.
 
-    Links are followed as by the upload, but those to folders that are ignored.
+    Links are followed as by the upload.
     """
     # With each folder those that it is in, not all seen: two links to one folder are uploaded twice, which is no loop.
     pending = [(folder, {_identity(folder.stat())})]
@@ -114,7 +121,7 @@ def _walk(folder: Path, ignored: Callable[[str], bool]) -> Iterator[tuple[Path, 
             continue
         for entry in entries:
             problem, below, nbytes = _examine(entry, above)
-            if below is None or (entry.is_symlink() and ignored(str(entry.relative_to(folder)))):
+            if below is None:
                 yield entry, problem, nbytes
             else:
                 pending.append((entry, below))
@@ -160,10 +167,8 @@ def _shown(path: Path) -> str:
 
 
 def _refused(folder: Path, path: Path, problem: str) -> SubmitError:
-    return SubmitError(
-        f"The code folder cannot be uploaded: {_shown(path)} {problem}. Correct or remove it, or name it in "
-        f"{_shown(folder / '.amlignore')}."
-    )
+    ignored = "" if problem in (_LOOP, _SENT) else f", or name it in {_shown(folder / '.amlignore')}"
+    return SubmitError(f"The code folder cannot be uploaded: {_shown(path)} {problem}. Correct or remove it{ignored}.")
 
 
 def _large(folder: Path, sizes: Counter[str], counts: Counter[str]) -> str:

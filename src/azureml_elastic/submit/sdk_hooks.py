@@ -14,10 +14,6 @@ first. A component is refused before azure-ai-ml reads attributes that an elasti
 
 Whatever creates a node while a ``@dsl.pipeline`` function runs adds it to that pipeline, also where the node is only
 looked at. The stack of the pipelines being built is therefore hidden while an elastic job is compiled or converted.
-
-A client uploads what a link in a folder leads to, whatever ``.amlignore`` says of the link, and follows links that lead
-back without end. The function that walks through folders is therefore replaced by one that leaves ignored links out.
-Without these functions, jobs are submitted all the same.
 """
 
 from __future__ import annotations
@@ -25,15 +21,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import io
-import os
 import re
 import sys
-import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from azureml_elastic.environment.names import PLAN, STEP
 from azureml_elastic.errors import CommandError, SubmitError, needs_extra
@@ -48,8 +41,6 @@ _BINDING = re.compile(r"\$\{\{\s*parent\..*\}\}")
 _SHOWN = ("display_name", "experiment_name", "description", "tags", "properties")
 _STEP = "elastic"
 """Name of the step of a pipeline that is scheduled for a single job."""
-
-_BLANK = re.compile(r"(?:\x1b\[\d*m)?\n")
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import Job
@@ -148,7 +139,6 @@ def outside_pipelines() -> Iterator[None]:
 def register(model: type) -> None:
     """Register a class with ``BaseNode``, so that ``MLClient`` accepts and validates its instances; idempotent."""
     with needs_extra("azure-ai-ml", "submit"):
-        from azure.ai.ml._utils import _asset_utils
         from azure.ai.ml.entities import JobSchedule
         from azure.ai.ml.entities._builders import BaseNode
         from azure.ai.ml.operations import ComponentOperations, JobOperations, ScheduleOperations
@@ -159,8 +149,6 @@ def register(model: type) -> None:
     _before(JobSchedule, "_to_rest_object", _make_schedulable)
     if not hasattr(JobOperations.validate, _MARK):
         JobOperations.validate = _compiling(JobOperations.validate)  # type: ignore[method-assign]
-    if not hasattr(getattr(_asset_utils, "os", None), _MARK):
-        setattr(_asset_utils, "os", _WithoutIgnoredLinks())  # noqa: B010 - it is no public name
 
 
 def _before(owner: type, name: str, act: Callable[..., None]) -> None:
@@ -248,66 +236,11 @@ def _compiling(validate: Callable[..., ValidationResult]) -> Callable[..., Valid
     return wrapper
 
 
-class Ignored:
-    """The files of a folder that its ``.amlignore``, or ``.gitignore``, keeps from being uploaded."""
+def ignore_file(folder: Path) -> Any:
+    """Return azure-ai-ml's reader of the ``.amlignore``, or ``.gitignore``, of a folder."""
+    from azure.ai.ml._utils._asset_utils import get_ignore_file
 
-    def __init__(self, folder: str | Path) -> None:
-        from azure.ai.ml._utils._asset_utils import get_ignore_file
-
-        self._file = get_ignore_file(folder)
-        self._base = Path(folder).resolve()
-
-    def has(self, relative: str) -> bool:
-        """Return whether a file, or a link to a folder, is ignored."""
-        # A pattern such as 'data/' is one of folders, which azure-ai-ml knows by what is in them.
-        return any(self._file.is_file_excluded(self._base / each) for each in (relative, f"{relative}/x"))
-
-
-class _WithoutIgnoredLinks(types.ModuleType):
-    """The module ``os`` whose ``walk`` does not follow links that are ignored."""
-
-    def __init__(self) -> None:
-        super().__init__("os")
-        setattr(self, _MARK, True)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
-
-    def walk(self, top: Any, **options: Any) -> Iterator[tuple[Any, list[Any], list[Any]]]:
-        ignored = Ignored(top)
-        for root, folders, files in os.walk(top, **options):
-            # In place, as os.walk goes into what is left of this list.
-            folders[:] = [
-                name
-                for name in folders
-                if not (Path(root, name).is_symlink() and ignored.has(os.path.relpath(Path(root, name), top)))
-            ]
-            yield root, folders, files
-
-
-@contextlib.contextmanager
-def quiet_uploads() -> Iterator[None]:
-    """Keep the blank lines and the bare escape codes, with which azure-ai-ml ends an upload, from files and pipes."""
-    if sys.stderr.isatty():
-        yield
-        return
-    with contextlib.redirect_stderr(_WithoutBlankLines(sys.stderr)):
-        yield
-
-
-class _WithoutBlankLines(io.TextIOBase):
-    """Text stream without the blank lines with which azure-ai-ml ends an upload; other threads may write to it, too."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        if not _BLANK.fullmatch(text):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        self._stream.flush()
+    return get_ignore_file(folder)
 
 
 def _failed(message: str) -> ValidationResult:

@@ -131,8 +131,6 @@ def undecodable(path):
 @pytest.mark.parametrize(
     ("made", "part"),
     [
-        (lambda path: path.symlink_to("."), "'src/it' is a link that leads back to a folder that it is in"),
-        (lambda path: path.symlink_to(".."), "'src/it' is a link that leads back to a folder that it is in"),
         (lambda path: path.symlink_to("it"), "'src/it' cannot be followed"),
         (lambda path: path.symlink_to("/nowhere/x"), "'src/it' is a link to '/nowhere/x', which does not exist"),
         (pipe, "'src/it' is no file, but a pipe"),
@@ -160,13 +158,36 @@ def test_what_cannot_be_uploaded_is_named_or_ignored(folder, client, workspace, 
     assert workspace.blobs == {}
 
 
-def test_what_a_link_leads_to_is_sent_unless_the_link_is_ignored(folder, client, workspace):
-    (folder / "src" / "big").symlink_to("../data")
-    (folder / "src" / "lib").symlink_to("../data")
-    (folder / "src" / ".amlignore").write_text("big/\n")
+@pytest.mark.parametrize("ignored", [False, True], ids=["sent", "ignored"])
+@pytest.mark.parametrize(
+    ("target", "part"),
+    [
+        (".", "'src/it' is a link that leads back to a folder that it is in. Correct or remove it."),
+        ("..", "'src/it' is a link that leads back to a folder that it is in. Correct or remove it."),
+        ("../data", "'src/it' is a link to a folder, which azure-ai-ml uploads although the link is ignored."),
+    ],
+)
+def test_a_link_to_a_folder_cannot_be_ignored(folder, client, workspace, target, part, ignored):
+    (folder / "src" / "it").symlink_to(target)
+    (folder / "src" / ".amlignore").write_text("it/\n" if ignored else "")
+    if target == "../data" and not ignored:
+        client.jobs.create_or_update(make("gang"))
+        sent = [path.rpartition("/src/")[2] for path in workspace.blobs if "/src/" in path]
+        assert sorted(sent) == [".amlignore", "it/a.txt", "train.py"]
+        return
+    with pytest.raises(SubmitError, match=re.escape(part)):
+        client.jobs.create_or_update(make("gang"))
+    assert workspace.blobs == {}
+
+
+def test_a_link_within_what_is_ignored_is_left_out(folder, client, workspace):
+    (folder / "src" / "venv" / "lib").mkdir(parents=True)
+    (folder / "src" / "venv" / "lib" / "large").write_text("")
+    (folder / "src" / "venv" / "lib64").symlink_to("lib")
+    (folder / "src" / ".amlignore").write_text("venv/\n")
     client.jobs.create_or_update(make("gang"))
     sent = [path.rpartition("/src/")[2] for path in workspace.blobs if "/src/" in path]
-    assert sorted(sent) == [".amlignore", "lib/a.txt", "train.py"]
+    assert sorted(sent) == [".amlignore", "train.py"]
 
 
 def test_what_the_client_finds_fails(folder):
