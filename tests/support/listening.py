@@ -1,8 +1,28 @@
-"""The ports on which processes that a test has started listen."""
+"""The ports on which processes that a test has started listen, and a port that answers nobody."""
 
 from __future__ import annotations
 
+import contextlib
+import select
+import socket
+from collections.abc import Iterator
+
 import psutil
+
+
+@contextlib.contextmanager
+def silent_port() -> Iterator[int]:
+    """A port that answers no connection, as behind a firewall: its queue is full, and the kernel drops the rest."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.socket())
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        callers = [stack.enter_context(socket.socket()) for _ in range(3)]
+        for caller in callers:
+            caller.setblocking(False)
+            caller.connect_ex(server.getsockname())
+        assert select.select([], callers, [], 10)[1], "one fills the queue, the others never get in"
+        yield server.getsockname()[1]
 
 
 def reachable_addresses() -> set[tuple[str, int]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import select
 import socket
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -23,6 +23,7 @@ from azureml_elastic.node.diagnostics.findings import DiagnosticReport, Finding
 from azureml_elastic.testing.api.gateway import Gateway, answer_node
 from azureml_elastic.testing.messages import Answer, document, refusal
 from azureml_elastic.testing.storage import StorageAccount
+from tests.support.listening import silent_port
 
 HERE = "127.0.0.1"
 OBJECT = "11111111-2222-3333-4444-555555555555"
@@ -115,7 +116,11 @@ def found(azure: Azure, rendezvous: TableRendezvous | None = None, **more) -> di
     output = report.text()
     assert SECRET_TOKEN not in output
     assert KEY not in output
-    return {finding.name: finding for finding in report.findings}
+    return by_name(report.findings)
+
+
+def by_name(findings: Iterable[Finding]) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
 
 
 GRANT = f'az role assignment create --assignee {OBJECT} --role "Storage Table Data Contributor" --scope {ACCOUNT}'
@@ -138,22 +143,80 @@ def test_a_missing_role_on_the_account_is_named_with_the_command_that_grants_it(
     assert DiagnosticReport(tuple(findings.values())).failed
 
 
-def test_a_firewall_is_distinguished_from_a_missing_role(azure):
-    azure.table = lambda _: service_error(
-        403, "AuthorizationFailure", "This request is not authorized to perform this operation."
-    )
-    refused = found(azure)["table: open or make it"]
-    assert refused.advice.startswith("The account's firewall does not admit this machine")
-    assert "az storage account network-rule add --account-name wsstore" in refused.advice
-    assert "AuthorizationPermissionMismatch" in refused.advice
-    assert f"az storage account show --ids {ACCOUNT}" in refused.advice
+def own_zone() -> Answer:
+    properties = {
+        "primaryEndpoints": {"table": "https://wsstore.z07.table.storage.azure.net/"},
+        "networkAcls": {"defaultAction": "Deny"},
+        "allowSharedKeyAccess": False,
+    }
+    return document({"properties": properties})
 
 
-def test_a_refusal_without_a_reason_has_both_explanations(azure):
-    azure.table = lambda _: service_error(403, "", "")
-    advice = found(azure)["table: open or make it"].advice
-    assert GRANT in advice
-    assert "network-rule add" in advice
+FIREWALL = service_error(403, "AuthorizationFailure", "This request is not authorized to perform this operation.")
+BLOCKS = document({"kind": "BlockBlobStorage", "sku": {"name": "Premium_LRS"}, "properties": {}})
+FORBIDDEN, ABSENT = (refusal(*each, "no") for each in ((403, "AuthorizationFailed"), (404, "ResourceGroupNotFound")))
+READER = f"az role assignment create --assignee {OBJECT} --role \"Reader\" --scope '{WORKSPACE}'"
+ROWS = "table: open or make it"
+ANSWERS = {
+    "firewall, not role": (
+        {"table": lambda _: FIREWALL},
+        {
+            ROWS: (
+                "fail",
+                "The account's firewall does not admit this machine",
+                "az storage account network-rule add --account-name wsstore",
+                "AuthorizationPermissionMismatch",
+                f"az storage account show --ids {ACCOUNT}",
+            )
+        },
+    ),
+    "no reason": ({"table": lambda _: service_error(403, "", "")}, {ROWS: ("fail", GRANT, "network-rule add")}),
+    "workspace not read": (
+        {"workspace": FORBIDDEN},
+        {"workspace": ("fail", "AuthorizationFailed (HTTP 403)", READER), ROWS: None, "ports": ("ok",)},
+    ),
+    "other tenant": (
+        {"workspace": refusal(401, "InvalidAuthenticationTokenTenant", "no")},
+        {"workspace": ("fail", "InvalidAuthenticationTokenTenant", "az login --tenant"), ROWS: None},
+    ),
+    "no group": ({"workspace": ABSENT}, {"workspace": ("fail", "ResourceGroupNotFound (HTTP 404)", "Check the names")}),
+    "no account": (
+        {"workspace": document({"properties": {}})},
+        {"workspace": ("fail", "names no storage account", "endpoint="), ROWS: None},
+    ),
+    "account known by its name": (
+        {"account": FORBIDDEN},
+        {
+            "storage account": ("ok", "its address follows from its name"),
+            ROWS: ("fail", "https://wsstore.table.core.windows.net refuses"),
+        },
+    ),
+    "zone of its own": (
+        {"account": own_zone()},
+        {
+            "storage account": ("ok", "; only from the networks that its firewall admits, no keys, only identities"),
+            "table service": ("ok", "wsstore.z07.table.storage.azure.net"),
+        },
+    ),
+    "no tables": (
+        {"account": BLOCKS},
+        {
+            "storage account": ("fail", "(BlockBlobStorage, Premium_LRS) has no table service"),
+            "table service": None,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+def test_what_azure_answers_is_explained(azure, case):
+    answers, expected = ANSWERS[case]
+    vars(azure).update(answers)
+    findings = found(azure)
+    for name, (status, *parts) in ((name, each) for name, each in expected.items() if each is not None):
+        assert findings[name].status == status, findings[name]
+        assert [part for part in parts if part not in str(findings[name])] == [], findings[name]
+    assert not findings.keys() & {name for name, each in expected.items() if each is None}
 
 
 def test_an_account_that_takes_no_keys(azure):
@@ -168,65 +231,6 @@ def test_an_account_that_takes_no_keys(azure):
     advice = findings["table: open or make it"].advice
     assert "allowSharedKeyAccess is false" in advice
     assert "--scope $(az storage account show --name wsstore --query id -o tsv)" in advice
-
-
-@pytest.mark.parametrize(
-    ("answer", "said", "advice"),
-    [
-        (
-            refusal(403, "AuthorizationFailed", "no"),
-            "AuthorizationFailed (HTTP 403)",
-            f"az role assignment create --assignee {OBJECT} --role \"Reader\" --scope '{WORKSPACE}'",
-        ),
-        (
-            refusal(401, "InvalidAuthenticationTokenTenant", "no"),
-            "InvalidAuthenticationTokenTenant",
-            "az login --tenant",
-        ),
-        (refusal(404, "ResourceGroupNotFound", "no"), "ResourceGroupNotFound (HTTP 404)", "Check the names"),
-        (document({"properties": {}}), "names no storage account", "endpoint="),
-    ],
-)
-def test_a_workspace_whose_account_cannot_be_read(azure, answer, said, advice):
-    azure.workspace = answer
-    findings = found(azure)
-    assert findings["workspace"].status == "fail"
-    assert said in findings["workspace"].value
-    assert advice in findings["workspace"].advice
-    assert "table: open or make it" not in findings
-    assert "ports" in findings, "the machine is checked nevertheless"
-
-
-def test_an_account_that_may_not_be_read_is_known_by_its_name(azure):
-    azure.account = refusal(403, "AuthorizationFailed", "no")
-    findings = found(azure)
-    assert findings["storage account"].status == "ok"
-    assert "its address follows from its name" in findings["storage account"].value
-    assert "https://wsstore.table.core.windows.net refuses" in findings["table: open or make it"].value
-
-
-def test_an_account_in_a_dns_zone_of_its_own_is_found_by_its_address(azure):
-    azure.account = document(
-        {
-            "properties": {
-                "primaryEndpoints": {"table": "https://wsstore.z07.table.storage.azure.net/"},
-                "networkAcls": {"defaultAction": "Deny"},
-                "allowSharedKeyAccess": False,
-            }
-        }
-    )
-    findings = found(azure)
-    output = findings["storage account"].value
-    assert output.endswith("; only from the networks that its firewall admits, no keys, only identities")
-    assert "wsstore.z07.table.storage.azure.net" in findings["table service"].value
-
-
-def test_an_account_without_tables(azure):
-    azure.account = document({"kind": "BlockBlobStorage", "sku": {"name": "Premium_LRS"}, "properties": {}})
-    findings = found(azure)
-    assert findings["storage account"].status == "fail"
-    assert "(BlockBlobStorage, Premium_LRS) has no table service" in findings["storage account"].value
-    assert "table service" not in findings
 
 
 def test_the_cloud_of_china(azure):
@@ -245,10 +249,7 @@ def test_no_identity(azure):
 
 
 def test_outside_of_a_job_the_workspace_is_missing(azure):
-    findings = {
-        finding.name: finding
-        for finding in examine(TableRendezvous(), NodeEnvironment.read({}), no_workspace="No workspace is named.")
-    }
+    findings = by_name(examine(TableRendezvous(), NodeEnvironment.read({}), no_workspace="No workspace is named."))
     assert findings["workspace"].value == "No workspace is named."
     assert "--workspace-name" in findings["workspace"].advice
 
@@ -353,18 +354,8 @@ def test_ports_that_refuse_and_accept(no_proxy):
 
 
 def test_a_peer_behind_a_firewall():
-    with contextlib.ExitStack() as stack:
-        silent = stack.enter_context(socket.socket())
-        silent.bind((HERE, 0))
-        silent.listen(0)
-        clients: list[socket.socket] = []
-        for _ in range(3):
-            client = stack.enter_context(socket.socket())
-            client.setblocking(False)
-            client.connect_ex(silent.getsockname())
-            clients.append(client)
-        assert select.select([], clients, [], 10)[1], "one fills the queue, the others never get in"
-        finding = check_peer(*silent.getsockname())
+    with silent_port() as port:
+        finding = check_peer(HERE, port)
     assert finding.value == "connection timed out after 5 s"
     assert "one virtual network" in finding.advice
 
@@ -377,16 +368,15 @@ def local(tmp_path):
     return TableRendezvous(endpoint=str(tmp_path / "t.sqlite"))
 
 
+def examined(rendezvous, **changes):
+    return by_name(examine(rendezvous.model_copy(update=changes), NodeEnvironment.read({})))
+
+
 def test_address_and_ports(local):
     with socket.socket() as probe:
         probe.bind((HERE, 0))
         low = probe.getsockname()[1] - 1
-    findings = {
-        finding.name: finding
-        for finding in examine(
-            local.model_copy(update={"advertise": "lo", "port_range": (low, low + 9)}), NodeEnvironment.read({})
-        )
-    }
+    findings = examined(local, advertise="lo", port_range=(low, low + 9))
     assert findings["address"].value == "127.0.0.1 of lo, for nodes of this machine only"
     ports, _, among = findings["ports"].value.partition(" (")
     assert among == f"{low}-{low + 9})"
@@ -397,20 +387,16 @@ def test_address_and_ports(local):
 
 
 def test_an_interface_that_is_not_there_and_ports_that_are_taken(local):
-    findings = {f.name: f for f in examine(local.model_copy(update={"advertise": "wlan9"}), NodeEnvironment.read({}))}
-    assert "There are: " in findings["address"].value
+    assert "There are: " in examined(local, advertise="wlan9")["address"].value
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(socket.create_server((HERE, 0)))
         low = first.getsockname()[1]
         for port in range(low + 1, low + 3):
             with contextlib.suppress(OSError):  # taken by another process, which is sufficient
                 stack.enter_context(socket.create_server((HERE, port)))
-        findings = {
-            f.name: f
-            for f in examine(local.model_copy(update={"port_range": (low, low + 2)}), NodeEnvironment.read({}))
-        }
-    assert findings["ports"].status == "fail"
-    assert "All 3 ports" in findings["ports"].value
+        finding = examined(local, port_range=(low, low + 2))["ports"]
+    assert finding.status == "fail"
+    assert "All 3 ports" in finding.value
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import resource
-import select
 import shutil
 import signal
 import socket
@@ -31,7 +30,7 @@ from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.sentences import describe
 from azureml_elastic.memory import available_memory
 from azureml_elastic.node.core.round import Member, Round
-from azureml_elastic.node.diagnostics.checks.accelerator import check_ecc, check_gpus, examine, read_ecc
+from azureml_elastic.node.diagnostics.checks.accelerator import check_ecc, check_gpus, examine
 from azureml_elastic.node.diagnostics.checks.machine import (
     check_clock,
     check_folder,
@@ -48,6 +47,7 @@ from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY
 from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.server_time import ServerClock
+from tests.support.listening import silent_port
 
 MIB = 1 << 20
 OF_THIS_MACHINE = {"shared memory", "open files"}
@@ -85,23 +85,6 @@ def refusing():
 
 
 @contextlib.contextmanager
-def silent():
-    """A port that answers no connection: its queue is full, so that the kernel drops what asks."""
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(socket.socket())
-        server.bind(("127.0.0.1", 0))
-        server.listen(0)
-        callers: list[socket.socket] = []
-        for _ in range(3):
-            caller = stack.enter_context(socket.socket())
-            caller.setblocking(False)
-            caller.connect_ex(server.getsockname())
-            callers.append(caller)
-        assert select.select([], callers, [], 10)[1], "one fills the queue, the others never get in"
-        yield server.getsockname()[1]
-
-
-@contextlib.contextmanager
 def hanging(folder, node):
     """A folder in which opening the check's file hangs as on a dead mount: the file is a pipe that nobody reads."""
     folder.mkdir(exist_ok=True)
@@ -124,6 +107,12 @@ def wait_for_answer(name):
 def find(report, name):
     (finding,) = [finding for finding in report.findings if finding.name == name]
     return finding
+
+
+def assert_found(finding, status, *parts):
+    """Check the status of a finding, and that its text has all parts."""
+    assert finding.status == status, finding
+    assert [part for part in parts if part not in str(finding)] == [], finding
 
 
 # --- gathering
@@ -193,43 +182,82 @@ def test_a_report_contains_the_advice():
 # --- this machine
 
 
-def test_a_folder_is_written_to_and_left_as_it_was(tmp_path):
-    finding = check_folder("run", tmp_path / "new" / "folder", "node-0", 0)
-    assert finding.status == "ok"
-    assert "MiB free, written and read in" in finding.value
-    assert list((tmp_path / "new" / "folder").iterdir()) == []
+LEFT = ".azureml-elastic-health-n"
+"""The file of the check of a folder."""
 
 
-def test_too_little_space_fails_and_little_space_warns(tmp_path):
-    space = os.statvfs(tmp_path)
-    free = space.f_bavail * space.f_frsize // MIB
-    assert check_folder("run", tmp_path, "n", 2 * free).status == "fail"
-    few = check_folder("run", tmp_path, "n", int(free / 1.5))
-    assert few.status == "warn"
-    assert str(tmp_path) in few.advice
+def free_mib(folder):
+    space = os.statvfs(folder)
+    return space.f_bavail * space.f_frsize // MIB
 
 
-def test_a_folder_that_is_a_file_fails(tmp_path):
-    (tmp_path / "file").write_text("x")
-    finding = check_folder("run", tmp_path / "file", "n", 0)
-    assert finding.status == "fail"
-    assert "FileExistsError" in finding.value
-
-
-def test_a_planted_link_is_not_followed(tmp_path):
-    victim = tmp_path / "victim"
+def planted_link(folder):
+    victim = folder / "victim"
     victim.write_text("precious")
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / ".azureml-elastic-health-n").symlink_to(victim)
-    assert check_folder("run", folder, "n", 0).status == "fail"
+    (folder / LEFT).symlink_to(victim)
+    yield check_folder("run", folder, "n", 0)
     assert victim.read_text() == "precious"
 
 
-def test_a_file_that_a_killed_check_left_is_overwritten(tmp_path):
-    (tmp_path / ".azureml-elastic-health-n").write_bytes(b"x" * 9000)
-    assert check_folder("run", tmp_path, "n", 0).status == "ok"
-    assert list(tmp_path.iterdir()) == []
+def left_file(folder):
+    (folder / LEFT).write_bytes(b"x" * 9000)
+    yield check_folder("run", folder, "n", 0)
+    assert list(folder.iterdir()) == []
+
+
+def new_folder(folder):
+    yield check_folder("run", folder / "new" / "folder", "n", 0)
+    assert list((folder / "new" / "folder").iterdir()) == []
+
+
+def file_for_a_folder(folder):
+    (folder / "file").write_text("x")
+    yield check_folder("run", folder / "file", "n", 0)
+
+
+def own_port(host):
+    with listening() as port:
+        yield check_hub(host, port)
+
+
+FREE, _ = available_memory()
+SOFT, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+MACHINES = {
+    "new folder": (new_folder, "ok", "MiB free, written and read in"),
+    "too little space": (lambda folder: [check_folder("run", folder, "n", 2 * free_mib(folder))], "fail"),
+    "little space": (
+        lambda folder: [check_folder("run", folder, "n", int(free_mib(folder) / 1.5))],
+        "warn",
+        "{folder}",
+    ),
+    "file for a folder": (file_for_a_folder, "fail", "FileExistsError"),
+    "planted link": (planted_link, "fail"),
+    "file of a killed check": (left_file, "ok"),
+    "memory": (lambda _: [check_memory(0)], "ok"),
+    "no memory": (lambda _: [check_memory(1 << 30)], "fail"),
+    "little memory": (lambda _: [check_memory(int(FREE / MIB / 1.5))], "warn"),
+    "shared memory": (lambda _: [check_shared_memory(0)], "ok"),
+    "little shared memory": (lambda _: [check_shared_memory(1 << 40)], "warn", "shm_size"),
+    "no shared memory": (lambda _: [check_shared_memory(0, Path("/dev/nowhere"))], "warn"),
+    "open files": (lambda _: [check_open_files(SOFT)], "ok"),
+    "few open files": (lambda _: [check_open_files(SOFT + 1)], "warn"),
+    "own port": (lambda _: own_port("127.0.0.1"), "ok"),
+    # An address that reaches this machine but not this port: another loopback address.
+    "own port elsewhere": (lambda _: own_port("127.0.0.2"), "warn", variables.LOCAL_ADDRESS),
+    "own port closed": (lambda _: [check_hub("127.0.0.1", refusing())], "fail", "refused"),
+    "device": (lambda _: check_gpus(1, 200, 0.5, device="cpu"), "ok", "gpu cpu"),
+    "no tool": (lambda _: check_ecc(0, 5) or [Finding("tool", "ok", "absent")], "ok", "absent"),
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_what_is_found_on_a_machine(machine, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))  # without the driver's tool
+    look, status, *parts = MACHINES[machine]
+    for finding in look(tmp_path):
+        assert_found(finding, status, *(part.format(folder=tmp_path) for part in parts))
+    torch = sys.modules.get("torch")
+    assert torch is None or not torch.cuda.is_initialized(), "the process that computes is another one"
 
 
 def run_check(*arguments, preexec=None, prefix=(), **environ):
@@ -265,25 +293,20 @@ def in_namespace(script, folder):
     return prefix
 
 
-def test_a_full_disk_fails(tmp_path):
-    script = f"mount -t tmpfs -o size=64k none {tmp_path} && {{ head -c 65536 /dev/zero > {tmp_path}/x || true; }}"
-    done = run_check("--folder", tmp_path, prefix=in_namespace(script, tmp_path))
+@pytest.mark.parametrize(
+    ("mount", "said"),
+    [
+        ("-o size=64k none {0} && {{ head -c 65536 /dev/zero > {0}/x || true; }}", "No space left on device"),
+        ("-o ro none {0}", "Read-only file system"),
+        ("-o size=8m none {0}", "fail +[78] MiB free"),
+    ],
+    ids=["full", "read-only", "small"],
+)
+def test_a_mount_that_takes_no_files_fails(tmp_path, mount, said):
+    prefix = in_namespace(f"mount -t tmpfs {mount.format(tmp_path)}", tmp_path)
+    done = run_check("--folder", tmp_path, prefix=prefix)
     assert done.returncode == 1, done.stderr
-    assert "No space left on device" in done.stdout
-
-
-def test_a_read_only_mount_fails(tmp_path):
-    script = f"mount -t tmpfs -o ro none {tmp_path}"
-    done = run_check("--folder", tmp_path, prefix=in_namespace(script, tmp_path))
-    assert done.returncode == 1, done.stderr
-    assert "Read-only file system" in done.stdout
-
-
-def test_a_small_disk_fails_by_its_size(tmp_path):
-    script = f"mount -t tmpfs -o size=8m none {tmp_path}"
-    done = run_check("--folder", tmp_path, prefix=in_namespace(script, tmp_path))
-    assert done.returncode == 1, done.stderr
-    assert re.search(r"fail +[78] MiB free", done.stdout)
+    assert re.search(said, done.stdout)
 
 
 def test_a_mount_that_hangs_does_not_hang_the_check(tmp_path):
@@ -300,20 +323,6 @@ def test_a_mount_that_hangs_does_not_hang_the_check(tmp_path):
     assert find(report, "disk: run").value == "no answer within 1 s"
     assert "mount" in find(report, "disk: run").advice
     assert find(report, "disk: other").status == "ok"
-
-
-def test_memory_and_shared_memory_and_open_files():
-    assert check_memory(0).status == "ok"
-    assert check_memory(1 << 30).status == "fail"
-    free, _ = available_memory()
-    assert check_memory(int(free / MIB / 1.5)).status == "warn"
-    assert check_shared_memory(0).status == "ok"
-    assert check_shared_memory(1 << 40).status == "warn"
-    assert "shm_size" in check_shared_memory(1 << 40).advice
-    assert check_shared_memory(0, Path("/dev/nowhere")).status == "warn"
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert check_open_files(soft).status == "ok"
-    assert check_open_files(soft + 1).status == "warn"
 
 
 def test_a_container_of_the_second_generation_limits_memory(tmp_path):
@@ -350,21 +359,7 @@ def test_a_container_of_the_first_generation_whose_path_is_the_hosts(tmp_path):
     [(0, "ok", "0."), (-120, "warn", "behind"), (120, "warn", "ahead"), (1200, "fail", "ahead")],
 )
 def test_the_clock_is_compared_with_the_servers(table, off, status, said):
-    finding = check_clock(ServerClock(table, "n", wall=lambda: time.time() + off))
-    assert finding.status == status
-    assert said in finding.value
-
-
-def test_the_own_port():
-    with listening() as port:
-        assert check_hub("127.0.0.1", port).status == "ok"
-        # An address that reaches this machine but not this port: another loopback address.
-        finding = check_hub("127.0.0.2", port)
-        assert finding.status == "warn"
-        assert variables.LOCAL_ADDRESS in finding.advice
-    finding = check_hub("127.0.0.1", refusing())
-    assert finding.status == "fail"
-    assert "refused" in finding.value
+    assert_found(check_clock(ServerClock(table, "n", wall=lambda: time.time() + off)), status, said)
 
 
 def seal_round(table, *ports):
@@ -388,34 +383,25 @@ def test_a_hub_that_accepts_or_refuses_can_be_reached(local_table, monkeypatch):
     monkeypatch.setattr("azureml_elastic.node.diagnostics.checks.machine._CONNECT_SECONDS", 30.0)
     with listening() as port:
         seal_round(local_table, port)
-        assert "accepts" in peers(local_table).value
-    finding = peers(local_table)
-    assert finding.status == "ok"
-    assert "refuses" in finding.value
+        assert_found(peers(local_table), "ok", "accepts")
+    assert_found(peers(local_table), "ok", "refuses")
 
 
 def test_an_unreachable_hub_fails_only_while_the_round_is_alive(table):
-    with silent() as port:
+    with silent_port() as port:
         seal_round(table, port)
-        finding = peers(table)
-        assert finding.status == "warn", "no sign of life"
-        assert "node-0 at 127.0.0.1" in finding.value
+        assert_found(peers(table), "warn", "node-0 at 127.0.0.1")  # no sign of life
         table.insert(TABLE_HEARTBEAT_KEY, {"round": 3, "beats": 1})
-        finding = peers(table)
-        assert finding.status == "fail"
-        assert "sign of life" in finding.value
-        assert variables.LOCAL_ADDRESS in finding.advice
-        assert peers(table, interval=0.001).status == "warn", "the sign is old"
+        assert_found(peers(table), "fail", "sign of life", variables.LOCAL_ADDRESS)
+        assert_found(peers(table, interval=0.001), "warn")  # the sign is old
 
 
 def test_a_reachable_member_makes_an_unreachable_hub_a_warning(local_table, monkeypatch):
     monkeypatch.setattr("azureml_elastic.node.diagnostics.checks.machine._CONNECT_SECONDS", 4.0)
     local_table.insert(TABLE_HEARTBEAT_KEY, {"round": 3, "beats": 1})
-    with silent() as first, listening() as second:
+    with silent_port() as first, listening() as second:
         seal_round(local_table, first, second)
-        finding = peers(local_table)
-    assert finding.status == "warn"
-    assert "other members" in finding.value
+        assert_found(peers(local_table), "warn", "other members")
 
 
 def test_the_whole_check_of_a_healthy_node_waits_for_no_limit(table, tmp_path, monkeypatch):
@@ -482,21 +468,11 @@ def test_a_device_that_is_not_there_is_an_error_not_an_exception():
     assert examine("no-such-device")["error"] != ""
 
 
-def test_the_process_that_computes_is_another_one_and_makes_no_context_here():
-    (finding,) = check_gpus(1, 200, 0.5, device="cpu")
-    assert finding.status == "ok", finding
-    assert finding.name == "gpu cpu"
-    torch = sys.modules.get("torch")
-    assert torch is None or not torch.cuda.is_initialized()
-
-
 def test_fewer_gpus_than_the_driver_lists_fail():
-    pytest.importorskip("torch")
-    import torch
+    torch = pytest.importorskip("torch")
 
-    finding = check_gpus(torch.cuda.device_count() + 1, 200, 0.5)[0]
-    assert finding.status == "fail"
-    assert f"torch sees {torch.cuda.device_count()} of {torch.cuda.device_count() + 1}" in finding.value
+    seen = torch.cuda.device_count()
+    assert_found(check_gpus(seen + 1, 200, 0.5)[0], "fail", f"torch sees {seen} of {seen + 1}")
 
 
 def test_a_gpu_that_does_not_answer_fails_in_time(monkeypatch, tmp_path):
@@ -511,15 +487,8 @@ def test_a_gpu_that_does_not_answer_fails_in_time(monkeypatch, tmp_path):
 
 
 def test_the_process_ends_itself_after_its_time_limit():
-    command = [
-        sys.executable,
-        "-m",
-        "azureml_elastic.node.diagnostics.checks.accelerator",
-        "--device",
-        "cpu",
-        "--seconds",
-        "1",
-    ]
+    module = "azureml_elastic.node.diagnostics.checks.accelerator"
+    command = [sys.executable, "-m", module, "--device", "cpu", "--seconds", "1"]
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     with contextlib.suppress(BlockingIOError):
@@ -558,22 +527,19 @@ def test_memory_errors_are_counted_by_the_drivers_tool(tool):
     assert {finding.status for finding in check_ecc(3, 60)} == {"ok"}
 
 
-def test_a_tool_that_fails_warns_and_one_that_hangs_fails(tool):
-    tool("echo 'NVIDIA-SMI has failed'; exit 9")
-    (finding,) = check_ecc(0, 60)
-    assert finding.status == "warn"
-    assert "exit code 9: NVIDIA-SMI has failed" in finding.value
-    tool("exec sleep 60")
+@pytest.mark.parametrize(
+    ("body", "seconds", "status", "said"),
+    [
+        ("echo 'NVIDIA-SMI has failed'; exit 9", 60, "warn", "exit code 9: NVIDIA-SMI has failed"),
+        ("exec sleep 60", 0.2, "fail", "no answer within 0.2 s"),
+    ],
+)
+def test_a_tool_that_fails_warns_and_one_that_hangs_fails(tool, body, seconds, status, said):
+    tool(body)
     started = time.monotonic()
-    (finding,) = check_ecc(0, 0.2)
-    assert finding.status == "fail"
+    (finding,) = check_ecc(0, seconds)
+    assert_found(finding, status, said)
     assert time.monotonic() - started < 30
-
-
-def test_without_the_tool_nothing_is_said(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert check_ecc(0, 5) == []
-    assert read_ecc("") == {}
 
 
 # --- admission
@@ -629,18 +595,42 @@ def node(local_table, tmp_path, monkeypatch):
         one.strikes.close()
 
 
-def test_a_node_that_is_well_is_let_in_at_once(node):
-    well = node()
-    assert well.admission().wait() is True
-    assert [report.status for report in well.reports] == ["ok"]
-    assert (well.away, well.pauses, well.rows()) == ([], 0, [])
+def ends(node, at, state):
+    """Have the run end in the node's pause of this number."""
+
+    def end():
+        if node.pauses == at:
+            node.table.insert(ROUND_KEY, Round(4, state).to_value())
+
+    return end
 
 
-def test_a_check_that_is_switched_off_lets_everybody_in(node):
-    off = node(check=False)
-    off.folder.write_text("no folder")
-    assert off.admission().wait() is True
-    assert off.reports == []
+def unlink(node):
+    return node.folder.unlink
+
+
+@pytest.mark.parametrize(
+    ("policy", "ill", "when_paused", "stay", "reports", "pauses"),
+    [
+        ({}, False, None, False, [False], 0),
+        ({"check": False}, True, None, False, [], 0),
+        ({}, True, unlink, False, [True, False], 1),
+        # The end of the run lets a node through to learn of it.
+        ({}, True, lambda node: ends(node, 1, "succeeded"), False, [True], 1),
+        ({}, True, lambda node: ends(node, 40, "failed"), True, [True], 40),
+    ],
+    ids=["well", "switched off", "recovers", "run ends", "exit would end the job"],
+)
+def test_a_node_is_let_in(node, policy, ill, when_paused, stay, reports, pauses):
+    one = node(**policy)
+    if ill:
+        one.folder.write_text("no folder")
+    if when_paused:
+        one.when_paused = when_paused(one)
+    assert one.admission(stay=stay).wait() is True
+    assert [report.failed for report in one.reports] == reports
+    assert (one.pauses, len(one.away)) == (pauses, int(True in reports))
+    assert len(one.rows()) == (reports == [True])  # a single failed check is no strike
 
 
 def test_a_node_that_stays_ill_strikes_its_host_once_and_is_turned_away(node, monkeypatch):
@@ -655,36 +645,6 @@ def test_a_node_that_stays_ill_strikes_its_host_once_and_is_turned_away(node, mo
     (row,) = ill.rows()
     assert (row.key, row.value["host"]) == (f"{STRIKE_PREFIX}host-1.health.abc", "host-1")
     assert UNHEALTHY == 69
-
-
-def test_a_node_that_recovers_is_let_in_without_a_strike(node):
-    node_ = node()
-    node_.folder.write_text("no folder")
-    node_.when_paused = node_.folder.unlink
-    assert node_.admission().wait() is True
-    assert [report.failed for report in node_.reports] == [True, False]
-    assert node_.rows() == []
-
-
-def test_the_end_of_the_run_lets_a_node_through_to_learn_of_it(node, local_table):
-    ill = node()
-    ill.folder.write_text("no folder")
-    ill.when_paused = lambda: local_table.insert(ROUND_KEY, Round(4, "succeeded").to_value())
-    assert ill.admission().wait() is True
-    assert ill.pauses == 1
-
-
-def test_a_node_whose_exit_would_end_the_job_goes_on_checking(node, local_table):
-    ill = node()
-    ill.folder.write_text("no folder")
-
-    def end_in_the_end():
-        if ill.pauses == 40:
-            local_table.insert(ROUND_KEY, Round(4, "failed").to_value())
-
-    ill.when_paused = end_in_the_end
-    assert ill.admission(stay=True).wait() is True
-    assert ill.pauses == 40
 
 
 def test_a_notice_ends_the_wait(node):

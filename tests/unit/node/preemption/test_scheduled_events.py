@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import select
 import socket
 import time
 from dataclasses import replace
@@ -24,6 +23,7 @@ from azureml_elastic.node.preemption.scheduled_events import (
     read_time,
     seconds_left,
 )
+from tests.support.listening import silent_port
 
 GENEROUS = MetadataTimeouts(connect=30.0, first=60.0, request=60.0, name=60.0, attempts=3, rarely=40.0, longest=10.0)
 NOW = datetime(2026, 4, 11, 22, 26, 28, tzinfo=timezone.utc)
@@ -228,24 +228,12 @@ def test_without_a_service_there_are_no_warnings(caplog):
 
 
 def test_a_service_that_drops_connections_is_given_up_by_the_time_to_connect():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(0)
-        address = listener.getsockname()
-        fillers = [socket.socket() for _ in range(4)]  # a full queue takes no more, and does not say so
-        for filler in fillers:
-            filler.setblocking(False)
-            filler.connect_ex(address)
-        assert select.select([], fillers, [], 10)[1], "one fills the queue, the others never get in"
-        try:
-            began = time.monotonic()
-            with pytest.raises(MetadataError) as caught:
-                call(f"http://127.0.0.1:{address[1]}", "/x", timeout=60.0, connect_timeout=0.4)
-            assert time.monotonic() - began < 30
-            assert not caught.value.reached
-        finally:
-            for filler in fillers:
-                filler.close()
+    with silent_port() as port:
+        began = time.monotonic()
+        with pytest.raises(MetadataError) as caught:
+            call(f"http://127.0.0.1:{port}", "/x", timeout=60.0, connect_timeout=0.4)
+        assert time.monotonic() - began < 30
+        assert not caught.value.reached
 
 
 def test_no_proxy_is_asked(service, watched, monkeypatch):

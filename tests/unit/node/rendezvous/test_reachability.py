@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-import select
 import socket
 import threading
 import time
@@ -44,6 +43,7 @@ from azureml_elastic.node.rendezvous.reachability import (
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.torchrun import open_store
 from azureml_elastic.node.table import open_table
+from tests.support.listening import silent_port
 from tests.support.rendezvous.hubs import hub_at, make_context, start_hub
 from tests.support.waiting import until
 
@@ -70,20 +70,10 @@ def free_range():
 
 
 @pytest.fixture
-def silent_port():
+def silent():
     """A port that takes no more connections: who connects gets no answer, as behind a firewall."""
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.socket())
-        listener.bind((HERE, 0))
-        listener.listen(0)
-        clients: list[socket.socket] = []
-        for _ in range(3):
-            client = stack.enter_context(socket.socket())
-            client.setblocking(False)
-            client.connect_ex(listener.getsockname())
-            clients.append(client)
-        assert select.select([], clients, [], 10)[1], "one fills the queue, the others never get in"
-        yield listener.getsockname()[1]
+    with silent_port() as port:
+        yield port
 
 
 # --- ports -----------------------------------------------------------------------------------------------------------
@@ -156,14 +146,14 @@ def test_a_node_without_a_free_port_says_so(tmp_path, free_range):
 # --- connecting ------------------------------------------------------------------------------------------------------
 
 
-def test_many_addresses_are_tried_at_once(silent_port):
+def test_many_addresses_are_tried_at_once(silent):
     with socket.create_server((HERE, 0)) as listening, socket.socket() as unused:
         unused.bind((HERE, 0))
         addresses = [
             (HERE, listening.getsockname()[1]),
             (HERE, unused.getsockname()[1]),
             ("no-such-host.invalid", 1),
-            *[(HERE, silent_port)] * 100,
+            *[(HERE, silent)] * 100,
         ]
         began = time.monotonic()
         there, refused, nameless, *silent = Runtime().probe(addresses, 0.5)
@@ -220,11 +210,11 @@ def test_errors_are_described():
     assert describe_error(socket.gaierror(-2, "Name or service not known"), 5.0).startswith("its name has no address")
 
 
-def test_a_store_behind_a_firewall_is_given_up_in_seconds(silent_port):
+def test_a_store_behind_a_firewall_is_given_up_in_seconds(silent):
     began = time.monotonic()
-    assert isinstance(Runtime().reach((HERE, silent_port), lambda: False), TimeoutError)
+    assert isinstance(Runtime().reach((HERE, silent), lambda: False), TimeoutError)
     assert 3.0 <= time.monotonic() - began < 15
-    assert isinstance(Runtime().reach((HERE, silent_port), lambda: True), ConnectionAbortedError)
+    assert isinstance(Runtime().reach((HERE, silent), lambda: True), ConnectionAbortedError)
 
 
 # --- gaps ------------------------------------------------------------------------------------------------------------

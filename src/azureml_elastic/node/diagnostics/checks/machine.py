@@ -27,8 +27,8 @@ from azureml_elastic.environment.names import LOCAL_ADDRESS
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import UsageError
 from azureml_elastic.memory import available_memory
-from azureml_elastic.node.core.round import Member, Round
-from azureml_elastic.node.diagnostics.findings import Check, CheckRunner, Finding, Status
+from azureml_elastic.node.core.round import Round
+from azureml_elastic.node.diagnostics.findings import Finding, Status
 from azureml_elastic.node.host.addresses import (
     Ports,
     advertised_address,
@@ -36,7 +36,8 @@ from azureml_elastic.node.host.addresses import (
     is_loopback,
     listening_address,
 )
-from azureml_elastic.node.rendezvous.reachability import describe_error
+from azureml_elastic.node.rendezvous.context import Runtime
+from azureml_elastic.node.rendezvous.reachability import describe_error, is_unreachable
 from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY
 from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
 from azureml_elastic.node.table import Table
@@ -81,15 +82,11 @@ def check_clock(clock: ServerClock) -> Finding:
 def check_hub(host: str, port: int) -> Finding:
     """Connect to this node's own port, as the other nodes do."""
     name, limit = "own port", "accepts a connection"
-    try:
-        _connect(host, port, _CONNECT_SECONDS)
-    except OSError as error:
-        problem = f"{host}:{port}: {error}"
-    else:
+    error, local = _probe((host, port), ("::1" if ":" in host else "127.0.0.1", port))
+    if error is None:
         return Finding(name, "ok", f"{host}:{port} accepts", limit)
-    try:
-        _connect("::1" if ":" in host else "127.0.0.1", port, _CONNECT_SECONDS)
-    except OSError:
+    problem = f"{host}:{port}: {describe_error(error, _CONNECT_SECONDS)}"
+    if local is not None:
         advice = "Something on this machine, perhaps a firewall, blocks incoming connections."
         return Finding(name, "fail", problem, limit, advice)
     return Finding(name, "warn", f"{problem}; it accepts on the loopback address", limit, _ADVICE)
@@ -99,18 +96,17 @@ def check_peer(host: str, port: int) -> Finding:
     """Connect to a port of another node."""
     name = f"peer {format_address(host, port)}"
     began = time.monotonic()
-    try:
-        _connect(host, port, _PEER_SECONDS)
-    except ConnectionRefusedError:
+    (error,) = _probe((host, port), seconds=_PEER_SECONDS)
+    if error is None:
+        return Finding(name, "ok", f"accepts a connection after {(time.monotonic() - began) * 1000:.0f} ms")
+    if not is_unreachable(error):
         advice = "The machine is reachable, but nothing listens on that port. Start a node there, or correct the port."
         return Finding(name, "fail", "the machine answers and refuses", "", advice)
-    except OSError as error:
-        advice = (
-            "Nodes in different clusters need one virtual network; open the ports of port_range= between them, or set "
-            "advertise= to the interface by which they reach each other (docs/how-to/nodes.md)."
-        )
-        return Finding(name, "fail", describe_error(error, _PEER_SECONDS), "", advice)
-    return Finding(name, "ok", f"accepts a connection after {(time.monotonic() - began) * 1000:.0f} ms")
+    advice = (
+        "Nodes in different clusters need one virtual network; open the ports of port_range= between them, or set "
+        "advertise= to the interface by which they reach each other (docs/how-to/nodes.md)."
+    )
+    return Finding(name, "fail", describe_error(error, _PEER_SECONDS), "", advice)
 
 
 def check_peers(table: Table, clock: ServerClock, node: str, table_heartbeat_interval: timedelta) -> Finding:
@@ -128,37 +124,26 @@ def check_peers(table: Table, clock: ServerClock, node: str, table_heartbeat_int
     members = [member for member in round_.members if member.node != node][:_MAX_PEERS]
     if round_.state != "sealed" or not members:
         return Finding(name, "ok", "no round of other nodes is running", limit)
-    # At the same time: three that do not answer one after the other would take longer than the check may.
-    first, *others = CheckRunner([_member_check(member) for member in members]).wait().findings
-    if first.status == "ok":
-        return Finding(name, "ok", str(first), limit)
-    if any(finding.status == "ok" for finding in others):
-        return Finding(name, "warn", f"{first}; but other members can be reached", limit, _ADVICE)
+    first, *others = _probe(*((member.host, member.hub_port) for member in members))
+    where = f"{members[0].node} at {members[0].host}:{members[0].hub_port}"
+    if first is None:
+        return Finding(name, "ok", f"{where}: accepts", limit)
+    if not is_unreachable(first):  # the rendezvous notices the loss of the node
+        return Finding(name, "ok", f"{where}: refuses, so that it is reached", limit)
+    problem = f"{where}: {describe_error(first, _CONNECT_SECONDS)}"
+    if any(error is None or not is_unreachable(error) for error in others):
+        return Finding(name, "warn", f"{problem}; but other members can be reached", limit, _ADVICE)
     heartbeat = table.get(TABLE_HEARTBEAT_KEY)
     age = clock.now() - heartbeat.timestamp if heartbeat is not None else timedelta.max
     if age < _ALIVE_INTERVALS * table_heartbeat_interval:
-        value = f"{first}; round {round_.number} gave a sign of life {age.total_seconds():.0f} s ago"
+        value = f"{problem}; round {round_.number} gave a sign of life {age.total_seconds():.0f} s ago"
         return Finding(name, "fail", value, limit, _ADVICE)
-    return Finding(name, "warn", f"{first}; round {round_.number} may have ended", limit, _ADVICE)
+    return Finding(name, "warn", f"{problem}; round {round_.number} may have ended", limit, _ADVICE)
 
 
-def _member_check(member: Member) -> Check:
-    where = f"{member.node} at {member.host}:{member.hub_port}"
-
-    def look() -> Finding:
-        try:
-            _connect(member.host, member.hub_port, _CONNECT_SECONDS)
-        except ConnectionRefusedError:  # the machine is reachable; the rendezvous notices the loss of the node
-            return Finding(where, "ok", "refuses, so that it is reached")
-        except OSError as error:
-            return Finding(where, "fail", f"{type(error).__name__}: {error}")
-        return Finding(where, "ok", "accepts")
-
-    return Check(where, look, _CONNECT_SECONDS, Finding(where, "fail", ""))
-
-
-def _connect(host: str, port: int, seconds: float) -> None:
-    socket.create_connection((host, port), seconds).close()
+def _probe(*addresses: tuple[str, int], seconds: float | None = None) -> list[OSError | None]:
+    """Connect to all addresses at once, as the rendezvous does; return the error of each."""
+    return Runtime().probe(addresses, _CONNECT_SECONDS if seconds is None else seconds)
 
 
 _SECONDS = 5.0
