@@ -17,12 +17,8 @@ from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import RowChanged, TableUnavailable
 from azureml_elastic.node.core.restarts import faulty_members
 from azureml_elastic.node.core.round import Member, Round
-from azureml_elastic.node.failures.host_strikes import (
-    STRIKE_PREFIX,
-    HostStrikes,
-    incident_id,
-    worker_fault,
-)
+from azureml_elastic.node.failures.host_faults import worker_fault
+from azureml_elastic.node.failures.host_strikes import STRIKE_PREFIX, HostStrikes, incident_id
 from azureml_elastic.node.host.identity import host_id
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.server_time import CLOCK_PREFIX, Reading, ServerClock

@@ -25,7 +25,8 @@ from azureml_elastic.node.core.events import Hang, Hung, Learned, StacksWritten,
 from azureml_elastic.node.core.messages import Done, Report
 from azureml_elastic.node.core.training import Training
 from azureml_elastic.node.failures.classification import describe_ending, hang_failure, root_cause, store_failure
-from azureml_elastic.node.failures.host_strikes import HostStrikes, incident_id, worker_fault
+from azureml_elastic.node.failures.host_faults import worker_fault
+from azureml_elastic.node.failures.host_strikes import HostStrikes, incident_id
 from azureml_elastic.node.hangs.detector import HangDetector
 from azureml_elastic.node.hangs.stack_dump import StackReporter, Worker
 from azureml_elastic.node.hangs.waiting import waited_lines

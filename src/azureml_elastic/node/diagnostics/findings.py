@@ -27,6 +27,7 @@ class Finding:
     Args:
         value: measured value, with its unit.
         limit: required value, with its unit.
+        advice: what to do unless the status is ``ok``.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Finding:
         return f"{self.value} (wanted: {self.limit})" if self.limit else self.value
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.found}" + (f". {self.advice}" if self.advice else "")
+        return f"{self.name}: {self.found}" + (f". {self.advice}" if self.advice and self.status != "ok" else "")
 
 
 @dataclass(frozen=True)

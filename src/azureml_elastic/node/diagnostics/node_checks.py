@@ -109,10 +109,8 @@ def _check_strikes(strikes: HostStrikes, quarantine: int | None) -> Finding:
     count = strikes.mine(fresh=True)
     value = f"{count} against {strikes.host}"
     limit = "any" if quarantine is None else f"fewer than {quarantine}"
-    if quarantine is None or count < quarantine:
-        return Finding("strikes", "ok", value, limit)
     advice = "This host is quarantined: until its strikes decay, it is a member only if the minimum requires it."
-    return Finding("strikes", "warn", value, limit, advice)
+    return Finding("strikes", "ok" if quarantine is None or count < quarantine else "warn", value, limit, advice)
 
 
 _LOG = logging.getLogger(__name__)

@@ -3,9 +3,7 @@
 ``docs/explanation/failures.md`` describes the kinds. Pure functions, but for the files that they read.
 
 The exception that ended a worker is in its error file (see :mod:`azureml_elastic.forks.uncaught_error`). Of a
-worker without one, which a signal or a program of another kind has ended, standard error is parsed: the output of the
-``traceback`` and ``faulthandler`` modules: chained tracebacks, syntax errors without a header, and stacks of crashed
-processes. The prefix ``[rank<n>]:`` of torch's exception hook is removed.
+worker without one, which a signal or a program of another kind has ended, standard error is parsed.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,180 +23,8 @@ from azureml_elastic.free_space import is_full
 from azureml_elastic.ledger.sentences import headline
 from azureml_elastic.memory import OomKillCounter
 from azureml_elastic.node.core.failures import Failure, FailureKind
-
-_PREFIX = re.compile(r"^\[rank\d+\]: ?")
-_HEADER = re.compile(r"^Traceback \(most recent call last\):$")
-_FRAME = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<line>\d+)(?:,? in (?P<function>.+))?$')
-_BARE_FRAME = re.compile(r'^  File ".+", line \d+$')
-_EXCEPTION = re.compile(r"^(?P<type>[^\W\d][\w.<>]*)(?::(?: (?P<message>.*))?)?$")
-_SYNTAX = re.compile(r"^(?:SyntaxError|IndentationError|TabError)\b")
-_CAUSE = "The above exception was the direct cause of the following exception:"
-_CONTEXT = "During handling of the above exception, another exception occurred:"
-_HARMLESS = re.compile(
-    r"^(?:Exception ignored (?:in|while|on)|Exception in (?:thread|callback)|--- Logging error ---|Process \S+:$"
-    r"|Task exception was never retrieved|future: |Traceback of \w+ thread)"
-)
-"""Line before the traceback of an error that does not end the program."""
-_AFTERWARDS = re.compile(
-    r"^(?:\[rank\d+\]:\[|\[[EWIF]\d{4} |\[[WE] |Exception ignored |Exception in thread |--- Logging error ---"
-    r"|Fatal Python error: |terminate called |\S+:\d+: \w*Warning: |\d{4}-\d\d-\d\d[ T]\d\d:|Exception raised from )"
-)
-"""Line after the end of an exception's message."""
-_FOREIGN = re.compile(
-    r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib(?:64)?[/\\]python\d[\d.]*[/\\]|^<frozen "
-    r"|[/\\]azureml_elastic[/\\](?:train|checkpoint|ipc|config|distributed|ledger|node)[/\\]"
-)
-_MESSAGE_LINES = 40
-
-
-@dataclass(frozen=True)
-class Frame:
-    """Stack frame."""
-
-    file: str
-    line: int
-    function: str = ""
-
-    @property
-    def own(self) -> bool:
-        """Whether it is code of the program, not of the interpreter, an installed package or this library."""
-        return _FOREIGN.search(self.file) is None
-
-
-@dataclass(frozen=True)
-class ExceptionInfo:
-    """Exception of a chain.
-
-    Args:
-        type: qualified name of the exception type, as printed in the traceback.
-        message: text after the type; may have several lines.
-        frames: stack frames, outermost first.
-        caused: whether it was raised ``from`` the previous exception instead of while handling it.
-    """
-
-    type: str
-    message: str = ""
-    frames: tuple[Frame, ...] = ()
-    caused: bool = False
-
-    @property
-    def name(self) -> str:
-        """The type without its module."""
-        return self.type.rpartition(".")[2]
-
-    @property
-    def where(self) -> Frame | None:
-        """The innermost frame of the program's own code, else the innermost frame."""
-        own = [frame for frame in self.frames if frame.own]
-        return next(reversed(own or self.frames), None)
-
-
-@dataclass(frozen=True)
-class ParsedError:
-    """Error in a program's output or error file.
-
-    Args:
-        text: complete chain of tracebacks.
-        chain: exceptions of the chain; the last one ended the program.
-        uncaught: whether an exception hook has seen it, so that it certainly ended the program: the one of a worker or
-            that of torch.
-        harmless: whether it only ended a thread or a destructor.
-    """
-
-    text: str
-    chain: tuple[ExceptionInfo, ...]
-    uncaught: bool = False
-    harmless: bool = False
-
-
-def find_error(text: str) -> ParsedError | None:
-    """Return the last error that may have ended the program, ``None`` without a complete traceback."""
-    raw = text.splitlines()
-    lines = [_PREFIX.sub("", line) for line in raw]
-    found: list[ParsedError] = []
-    at = 0
-    while at < len(lines):
-        if not (_HEADER.match(lines[at]) or _BARE_FRAME.match(lines[at])):
-            at += 1
-            continue
-        start, chain, caused = at, [], False
-        while True:
-            raised, at = _read_traceback(lines, at)
-            if raised is None:
-                break
-            chain.append(replace(raised, caused=caused))
-            link, following = _link(lines, at)
-            if not link:
-                break
-            caused, at = link == _CAUSE, following
-        if chain:
-            before = next((line for line in reversed(lines[max(0, start - 2) : start]) if line), "")
-            error = "\n".join(lines[start:at]).strip("\n")
-            uncaught = bool(_PREFIX.match(raw[start]))
-            found.append(ParsedError(error, tuple(chain), uncaught=uncaught, harmless=bool(_HARMLESS.match(before))))
-    return next(reversed([error for error in found if not error.harmless] or found), None)
-
-
-def find_dump(text: str) -> ParsedError | None:
-    """Return the last dump of a crashed process: that of ``faulthandler`` or the message of C++'s ``terminate``."""
-    lines = [_PREFIX.sub("", line) for line in text.splitlines()]
-    starts = [at for at, line in enumerate(lines) if line.startswith(("Fatal Python error: ", "terminate called "))]
-    if not starts:
-        return None
-    block = lines[starts[-1] : starts[-1] + _MESSAGE_LINES]
-    what = next((line.strip().removeprefix("what():").strip() for line in block if "what():" in line), "")
-    current = next((k for k, line in enumerate(block) if line.startswith(("Current thread ", "Thread "))), len(block))
-    frames = []
-    for line in block[current + 1 :]:
-        frame = _frame(line)
-        if frame is None:
-            break
-        frames.append(frame)
-    message = f"{block[0]} {what}".strip()
-    return ParsedError("\n".join(block).strip("\n"), (ExceptionInfo("", message, tuple(reversed(frames))),))
-
-
-def _frame(line: str) -> Frame | None:
-    match = _FRAME.match(line)
-    return Frame(match["file"], int(match["line"]), match["function"] or "") if match else None
-
-
-def _read_traceback(lines: Sequence[str], start: int) -> tuple[ExceptionInfo | None, int]:
-    """Return the exception of one traceback, ``None`` if incomplete, and the index of the line after it."""
-    frames = []
-    headless = bool(_BARE_FRAME.match(lines[start]))
-    at = start if headless else start + 1
-    while at < len(lines) and (lines[at].startswith(" ") or not lines[at]):
-        frame = _frame(lines[at])
-        if frame is not None:
-            frames.append(frame)
-        at += 1
-    match = _EXCEPTION.match(lines[at]) if at < len(lines) else None
-    if match is None or (headless and not _SYNTAX.match(lines[at])):
-        return None, start + 1
-    message = [match["message"] or ""]
-    end = at + 1
-    while end < min(len(lines), at + _MESSAGE_LINES):
-        line = lines[end]
-        if _HEADER.match(line) or _AFTERWARDS.match(line) or line in (_CAUSE, _CONTEXT):
-            break
-        frame = _frame(line)  # of another process's traceback, which DataLoader includes in the message
-        if frame is not None:
-            frames.append(frame)
-        message.append(line)
-        end += 1
-    while end > at + 1 and not lines[end - 1]:
-        end -= 1
-    return ExceptionInfo(match["type"], "\n".join(message).strip(), tuple(frames)), end
-
-
-def _link(lines: Sequence[str], at: int) -> tuple[str, int]:
-    """Return the sentence between two tracebacks and the index of the second one's header, or an empty sentence."""
-    rest = [(k, lines[k]) for k in range(at, min(len(lines), at + 5)) if lines[k]][:2]
-    if len(rest) == 2 and rest[0][1] in (_CAUSE, _CONTEXT) and _HEADER.match(rest[1][1]):  # noqa: PLR2004
-        return rest[0][1], rest[1][0]
-    return "", at
-
+from azureml_elastic.node.failures import messages
+from azureml_elastic.node.failures.tracebacks import ExceptionInfo, Frame, ParsedError, find_dump, find_error, frame_in
 
 _READ_BYTES = 8 * 1024 * 1024
 """Size of the searched end of a worker's standard error; a traceback may be followed by much other output."""
@@ -217,24 +43,7 @@ _NOT_LOADED = re.compile(
     r"^\S+: (?:can't open file |can't find '__main__' module|No module named |Error while finding module spec)",
     re.MULTILINE,
 )
-_MEMORY = re.compile(
-    r"\bout of memory\b|DefaultCPUAllocator: |Cannot allocate memory|CUBLAS_STATUS_ALLOC_FAILED|out of shared memory"
-)
 _MEMORY_TYPES = {"OutOfMemoryError", "MemoryError", "RuntimeError", "AcceleratorError", "DistBackendError", "OSError"}
-_LOST_PROCESS = re.compile(r"DataLoader worker .*(?:is killed by signal: Killed|exited unexpectedly)")
-_BROKEN = re.compile(
-    r"Connection (?:closed|reset|refused)|Read error|Broken pipe|[Tt]imed? ?out|Socket [Tt]imeout|connectFullMesh"
-    r"|remote process exited|ncclRemoteError|unhandled system error|ncclSystemError|network error|NCCL communicator was"
-    r"|No route to host|Network is unreachable|failed to pass monitoredBarrier"
-)
-_COLLECTIVE = re.compile(r"gloo|NCCL|nccl|c10d|ProcessGroup|Watchdog caught collective|monitoredBarrier|Socket Timeout")
-_TIMEOUT = re.compile(
-    r"Timed out waiting \d+ms for (?:recv|send) operation|Watchdog caught collective operation timeout"
-    r"|failed to pass monitoredBarrier"
-)
-"""Message of a collective that has waited for other ranks for its whole timeout, while their connections were there."""
-_WATCHDOG = re.compile(r"Watchdog caught collective operation timeout|c10::Dist(?:Backend|Network|Store)?Error")
-
 # In this order: identifiers, addresses and folders before the numbers in them.
 _VARYING = (
     (re.compile(r"\b[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}\b"), "#"),
@@ -287,7 +96,7 @@ def _recorded_error(data: Mapping[str, Any], text: str) -> ParsedError | None:
         message = _encodable(each["message"])
         frames = [Frame(_encodable(file), line, function) for file, line, function in each["frames"]]
         # Of another process's traceback, which DataLoader includes in the message.
-        frames += [frame for line in message.splitlines() if (frame := _frame(line))]
+        frames += [frame for line in message.splitlines() if (frame := frame_in(line))]
         chain.append(ExceptionInfo(each["type"], message, tuple(frames), each["caused"]))
     # torch puts the traceback of a process that it has started into the message of an exception of its own kind.
     inner = find_error(chain[-1].message)
@@ -382,7 +191,7 @@ def _examine(rank: int, failure: FailedWorker, *, oom_killed: bool) -> Failure:
     if parsed is not None and (not name or parsed.uncaught or _was_fatal(parsed, text, name)):
         chain = _without_cleanup_errors(parsed.chain)
         kind = _kind_of(chain)
-        if kind == "user" and oom_killed and _LOST_PROCESS.search(parsed.chain[-1].message):
+        if kind == "user" and oom_killed and messages.KILLED_LOADER.search(parsed.chain[-1].message):
             kind = "out_of_memory"
         conclusive = kind not in ("peer", "timeout")
         return Failure(rank, code, _shortened(parsed.text), kind, signature_of(chain[-1]), conclusive=conclusive)
@@ -411,10 +220,10 @@ def _ended_by_signal(rank: int, code: int, name: str, lines: str, text: str, *, 
             message += "\nThe kernel killed it because the machine or the container ran out of memory."
         return Failure(rank, code, message, kind, signature_of(ExceptionInfo(name)))
     raised = ExceptionInfo(name, dump.chain[-1].message, dump.chain[-1].frames)
-    if _WATCHDOG.search(dump.text):
-        kind = "timeout" if _TIMEOUT.search(dump.text) else "peer"
+    if messages.WATCHDOG.search(dump.text):
+        kind = "timeout" if messages.TIMEOUT.search(dump.text) else "peer"
         return Failure(rank, code, _shortened(dump.text), kind, signature_of(raised))
-    kind = "out_of_memory" if _MEMORY.search(raised.message) else "crashed"
+    kind = "out_of_memory" if messages.OUT_OF_MEMORY.search(raised.message) else "crashed"
     return Failure(rank, code, _shortened(dump.text), kind, signature_of(raised), conclusive=True)
 
 
@@ -449,17 +258,17 @@ def _own_kind(raised: ExceptionInfo) -> FailureKind:
         return "nonfinite"
     if raised.name in ("OutOfMemoryError", "MemoryError"):
         return "out_of_memory"
-    if raised.name in _MEMORY_TYPES and _MEMORY.search(raised.message):
+    if raised.name in _MEMORY_TYPES and messages.OUT_OF_MEMORY.search(raised.message):
         return "out_of_memory"
     # A worker that is fenced off belongs to a round that others have ended: it has lost them, not failed.
     if raised.name in ("DistNetworkError", "DistStoreError") or raised.type == "azureml_elastic.errors.Fenced":
         return "peer"
     collective = raised.name == "DistBackendError" or (
-        raised.name == "RuntimeError" and _COLLECTIVE.search(raised.message)
+        raised.name == "RuntimeError" and messages.COLLECTIVE.search(raised.message)
     )
-    if not collective or not _BROKEN.search(raised.message):
+    if not collective or not messages.BROKEN_CONNECTION.search(raised.message):
         return "user"
-    return "timeout" if _TIMEOUT.search(raised.message) else "peer"
+    return "timeout" if messages.TIMEOUT.search(raised.message) else "peer"
 
 
 def _signal_name(exitcode: int, text: str) -> str:

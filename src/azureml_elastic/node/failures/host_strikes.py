@@ -1,4 +1,4 @@
-"""Strikes against hosts: the events that count as strikes, and the rows ``strike.<host>.<incident>`` of the table.
+"""Strikes against hosts: the rows ``strike.<host>.<incident>`` of the table.
 
 A strike counts for an hour. Its age is the difference of two times of the table's server: that of its row and
 that of a row written by this node (:class:`~azureml_elastic.node.table.server_time.ServerClock`). All nodes derive the
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import re
-import signal
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -183,55 +181,6 @@ class HostStrikes:
                     self._table.delete(row.key)
         except ElasticError as error:
             _LOG.debug("Old strikes against %s were not removed: %s", host, error)
-
-
-_SIGNAL_BASE = 128
-_LONGEST_LINE = 200
-
-_CRASHES = (signal.SIGSEGV, signal.SIGBUS)
-"""Signals that defective memory or disks may cause. SIGKILL mostly means exhausted memory, SIGABRT a failed assertion,
-SIGILL a build for another processor."""
-
-_CERTAIN = re.compile(
-    r"uncorrectable[ _](?:ecc|memory|nvlink)|ecc[ _]uncorrectable|double.?bit ecc|nvrm: xid"
-    r"|fallen off the bus|gpu is lost|unable to determine the device handle",
-    re.IGNORECASE,
-)
-"""Messages of hardware faults that no program can cause."""
-
-_SOFTWARE = re.compile(
-    r"out of memory|device-side assert|no kernel image|insufficient driver|driver version"
-    r"|ncclRemoteError|remote process exited|connection (?:closed|reset) by|connection refused|broken pipe|timed out",
-    re.IGNORECASE,
-)
-"""Messages of errors of the program, a peer or the network; they rule out a likely hardware fault."""
-
-_LIKELY = re.compile(
-    r"cuda error: (?:unspecified launch failure|an illegal (?:memory access|instruction)|misaligned address"
-    r"|unknown error|hardware stack error|invalid program counter|initialization error"
-    r"|mapping of buffer|no cuda-capable device|cuda-capable device\(s\) is/are busy|system not yet initialized)"
-    r"|cublas_status_(?:execution_failed|internal_error|mapping_error)"
-    r"|cudnn_status_(?:execution_failed|mapping_error)"
-    r"|ncclUnhandledCudaError|unhandled cuda error",
-    re.IGNORECASE,
-)
-"""Messages of likely hardware faults. A rare programming error causes the same messages; its strike decays."""
-
-
-def worker_fault(exit_code: int, message: str) -> str | None:
-    """Return the reason for a strike against the host of a failed worker, ``None`` if the host is not at fault.
-
-    Args:
-        exit_code: exit code of the worker, as a shell (128 + n) or Python (-n) reports it.
-    """
-    number = -exit_code if exit_code < 0 else exit_code - _SIGNAL_BASE
-    if number in _CRASHES:
-        return f"a worker ended with {signal.Signals(number).name}"
-    found = _CERTAIN.search(message) or (None if _SOFTWARE.search(message) else _LIKELY.search(message))
-    if found is None:
-        return None
-    line = message[message.rfind("\n", 0, found.start()) + 1 :].strip().partition("\n")[0]
-    return f"a worker failed: {line[:_LONGEST_LINE]}"
 
 
 def incident_id(round_: Round) -> str:

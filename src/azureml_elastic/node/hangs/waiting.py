@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from azureml_elastic.node.failures.classification import FailedWorker, Frame
+from azureml_elastic.node.failures.classification import FailedWorker
+from azureml_elastic.node.failures.tracebacks import Frame
 
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"

@@ -445,7 +445,7 @@ def test_the_strikes_are_read_with_the_check(local_table):
     strikes = HostStrikes(local_table, "host-1", "n", ServerClock(local_table, "n"))
     checks = node_checks(HealthPolicy(quarantine_strikes=1), node="n", folders={}, strikes=strikes, quick=60.0)
     check = CheckRunner(checks)
-    assert find(check.wait(), "strikes") == Finding("strikes", "ok", "0 against host-1", "fewer than 1")
+    assert str(find(check.wait(), "strikes")) == "strikes: 0 against host-1 (wanted: fewer than 1)"
     strikes.strike("host-1", "went silent", "round.000001")
     strikes.close()
     finding = find(CheckRunner(checks).wait(), "strikes")

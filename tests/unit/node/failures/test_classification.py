@@ -22,16 +22,8 @@ from azureml_elastic.environment import names as variables
 from azureml_elastic.forks.stack_imports import for_plain_start
 from azureml_elastic.memory import OomKillCounter
 from azureml_elastic.node.core.failures import Failure
-from azureml_elastic.node.failures.classification import (
-    ExceptionInfo,
-    FailedWorker,
-    Frame,
-    find_dump,
-    find_error,
-    hang_failure,
-    root_cause,
-    signature_of,
-)
+from azureml_elastic.node.failures.classification import FailedWorker, hang_failure, root_cause, signature_of
+from azureml_elastic.node.failures.tracebacks import ExceptionInfo, Frame, find_dump, find_error
 
 ENDINGS = Path(__file__).parent / "worker_output"
 NAMES = sorted(path.stem for path in ENDINGS.glob("*.txt"))
@@ -195,6 +187,10 @@ def test_a_megabyte_after_the_traceback_hides_nothing(tmp_path, line):
     assert found.signature == examined(tmp_path, 1, text).signature
     assert found.message.startswith(text.strip())
     assert len(found.message) < 17_000
+
+
+def test_many_lines_like_those_of_a_syntax_error_take_no_hours():
+    assert find_error('  File "train.py", line 3\n' * 100_000) is None
 
 
 def test_a_message_has_an_end(tmp_path):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from azureml_elastic.node.failures.classification import ExceptionInfo, FailedWorker, Frame, ParsedError
+from azureml_elastic.node.failures.classification import FailedWorker
+from azureml_elastic.node.failures.tracebacks import ExceptionInfo, Frame, ParsedError
 from azureml_elastic.node.hangs.waiting import waited_lines, whereabouts
 
 SITE = "/usr/lib/python3.11/site-packages"

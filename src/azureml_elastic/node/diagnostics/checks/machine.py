@@ -73,10 +73,9 @@ def check_clock(clock: ServerClock) -> Finding:
     skew = clock.reading().skew
     value = f"{abs(skew):.1f} s {'behind' if skew < 0 else 'ahead of'} the table's server"
     limit = f"at most {_SKEW_SECONDS:g} s, better {_SKEW_WARNING_SECONDS:g} s"
-    if abs(skew) <= _SKEW_WARNING_SECONDS:
-        return Finding("clock", "ok", value, limit)
+    status: Status = "ok" if abs(skew) <= _SKEW_WARNING_SECONDS else "fail" if abs(skew) > _SKEW_SECONDS else "warn"
     advice = "Synchronize the machine's clock with a time server (chrony, timesyncd)."
-    return Finding("clock", "fail" if abs(skew) > _SKEW_SECONDS else "warn", value, limit, advice)
+    return Finding("clock", status, value, limit, advice)
 
 
 def check_hub(host: str, port: int) -> Finding:
@@ -266,19 +265,17 @@ def check_folder(what: str, folder: Path, owner: str, limit_mib: int) -> Finding
     if space.f_blocks == 0:  # some network mounts report no size
         return Finding(name, "ok", took, limit)
     free = space.f_bavail * space.f_frsize // _MIB
-    status = _compare(free, limit_mib)
-    advice = "" if status == "ok" else f"Free space on the disk of {str(folder)!r}."
-    return Finding(name, status, f"{free:,} MiB free, {took}", limit, advice)
+    advice = f"Free space on the disk of {str(folder)!r}."
+    return Finding(name, _compare(free, limit_mib), f"{free:,} MiB free, {took}", limit, advice)
 
 
 def check_memory(limit_mib: int) -> Finding:
     """Check the memory that is available to this process and its workers."""
     free, container = available_memory()
-    free_mib = free // _MIB
-    status = _compare(free_mib, limit_mib)
     whose = " by the container's limit" if container else ""
-    advice = "" if status == "ok" else "End other processes on this machine, or take a larger one."
-    return Finding("memory", status, f"{free_mib:,} MiB available{whose}", f"{limit_mib:,} MiB available", advice)
+    value = f"{free // _MIB:,} MiB available{whose}"
+    advice = "End other processes on this machine, or take a larger one."
+    return Finding("memory", _compare(free // _MIB, limit_mib), value, f"{limit_mib:,} MiB available", advice)
 
 
 def check_shared_memory(limit_mib: int = _SHM_MIB, folder: Path = Path("/dev/shm")) -> Finding:  # noqa: S108 - the kernel's name
@@ -290,18 +287,15 @@ def check_shared_memory(limit_mib: int = _SHM_MIB, folder: Path = Path("/dev/shm
     except OSError as error:
         return Finding(name, "warn", f"{type(error).__name__}: {error}", limit, advice)
     size = space.f_blocks * space.f_frsize // _MIB
-    if size < limit_mib:
-        return Finding(name, "warn", f"{size:,} MiB", limit, advice)
-    return Finding(name, "ok", f"{size:,} MiB", limit)
+    return Finding(name, "warn" if size < limit_mib else "ok", f"{size:,} MiB", limit, advice)
 
 
 def check_open_files(limit: int = _OPEN_FILES) -> Finding:
     """Check the limit of open files and sockets of a process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = f"{limit:,}"
-    if soft != resource.RLIM_INFINITY and soft < limit:
-        return Finding("open files", "warn", f"{soft:,}", wanted, "Raise it with `ulimit -n` before the node starts.")
-    return Finding("open files", "ok", "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,}", wanted)
+    endless, advice = soft == resource.RLIM_INFINITY, "Raise it with `ulimit -n` before the node starts."
+    status: Status = "ok" if endless or soft >= limit else "warn"
+    return Finding("open files", status, "unlimited" if endless else f"{soft:,}", f"{limit:,}", advice)
 
 
 def _write_and_read(path: Path) -> None:

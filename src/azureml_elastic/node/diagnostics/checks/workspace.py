@@ -317,6 +317,5 @@ def _timed(
         advice = "See the line about the table service." if isinstance(error, TableNotFound) else ""
         return Finding(name, "fail", str(error), "", advice)
     seconds = time.monotonic() - began
-    slow = seconds > _SLOW_SECONDS
     advice = "A slow table delays the start and every change of a run. Is the account in the nodes' region?"
-    return Finding(name, "warn" if slow else "ok", f"{seconds * 1000:.0f} ms", "", advice if slow else "")
+    return Finding(name, "warn" if seconds > _SLOW_SECONDS else "ok", f"{seconds * 1000:.0f} ms", "", advice)
