@@ -11,7 +11,7 @@ from typing import Any
 
 from azureml_elastic.config import Plan
 from azureml_elastic.config.exit_codes import FAILED
-from azureml_elastic.forks.state_lookups import read_lookups
+from azureml_elastic.forks.optimizer_steps import read_training
 from azureml_elastic.ipc.worker_messages import Leave
 from azureml_elastic.ledger.events import HangDetected, HostStruck, RoundReopened, RunEnded, WorkerFailed
 from azureml_elastic.node.agent.channel import Channel
@@ -146,8 +146,6 @@ class RoundObserver:
             yield ev.StoreUsed()
         if self._newcomers.take_saved():
             yield ev.ProgramSaved()
-        if self._newcomers.take_held():
-            yield ev.WorkersHeld()
         if report.pace is not None:
             self._session.session_has_begun()
         elif training.leads and not training.runs_engine:
@@ -208,9 +206,9 @@ class RoundPerformer:
         """
         round_ = assignment.round
         if assignment.rank == 0 and not (self._channel.workers.in_session or runs_engine):
-            # Between the last save of the old workers and the first one of the new: what they continue from is there.
             self._workers.finish_stopping()
-            self._observations.left(read_lookups(self._channel.folder, self._pids))
+            saves = [read_training(self._channel.folder, pid).saved_at for pid in self._pids]
+            self._observations.left(max(saves, default=0.0))
         self._observations.entered(round_.number, round_.world_size)
         self._newcomers.rest()
         self._hangs.begin(round_.number, assignment.global_ranks[0])
@@ -270,7 +268,7 @@ class RoundPerformer:
             case do.InterruptWorkers():
                 workers.interrupt()
             case do.StopWorkers(seconds):
-                self._newcomers.rest()  # else a worker could stop itself in the step after which it would save
+                self._newcomers.rest()  # else a worker that saves could wait for this node to let it go on
                 self._workers.begin_stopping(seconds)
             case do.FlushProgress():
                 self._channel.record_last_step()
