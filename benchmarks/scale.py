@@ -194,9 +194,9 @@ def measure_steady(nodes: int, spares: int = 0, seconds: float = 30.0) -> Steady
 
         with ThreadPoolExecutor(len(made)) as pool:
             futures = [pool.submit(live, rendezvous) for rendezvous in made[:nodes]]
-            _wait_until(lambda: all(rendezvous.membership.last_round for rendezvous in made[:nodes]))
+            _wait_until(lambda: all(rendezvous.machine.last_round for rendezvous in made[:nodes]))
             futures += [pool.submit(live, rendezvous) for rendezvous in made[nodes:]]
-            leader = next(rendezvous for rendezvous in made if rendezvous.membership.leads)
+            leader = next(rendezvous for rendezvous in made if rendezvous.machine.leads)
             _wait_until(lambda: len(leader.hub.view().waiting) == spares)
             before, begun = counter.reads + counter.writes, time.monotonic()
             over.wait(seconds)

@@ -262,15 +262,15 @@ MUTATIONS = (
     ),
     Mutation(
         "notice-ignored",
-        "node/agent/round_runner.py",
+        "node/agent/port.py",
         "        if not self._preemption.noticed:\n            return\n",
         "        return\n",
         ("runs/test_notices.py",),
     ),
     Mutation(
         "end-of-the-store-ignored",
-        "node/agent/round_runner.py",
-        '        if (end := store.end) is not None and self._is_new("store"):\n',
+        "node/agent/port.py",
+        "        if (end := store.end) is not None:\n",
         "        if (end := None) is not None:\n",
         (f"{RECOVERY}::test_a_killed_process_of_rank_0s_node_costs_no_step",),
     ),

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import threading
 from datetime import timedelta
 
 import psutil
@@ -16,6 +15,7 @@ from torch.distributed import TCPStore
 
 from azureml_elastic.forks.store_server import libuv_listens, listening_store
 from azureml_elastic.node.core.round import Member, Round
+from azureml_elastic.node.driver import EventQueue
 from azureml_elastic.node.failures.classification import store_failure
 from azureml_elastic.node.rendezvous.link import Assignment
 from azureml_elastic.node.rendezvous.store_process import StoreProcess
@@ -41,7 +41,7 @@ def store_process(server, kind=socket.SOCK_STREAM):
     if kind == socket.SOCK_STREAM:
         listener.listen()
     member = Member("node", "x", host="127.0.0.1", store_port=listener.getsockname()[1])
-    ended = threading.Event()
+    ended = EventQueue()
     process = StoreProcess(Assignment(Round(state="sealed", members=(member,)), 0, listener), server, ended)
     try:
         yield process, (member.host, member.store_port), ended
@@ -100,7 +100,7 @@ def test_the_agent_sees_that_workers_have_set_keys(server, forked):
         connect(*address).set("key", "value")
         until(process.has_keys)
     assert process.end is None
-    assert not ended.is_set()
+    assert not ended.wait(0.0)
 
 
 @pytest.mark.parametrize("forked", [False, True])

@@ -18,6 +18,7 @@ import pytest
 
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.ipc.stack_file import StackFile, stack_files
+from azureml_elastic.node.driver import EventQueue
 from azureml_elastic.node.hangs.stack_dump import (
     ProcessStacks,
     StackReporter,
@@ -289,7 +290,7 @@ def test_files_of_another_form_are_passed_over(tmp_path, content):
 
 def test_the_dumper_writes_a_file_and_the_log(asleep, tmp_path, caplog):
     standing, folder = asleep
-    woken = threading.Event()
+    woken = EventQueue()
     reports = tmp_path / "run" / "stacks"
     dumper = StackReporter(folder, reports, "node-1", woken, seconds=30)
     with caplog.at_level(logging.ERROR):
@@ -307,7 +308,7 @@ def test_the_dumper_writes_a_file_and_the_log(asleep, tmp_path, caplog):
 def test_a_dump_that_cannot_be_written_is_still_in_the_log(asleep, tmp_path, caplog):
     standing, folder = asleep
     (tmp_path / "run").write_text("a file where the folder should be")
-    woken = threading.Event()
+    woken = EventQueue()
     reports = tmp_path / "run" / "stacks"
     dumper = StackReporter(folder, reports, "node-1", woken, seconds=30)
     with caplog.at_level(logging.WARNING):

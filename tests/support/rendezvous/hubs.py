@@ -6,6 +6,7 @@ import time
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc import KEY_BYTES, Peer
+from azureml_elastic.node.core.node import Node
 from azureml_elastic.node.core.round import Limits, Member
 from azureml_elastic.node.rendezvous.context import Context, Runtime
 from azureml_elastic.node.rendezvous.hub import Hub
@@ -35,4 +36,5 @@ def hub_at(port: int) -> Member:
 def start_hub(context: Context | None = None) -> Hub:
     context = context or make_context()
     me = Member(context.authenticator.me.name, context.authenticator.me.incarnation)
-    return Hub(context, context.runtime.listen("127.0.0.1", 100), Membership(context, me))
+    machine = Node(me, context.limits, context.timings, context.latest)
+    return Hub(context, context.runtime.listen("127.0.0.1", 100), Membership(context, machine))

@@ -149,7 +149,7 @@ class Nodes:
     def close(self) -> None:
         self.over.set()
         for node in self.made:
-            node.wake.set()
+            node.queue.wake()
         self.pool.shutdown(wait=True)
         for node in self.made:
             node.shutdown()

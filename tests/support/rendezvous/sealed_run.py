@@ -65,7 +65,7 @@ class Run:
             node.announce()
         with ThreadPoolExecutor(2) as pool:
             self.round = next(iter(pool.map(Rendezvous.join, self.nodes))).round
-        self.leader = next(node for node in self.nodes if node.membership.leads)
+        self.leader = next(node for node in self.nodes if node.machine.leads)
         self.address = ("127.0.0.1", self.leader.hub.port)
         self.row = self.table.get(ROUND_KEY)
 
@@ -91,7 +91,7 @@ class Run:
         follower = next(node for node in self.nodes if node is not self.leader)
         began = time.monotonic()
         follower.membership.link.send(messages.Report(messages.REPORTS.decode({"op": "placed"})))
-        until(lambda: self.leader.inbox.take(self.round.number))
+        until(lambda: self.leader.status() and self.leader._driver.take_messages())
         return time.monotonic() - began
 
     def change_round(self):
@@ -103,7 +103,7 @@ class Run:
         with ThreadPoolExecutor(2) as pool:
             self.round = next(iter(pool.map(Rendezvous.join, self.nodes))).round
         seconds = time.monotonic() - began
-        self.leader = next(node for node in self.nodes if node.membership.leads)
+        self.leader = next(node for node in self.nodes if node.machine.leads)
         self.row = self.table.get(ROUND_KEY)
         return seconds
 

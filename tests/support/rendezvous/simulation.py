@@ -147,8 +147,7 @@ class Node:
         """Be in a round until it is over, as an agent is."""
         rendezvous = self.rendezvous
         while True:
-            rendezvous.wake.wait(self.cluster.monitor_s)
-            rendezvous.wake.clear()
+            rendezvous.queue.wait(self.cluster.monitor_s)
             status = rendezvous.status()
             if status.broken:
                 self._end(status)
@@ -157,7 +156,7 @@ class Node:
                 how, self._ends = self._ends, None
                 rendezvous.round_end.reopen(do.Reopen("requested by the test", **how))
                 return
-            if rendezvous.membership.leads and status.waiting:
+            if rendezvous.machine.leads and status.waiting:
                 rendezvous.round_end.reopen(do.Reopen("joining"))
                 return
 
@@ -177,8 +176,7 @@ class Node:
                             return
             if training.over:
                 return
-            rendezvous.wake.wait(max(0.0, min(self.cluster.monitor_s, training.deadline - clock.now)))
-            rendezvous.wake.clear()
+            rendezvous.queue.wait(min(self.cluster.monitor_s, training.deadline - clock.now))
             seen = rendezvous.status()
 
 

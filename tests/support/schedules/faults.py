@@ -169,7 +169,7 @@ class Faults:
         if node is None or node.notice is not None or node.frozen:
             return
         seconds = world.random.choice((6.0, 12.0, 25.0))
-        node.notice = ev.Noticed(node.clock + seconds)
+        node.notice = ev.Noticed(node.now + seconds)
         self.leavers.add(node.name)
         until = 0.0
         if world.random.random() < stuck:

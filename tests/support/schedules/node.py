@@ -1,10 +1,9 @@
-"""One process of a node: the machines, and what their actions do to a simulated world."""
+"""One process of a node: what drives it is the real driver, and this is its port to a simulated world."""
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,9 +11,11 @@ from typing import TYPE_CHECKING
 from azureml_elastic.node.core import actions as do
 from azureml_elastic.node.core import events as ev
 from azureml_elastic.node.core import messages
-from azureml_elastic.node.core.hub_state import CloseLink, HubReports, HubState, HubView, Send, SendAll
-from azureml_elastic.node.core.joiner import Joiner, JoinState
+from azureml_elastic.node.core.hub_state import CloseLink, HubState, HubView, Send, SendAll
+from azureml_elastic.node.core.joiner import Joiner
 from azureml_elastic.node.core.joining import greeting_of
+from azureml_elastic.node.core.node import Node as Machine
+from azureml_elastic.node.core.node import Part
 from azureml_elastic.node.core.pauses import BeatWatch, PauseDetector, SilenceLimit
 from azureml_elastic.node.core.round import (
     Member,
@@ -28,6 +29,7 @@ from azureml_elastic.node.core.round import (
 from azureml_elastic.node.core.round_ends import EndFacts, left_in_order, version_after
 from azureml_elastic.node.core.table_heartbeat import HeartbeatWriter, Overtaken
 from azureml_elastic.node.core.training import State, Training
+from azureml_elastic.node.driver import Driver, Received
 from tests.support.schedules.workers import Group
 from tests.support.schedules.world import Connection, DiedError
 
@@ -36,6 +38,26 @@ if TYPE_CHECKING:
 
 _DEAD_CONNECT_SECONDS = 3.0
 _MONITOR_SECONDS = 1.0
+
+
+class Recorded(Machine):
+    """A node's machine whose transitions are recorded."""
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(node.me, node.limits, node.timings, node.newest)
+        self.run_workers(node.schedule.configuration, opens_session=node.schedule.opens_session)
+        self._process = node
+
+    def handle(self, event: ev.NodeEvent, now: float) -> list[do.Action]:
+        decides = self.joiner or self.training
+        before = decides.state if decides is not None else self.part
+        actions = super().handle(event, now)
+        decides = decides or self.joiner or self.training
+        after = decides.state if decides is not None else self.part
+        self._process.schedule.moved(before, event, after)
+        if actions or self.joiner is not None:
+            self._process.world.log(self._process, after, event, actions)
+        return actions
 
 
 class Node:
@@ -63,7 +85,7 @@ class Node:
         self.alive, self.frozen = True, False
         self.ready_at = world.now + imports
         self.ends_at = self.table_slow_until = 0.0
-        self.held = self.heartbeat_seen = self.last_round = self.beating = 0
+        self.held = self.heartbeat_seen = self.beating = 0
         self.done: set[tuple[int, str]] = set()
         self.calls: list[float] = []
         self._pending: list[float] = []
@@ -74,43 +96,53 @@ class Node:
         self._rejoin = self.timings.rejoin_timeout.total_seconds()
         self.tick = self.timings.heartbeat_interval.total_seconds() / 2
         self.silence = SilenceLimit(self.timings)
-        self.hub = HubState(self.limits, self.timings, self.clock, self.silence)
+        self.hub = HubState(self.limits, self.timings, self.now, self.silence)
         self.links: dict[int, Connection] = {}
         self._numbers = itertools.count()
         self._thawing: list[Callable[[], object]] = []
-        self._pauses = PauseDetector(self.clock, self.tick)
+        self._pauses = PauseDetector(self.now, self.tick)
+        self.machine = Recorded(self)
+        self.driver = Driver(self.machine, self)
+        self._timer = 0
+        self._received: tuple[list, list, list, list] = [], [], [], []
+        self._must_look = False
         # on the way into a round
-        self.joiner: Joiner | None = None
         self.watch: Connection | None = None
-        self.busy = self.has_woken = self.has_left = False
-        self.events: deque[ev.JoinEvent] = deque()
         self.round_version = -1
         self.round_seen: Round | None = None
         self.written_version = -2
         # in a round
-        self.round: Round | None = None
-        self.entered = 0.0
         self.link: Connection | None = None
-        self.reports = HubReports()
-        self.over = self.must_look = self.awaits_save = False
-        self.training: Training | None = None
+        self.awaits_save = self.has_left = False
         self.group: Group | None = None
-        self.inbox: deque[ev.TrainingEvent] = deque()
-        self.seen: dict[type, object] = {}
+        self.own: list[ev.TrainingEvent] = []
         self.notice: ev.Noticed | None = None
+        self._noticed_in: Training | None = None
         self.part: str | None = None
         world.nodes.append(self)
         world.after(self.tick, self._on_tick)
-        world.after(imports, lambda: self.when_running(self._join))
+        world.after(imports, lambda: self.when_running(partial(self._drive, self.driver.begin)))
         self.call(lambda: world.table.members.__setitem__(name, self.me), lambda _: None)
 
     def __repr__(self) -> str:
         return self.incarnation
 
+    @property
+    def joiner(self) -> Joiner | None:
+        return self.machine.joiner
+
+    @property
+    def training(self) -> Training | None:
+        return self.machine.training
+
+    @property
+    def round(self) -> Round | None:
+        return self.machine.round
+
     # --- time and life -----------------------------------------------------------------------------------------------
 
     @property
-    def clock(self) -> float:
+    def now(self) -> float:
         return self.world.now + self.offset
 
     def when_running(self, what: Callable[[], object]) -> None:
@@ -155,15 +187,15 @@ class Node:
     def _beat(self) -> None:
         """Do what the hub's server and the connections do twice in a heartbeat interval."""
         last = {number: link.server_received for number, link in self.links.items()}
-        actions = self.hub.ticked(self.clock, last)
+        actions = self.hub.ticked(self.now, last)
         beat = messages.Beat(self.silence.pause)
         self._perform_hub([SendAll(beat)])
         self._perform_hub(actions or [])
-        self._pauses.tick(self.clock)
+        self._pauses.tick(self.now)
         for link in (self.watch, self.link):
             if link is not None:
                 link.send(beat)
-                if self._beats_of(link).is_lost(link.client_received, self.clock):
+                if self._beats_of(link).is_lost(link.client_received, self.now):
                     link.silent()
         if actions:
             self.wake()
@@ -185,7 +217,7 @@ class Node:
         state, peer = self.hub, link.client
         match message:
             case messages.Beat():
-                self.silence.learn(message.pause, self.clock)
+                self.silence.learn(message.pause, self.now)
                 return
             case messages.RoundChanged(round=None):
                 self._perform_hub([SendAll(message)])
@@ -194,21 +226,20 @@ class Node:
                     state.request_read()
                 self._perform_hub(state.publish(round_))
             case messages.MemberHello():
-                self._perform_hub(state.greeted(link.number, peer.name, peer.incarnation, message.round, self.clock))
+                self._perform_hub(state.greeted(link.number, peer.name, peer.incarnation, message.round, self.now))
             case messages.Watch():
-                self._perform_hub(state.watching(link.number, peer.name, peer.incarnation, message, self.clock))
+                self._perform_hub(state.watching(link.number, peer.name, peer.incarnation, message, self.now))
             case messages.Done():
                 self.done.add((state.member_of(link.number)[1], peer.name))
                 self._perform_hub(state.done(link.number))
             case messages.Report() if (member := state.member_of(link.number)) is not None:
-                if self.round is not None and member[1] == self.round.number:
-                    self.inbox.append(ev.FromMember(member[0], message.body))
+                self._received[2].append((member[1], ev.FromMember(member[0], message.body)))
         self.wake()
 
     def hub_link_ended(self, link: Connection) -> None:
         """Process the end of a connection at this node's hub."""
         self.links.pop(link.number, None)
-        actions = self.hub.closed(link.number, self.clock)
+        actions = self.hub.closed(link.number, self.now)
         if actions is not None:
             self._perform_hub(actions)
             self.wake()
@@ -295,91 +326,114 @@ class Node:
                 return False
         return self._replace_round(to)
 
-    # --- on the way into a round -------------------------------------------------------------------------------------
+    # --- the driver's port -------------------------------------------------------------------------------------------
 
-    def _join(self) -> None:
-        self.joiner = joiner = Joiner(
-            self.me, self.limits, self.timings, last_round=self.last_round, has_left=self.has_left
-        )
-        self.events.clear()
-        self.has_woken, self.busy = False, True
-        before = self.round
-        if self.link is not None:
-            self.link.close()
-            self.link = None
-        known = {member.node: member for member in before.members} if before is not None else None
-        if before is not None and (newer := self.newest.after(before)) is not None:
-            self.busy = False
-            self._feed(ev.Started(newer, known or {}))
+    def _drive(self, what: Callable[[], object]) -> None:
+        """Have the driver do something, and look again when the node wants to; the ends of processes wake nobody."""
+        if not self.alive:
             return
+        what()
+        machine, until = self.machine, self.driver.deadline
+        if machine.part is Part.ENDED and machine.ending is not None and self.part is None:
+            self._ends(machine.ending)
+        if machine.training is not None:
+            until = min(self.now + _MONITOR_SECONDS, max(until, self.now + 0.01))
+        self._timer += 1
+        if until != float("inf"):
+            fires = partial(self._on_timer, self._timer)
+            self.world.at(max(self.world.now, until - self.offset + 1e-6), lambda: self.when_running(fires))
 
-        def read() -> ev.JoinEvent:
-            rows = {name: row.to_value() for name, row in self.world.table.members.items()}
-            return ev.Started(self._read_round(self.newest.newest), rows if known is None else known)
-
-        self.call(read, partial(self._answer, joiner))
+    def _on_timer(self, number: int) -> None:
+        if self._timer == number:
+            self._drive(self.driver.turn)
 
     def wake(self) -> None:
         """Have this process look at once, unless it waits for the table."""
         # Not now: who wakes it is another process, or in the middle of its own actions.
-        self.world.after(0.0, lambda: self.when_running(self._wake))
+        turn = partial(self.driver.turn, woken=True)
+        self.world.after(0.0, lambda: self.when_running(partial(self._drive, turn)))
 
-    def _wake(self) -> None:
-        self.has_woken = True
-        if self.joiner is not None:
-            self._go_on()
-        elif self.training is not None:
-            self._look()
+    def _answer(self, event: ev.NodeEvent) -> None:
+        self._drive(partial(self.driver.answer, event))
 
-    def _answer(self, joiner: Joiner, event: object) -> None:
-        if self.joiner is joiner:
-            self.busy = False
-            self._feed(event)
+    def clock(self) -> float:
+        return self.now
 
-    def _feed(self, event: ev.JoinEvent) -> None:
-        """Bring an event to the joiner, perform its actions, and go on with what else has happened."""
-        joiner = self.joiner
-        before = joiner.state
-        actions = joiner.handle(event, self.clock)
-        self.schedule.moved(before, event, joiner.state)
-        self.world.log(self, joiner.state, event, actions)
-        for action in actions:
-            if isinstance(action, do.Call):
-                if self.newest.after(joiner.round) is None:
-                    self.busy = True
-                    self._call(joiner, action)
-            else:
-                self._perform(joiner, action)
-        if joiner.state is JoinState.IN:
-            self._enters()
-        elif joiner.state is JoinState.OVER:
-            self.leaves(joiner.round.state)
+    def receive(self) -> Received:
+        received, self._received = self._received, ([], [], [], [])
+        must_look, self._must_look = self._must_look, False
+        return Received(*received, must_look)
+
+    def must_leave(self) -> bool:
+        return self.notice is not None
+
+    def view(self) -> HubView:
+        return self.hub.view(self.now) if self.machine.leads else HubView()
+
+    def woken(self) -> ev.Woken:
+        return ev.Woken(self.hub.should_seal(), self.hub.take_read_request())
+
+    def marked(self, me: Member) -> Member:
+        return me
+
+    def workers(self) -> tuple[list[ev.WorkerVoted], ev.WorkersSeen]:
+        workers, votes = self.group.report(self)
+        return votes, workers
+
+    def own_events(self, training: Training, _: ev.WorkersSeen) -> Iterator[ev.TrainingEvent]:
+        own, self.own = self.own, []
+        yield from own
+        if self.notice is not None and self._noticed_in is not training:
+            self._noticed_in = training
+            yield self.notice
+        if training.leads and self.group.connecting and not training.connecting:
+            yield ev.StoreUsed()
+
+    def perform(self, action: do.Action) -> ev.NodeEvent | None:
+        self._may_crash(action)
+        match action:
+            case do.PrepareWorkers(first):
+                if not first:
+                    self._end_workers(None)
+                return ev.WorkersPrepared()
+            case do.LeaveRound():
+                self._disconnect()
+            case do.FindRound(before):
+                self._find_round(before)
+            case do.LookAtRow(round_):
+                self.call(lambda: self.world.table.round or Round(), partial(self._looked, round_))
+            case do.StartWorkers(round_):
+                self._start_workers(round_)
+            case do.LeaveRun():
+                self._leave_before_a_round()
+            case do.Finish(round_):
+                self.leaves(round_.state)
+            case do.Reopen() | do.Close():
+                self._change_row(action)
+            case _ if isinstance(action, do.RendezvousCall):
+                return self._call(action)
+            case _ if isinstance(action, do.JoinStep):
+                self._perform(action)
+            case _:
+                return self._carry_out(action)
+        return None
+
+    def _find_round(self, before: Round | None) -> None:
+        known = {member.node: member for member in before.members} if before is not None else None
+
+        def read() -> ev.NodeEvent:
+            rows = {name: row.to_value() for name, row in self.world.table.members.items()}
+            newer = self.newest.after(before) if before is not None else None
+            round_ = newer or self._read_round(self.newest.newest)
+            return ev.Started(round_, rows if known is None else known, self.has_left)
+
+        if before is not None and self.newest.after(before) is not None:
+            event = read()
+            self.world.after(0.0, lambda: self.when_running(partial(self._answer, event)))
         else:
-            self._go_on()
+            self.call(read, self._answer)
 
-    def _go_on(self) -> None:
-        joiner = self.joiner
-        if joiner is None or self.busy:
-            return
-        if self.notice is not None:
-            self._leave_before_a_round()
-        elif self.events:
-            self._feed(self.events.popleft())
-        elif (newer := self.newest.after(joiner.round)) is not None:
-            self._feed(ev.NewerRound(newer))
-        elif self.has_woken:
-            self.has_woken = False
-            self._feed(ev.Woken(self.hub.should_seal(), self.hub.take_read_request()))
-        elif joiner.deadline <= self.clock:
-            self._feed(ev.TimerFired())
-        else:
-            self.world.at(
-                joiner.deadline - self.offset + 1e-6, lambda: self.when_running(partial(self._on_timer, joiner))
-            )
-
-    def _on_timer(self, joiner: Joiner) -> None:
-        if self.joiner is joiner and not self.busy and joiner.deadline <= self.clock:
-            self._feed(ev.TimerFired())
+    # --- on the way into a round -------------------------------------------------------------------------------------
 
     def _may_crash(self, action: object) -> None:
         """End here, between two actions, where the schedule has it so.
@@ -392,34 +446,30 @@ class Node:
         if not self.alive:
             raise DiedError
 
-    def _call(self, joiner: Joiner, call: do.Call) -> None:
-        self._may_crash(call)
-        answer = partial(self._answer, joiner)
+    def _call(self, call: do.RendezvousCall) -> ev.NodeEvent | None:
         match call:
             case do.PrepareRow():
                 self.me = replace(self.me, state="waiting")
                 wrote = self.written_version == self.round_version and self.round_seen == call.round
-                answer(ev.RowPrepared(replace(self.me, round=call.round.number, store_port=1), wrote))
+                return ev.RowPrepared(replace(self.me, round=call.round.number, store_port=1), wrote)
             case do.TakeCandidates():
-                answer(ev.CandidatesTaken(self.hub.watchers.candidates()))
+                return ev.CandidatesTaken(self.hub.watchers.candidates())
             case do.GetReady():
-                answer(ev.GotReady(took_time=False))
+                return ev.GotReady(took_time=False)
             case do.QueryMembers():
-                self._query(call.round, answer)
-            case do.Reopen():
-                change = do.Reopen(call.reason, call.lost, round_failed=call.round_failed)
-                self._change_row(change, lambda _: answer(ev.Reopened()))
+                self._query(call.round)
             case do.Connect():
-                self._connect(call, answer)
+                return self._connect(call, self._answer)
             case do.Enter():
-                self._enter(call, answer)
+                self._enter(call)
             case do.ReachStore():
-                self.world.after(0.001, lambda: self.when_running(partial(answer, ev.StoreReached())))
+                self.world.after(0.001, lambda: self.when_running(partial(self._answer, ev.StoreReached())))
             case _:
-                self._call_table(call, answer)
+                self._call_table(call)
+        return None
 
-    def _call_table(self, call: do.Call, answer: Callable[[ev.JoinEvent], object]) -> None:
-        table = self.world.table
+    def _call_table(self, call: do.TableCall | do.ReadHeartbeat) -> None:
+        table, answer = self.world.table, self._answer
         match call:
             case do.ReadRound() | do.Restore():
                 known = call.known if isinstance(call, do.Restore) else self.newest.newest
@@ -453,11 +503,10 @@ class Node:
             case do.ReadKey():
                 self.call(lambda: ev.KeyRead(changed=False), answer)
 
-    def _connect(self, call: do.Connect, answer: Callable[[ev.JoinEvent], object]) -> None:
+    def _connect(self, call: do.Connect, answer: Callable[[ev.NodeEvent], object]) -> ev.NodeEvent | None:
         if self.watch is not None and self.watch.server.incarnation == call.to.incarnation:
             self.watch.send(call.greeting)
-            answer(ev.Connected())
-            return
+            return ev.Connected()
         self._drop_watch()
 
         def connected(link: Connection | None, refused: bool) -> None:
@@ -469,6 +518,7 @@ class Node:
             answer(ev.Connected())
 
         self.dial(call.to, self._from_watched_hub, connected)
+        return None
 
     def dial(self, to: Member, take: Callable, then: Callable[[Connection | None, bool], object]) -> None:
         """Connect to a hub; ``then`` gets the connection, or none and whether it was refused."""
@@ -487,36 +537,34 @@ class Node:
     def _from_watched_hub(self, message: messages.Message | None) -> None:
         if message is None:
             self.watch = None
-            self.events.append(ev.LinkEnded())
+            self._received[1].append(ev.LinkEnded())
         else:
-            self._note_round(message)
-            if isinstance(message, messages.Beat):
-                self.silence.learn(message.pause, self.clock)
-            else:
-                self.events.append(ev.HubSent(message))
+            self._received[1].extend(self._events_of(message, self.watch))
         self.wake()
 
-    def _note_round(self, message: messages.Message) -> None:
-        """Take in a version of the round, or that it must be read."""
-        if isinstance(message, messages.RoundChanged) and message.round is not None:
-            if not self.newest.accept(message.round):
-                self.must_look = True
-                self.events.append(ev.HubSent(messages.RoundChanged(None)))
-        elif isinstance(message, messages.RoundChanged):
-            self.must_look = True
+    def _events_of(self, message: messages.Message, link: Connection | None) -> list[ev.HubSent]:
+        """Return what a message of a hub is to the agent, as ``rendezvous.link`` does."""
+        answered = link is None or link.answered
+        if isinstance(message, messages.Beat):
+            self.silence.learn(message.pause, self.now)
+            if answered:
+                return []
+        if link is not None:
+            link.answered = True
+        of_round = isinstance(message, messages.RoundChanged) and message.round is not None
+        if of_round and not self.newest.accept(message.round):
+            return [ev.HubSent(message), ev.HubSent(messages.RoundChanged(None))]
+        return [ev.HubSent(message)]
 
     def _drop_watch(self) -> None:
         if self.watch is not None:
             self.watch.close()
             self.watch = None
 
-    def _enter(self, call: do.Enter, answer: Callable[[ev.JoinEvent], object]) -> None:
-        round_ = call.round
-        self.round, self.entered, self.over, self.reports = round_, self.clock, False, HubReports()
-        self.last_round = round_.number
-        self.inbox.clear()
+    def _enter(self, call: do.Enter) -> None:
+        round_, answer = call.round, self._answer
         if call.rank == 0:
-            self._perform_hub(self.hub.enter(round_, self.clock))
+            self._perform_hub(self.hub.enter(round_, self.now))
             self._heartbeat(round_.number)
         else:
             self.beating = 0
@@ -529,11 +577,15 @@ class Node:
             link.send(messages.MemberHello(round_.number))
             answer(ev.Entered())
 
-        if self.link is not None:
-            self.link.close()
+        self._disconnect()
         self.dial(round_.members[0], self._from_leader, connected)
 
-    def _query(self, round_: Round, answer: Callable[[ev.JoinEvent], object]) -> None:
+    def _disconnect(self) -> None:
+        if self.link is not None:
+            self.link.close()
+            self.link = None
+
+    def _query(self, round_: Round) -> None:
         answers: list[bool | None] = []
         for member in round_.members[1:9]:
             other = self.world.node_at(member)
@@ -543,22 +595,20 @@ class Node:
                 other is None
                 or other.frozen
                 or self.world.hole_between(self.name, member.node) > self.world.now
-                or other.last_round != round_.number
+                or other.machine.last_round != round_.number
             ):
                 answers.append(None)
             else:
                 answers.append(other.link is not None)
-        self.world.after(1.2, lambda: self.when_running(lambda: answer(ev.MembersAnswered(answers))))
+        self.world.after(1.2, lambda: self.when_running(lambda: self._answer(ev.MembersAnswered(answers))))
 
-    def _perform(self, joiner: Joiner, action: do.JoinAction) -> None:
-        self._may_crash(action)
+    def _perform(self, action: do.JoinStep) -> None:
         match action:
             case do.Offer():
                 self._perform_hub(self.hub.add_own(action.round, action.me))
-                self.has_woken = True
             case do.Greet() if self.watch is not None:
                 self.watch.send(action.greeting)
-            case do.EndWatch():
+            case do.EndWatch() | do.Take():
                 self._drop_watch()
             case do.Forward():
                 self._perform_hub(self.hub.publish(action.round))
@@ -569,133 +619,54 @@ class Node:
 
     def _leave_before_a_round(self) -> None:
         """Leave while waiting, as the agent does: its row says so, and a seal with it is taken back."""
-        self.joiner, self.busy = None, True
         row = replace(self.me, state="left", reason="preempted")
 
         def write() -> None:
             self.world.table.members[self.name] = row
             round_ = self.world.table.round or Round()
             member = round_.rank_of(self.name, self.incarnation) is not None
-            if round_.state == "sealed" and member and round_.number > self.last_round:
+            if round_.state == "sealed" and member and round_.number > self.machine.last_round:
                 to = reopened(round_, "left before it could enter", lost=frozenset({self.name}))
                 self.world.table.write(self.world.now, self.name, to)
 
+        self.part = "left"
         leave = partial(self.leaves, "left")
         self.call(write, lambda _: self.world.at(self.ends_at, lambda: self.when_running(leave)))
 
     # --- in a round --------------------------------------------------------------------------------------------------
 
-    def _enters(self) -> None:
-        self.joiner = None
-        self._drop_watch()
-        round_ = self.round
+    def _start_workers(self, round_: Round) -> None:
         self.schedule.entered(self, round_)
-        self.seen = {}
         # The workers of the round before hand over to those of this one, or save for them.
         self.world.at(self.ends_at, lambda: self.when_running(partial(self._begins, round_)))
 
     def _begins(self, round_: Round) -> None:
-        schedule = self.schedule
-        self.training = Training(
-            round_,
-            self.name,
-            schedule.configuration,
-            opens_session=schedule.opens_session,
-            entered=self.entered,
-            now=self.clock,
-        )
-        self.group = schedule.group_of(round_)
+        self.group = self.schedule.group_of(round_)
         self.group.start(self)
-        self._poll(self.training)
-
-    def _poll(self, training: Training) -> None:
-        """Look now, and again when the machine wants to, or after some time, as the ends of processes wake nobody."""
-        if self.training is training and self.alive:
-            self._look()
-            pause = min(_MONITOR_SECONDS, max(0.01, training.deadline - self.clock))
-            self.world.after(pause, lambda: self.when_running(partial(self._poll, training)))
+        self._answer(ev.WorkersStarted())
 
     def _from_leader(self, message: messages.Message | None) -> None:
         if message is None:
-            given_up = self._pauses.was_given_up(self.silence.smallest(self.clock), self.clock)
+            given_up = self._pauses.was_given_up(self.silence.smallest(self.now), self.now)
             self.link = None
-            self.reports.take(ev.LinkEnded(was_given_up=given_up))
+            self._received[0].append(ev.LinkEnded(was_given_up=given_up))
+        elif isinstance(message, messages.Broadcast):
+            self._received[2].append((self.machine.last_round, ev.FromLeader(message.body)))
         else:
-            if isinstance(message, messages.Beat):
-                self.silence.learn(message.pause, self.clock)
-            if isinstance(message, messages.Broadcast):
-                self.inbox.append(ev.FromLeader(message.body))
-            self._note_round(message)
-            self.reports.take(ev.HubSent(message))
+            self._received[0].extend(self._events_of(message, self.link))
         self.wake()
 
-    def _status(self) -> ev.RoundSeen:
-        """Return what is known of the round, as ``Rendezvous.status`` does."""
-        round_, reports = self.round, self.reports
-        leads = round_.members[0].node == self.name
-        view = self.hub.view(self.clock) if leads else HubView()
-        if self.must_look or reports.take_read_request():
-            self.must_look = False
-            self.call(lambda: self.world.table.round or Round(), partial(self._looked, round_))
-        given_up = view.was_given_up or reports.was_given_up
-        self.over = self.over or given_up or reports.broken or self.newest.after(round_) is not None
-        debounce = self.timings.rescale_debounce.total_seconds()
-        return reports.see(
-            round_, self.name, view, over=self.over, ended=self.newest.after(round_) is not None,
-            limits=self.limits, debounce=debounce, now=self.clock,
-        )  # fmt: skip
-
     def _looked(self, round_: Round, row: Round) -> None:
-        if self.round is round_ and (row.number, row.state) != (round_.number, round_.state):
-            self.over = True
-            self.wake()
+        self._received[3].append(ev.RowSeen(round_, (row.number, row.state) != (round_.number, round_.state)))
+        self.wake()
 
-    def _look(self) -> None:
-        """Bring what has happened to the machine of the round, as the agent's observer does."""
-        training = self.training
-        if training is None or self.busy:
-            return
-        seen = self._status()
-        received, self.inbox = list(self.inbox), deque()
-        workers, votes = self.group.report(self)
-        own = [each for each in received if isinstance(each, (ev.ProgramSaved, ev.WorkersHeld))]
-        early, others = ev.in_order([each for each in received if each not in own])
-        events: list[ev.TrainingEvent] = [*early]
-        for what in (seen, workers):
-            if self.seen.get(type(what)) != what:
-                self.seen[type(what)] = what
-                events.append(what)
-        events += others + votes + own
-        if self.notice is not None and self.seen.get(ev.Noticed) is None:
-            self.seen[ev.Noticed] = self.notice
-            events.append(self.notice)
-        if training.leads and self.group.connecting and not training.connecting:
-            events.append(ev.StoreUsed())
-        events.append(ev.TimePassed())
-        for event in events:
-            if self.training is not training or self.busy:
-                return
-            self._take_event(training, event)
-
-    def receive(self, event: ev.ProgramSaved | ev.WorkersHeld) -> None:
+    def happened(self, event: ev.ProgramSaved | ev.WorkersHeld) -> None:
         """Take what the worker of this node has done."""
         if self.training is not None:
-            self.inbox.append(event)
+            self.own.append(event)
             self.wake()
 
-    def _take_event(self, training: Training, event: ev.TrainingEvent) -> None:
-        before = training.state
-        actions = training.handle(event, self.clock)
-        self.schedule.moved(before, event, training.state)
-        if actions:
-            self.world.log(self, training.state, event, actions)
-        for action in actions:
-            self._carry_out(training, action)
-        if training.over and self.training is training:
-            self._round_is_over(training)
-
-    def _carry_out(self, training: Training, action: do.TrainingAction) -> None:
-        self._may_crash(action)
+    def _carry_out(self, action: do.TrainingAction) -> ev.TrainingEvent | None:
         match action:
             case do.ToMembers(body):
                 self._perform_hub(self.hub.to_members(messages.Broadcast(body)))
@@ -714,29 +685,14 @@ class Node:
             case do.HoldWorkers():
                 self.group.workers[self.incarnation].held = True
             case do.ReadFailures():
-                self._take_event(training, self.group.failures(self))
+                return self.group.failures(self)
             case do.Strike(host):
                 self.schedule.struck(self, host)
-            case do.Reopen() | do.Close():
-                self.busy = True
-
-                def written(mine: bool) -> None:
-                    self.busy = False
-                    if self.training is training:
-                        rows = self.world.table.members
-                        absent = [rows[node] for node in self._absent() if node in rows]
-                        self._take_event(training, ev.EndWritten(mine, left_in_order(absent)))
-
-                self._change_row(action, written)
+        return None
 
     def _end_workers(self, seconds: float | None) -> None:
         self.ends_at = max(self.ends_at, self.world.now + self.group.end(self, seconds))
-        self.awaits_save = False
-
-    def _absent(self) -> frozenset[str]:
-        """Return the members that have never connected to rank 0's hub."""
-        leads = self.round.members[0].node == self.name
-        return self.reports.absent | (self.hub.view(self.clock).absent if leads else frozenset())
+        self.awaits_save = self.has_left = False
 
     def _send(self, action: do.ToLeader | do.ReportDone | do.Disconnect | do.AwaitEnd) -> None:
         if isinstance(action, do.AwaitEnd):
@@ -749,18 +705,16 @@ class Node:
             case do.ReportDone():
                 self.link.send(messages.Done())
             case do.Disconnect():
-                self.link.close()
-                self.link = None
+                self._disconnect()
 
-    def _change_row(self, action: do.Reopen | do.Close, then: Callable[[bool], object]) -> None:
+    def _change_row(self, action: do.Reopen | do.Close) -> None:
         """End the round, or the run; see ``rendezvous.round_end``."""
-        round_ = self.round
+        round_, view = self.round, self.hub.view(self.now)
         if isinstance(action, do.Reopen) and self.newest.after(round_) is not None:
-            then(False)
+            self.world.after(0.0, lambda: self.when_running(partial(self._answer, ev.EndWritten(mine=False))))
             return
-        absent = self._absent() & getattr(action, "lost", frozenset())
-        seconds, waiting = self.clock - self.entered, self.hub.view(self.clock).waiting
-        facts = EndFacts(seconds, waiting, absent, f"{sorted(absent)} have not connected")
+        absent = self.machine.absent(view) & getattr(action, "lost", frozenset())
+        facts = EndFacts(self.now - self.machine.entered, view.waiting, absent, f"{sorted(absent)} have not connected")
         to = version_after(round_, action, facts, max_failed_rounds=self.timings.max_failed_rounds)
 
         def written(mine: bool) -> None:
@@ -769,19 +723,20 @@ class Node:
                 self._perform_hub(self.hub.publish(newer))
             if mine and self.link is not None:
                 self.link.send(messages.RoundChanged(to))
-            then(mine)
+            rows = self.world.table.members
+            never_came = self.machine.absent(self.hub.view(self.now))
+            gone = left_in_order([rows[node] for node in never_came if node in rows])
+            self._answer(ev.EndWritten(mine, gone))
 
         self.call(lambda: self._end_row(round_.number, to), written)
 
-    def _round_is_over(self, training: Training) -> None:
-        self.training = None
+    def _ends(self, ending: State) -> None:
         self._end_workers(None)
-        if training.state is State.RECOVERING:
-            self._join()
-        elif training.state is State.LEFT:
+        if ending is State.LEFT:
+            self.part = "left"
             self.world.at(self.ends_at, lambda: self.when_running(partial(self.leaves, "left")))
         else:
-            self.leaves("succeeded" if training.state is State.SUCCEEDED else "failed")
+            self.leaves("succeeded" if ending is State.SUCCEEDED else "failed")
 
     def leaves(self, part: str) -> None:
         """The process ends."""
@@ -806,7 +761,7 @@ class Node:
                 self.beating = 0
                 self._perform_hub([SendAll(messages.RoundChanged(None))])
             if then.look or then.given_up:
-                self.must_look = True
+                self._must_look = True
                 self.wake()
             beats(writer, 0.0 if then.again else seconds)
 

@@ -133,7 +133,7 @@ class Group:
         if not worker.running:
             return
         worker.step = worker.given
-        worker.pace = worker.pace or ev.Pace(worker.node.clock, worker.step)
+        worker.pace = worker.pace or ev.Pace(worker.node.now, worker.step)
         self.schedule.completed(self, worker)
         if not self.schedule.opens_session:
             if worker.step % _SAVE_STEPS == 0 and worker.node.name == self.round.members[0].node:
@@ -141,7 +141,7 @@ class Group:
                 self._later(self.world.random.uniform(0.02, 0.6), worker, self._has_saved)
             elif worker.held:
                 worker.held = False
-                worker.node.receive(ev.WorkersHeld())
+                worker.node.happened(ev.WorkersHeld())
                 return
         self._advance(worker)
 
@@ -151,7 +151,7 @@ class Group:
             self.schedule.saved(worker.step)
             worker.saving = False
             if worker.node.awaits_save:
-                worker.node.receive(ev.ProgramSaved())
+                worker.node.happened(ev.ProgramSaved())
             self._advance(worker)
 
     @staticmethod

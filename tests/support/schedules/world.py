@@ -175,9 +175,10 @@ class Connection:
 
     def __init__(self, world: World, client: Node, server: Node, take: Callable[[Message | None], Any]) -> None:
         self.world, self.client, self.server, self._take = world, client, server, take
-        self.client_received = client.clock
-        self.server_received = server.clock
+        self.client_received = client.now
+        self.server_received = server.now
         self.beats: BeatWatch | None = None
+        self.answered = False
         self._over_for: set[str] = set()
         self._last = {"client": 0.0, "server": 0.0}
         self.number = server.new_link(self)
@@ -227,10 +228,10 @@ class Connection:
         if at in self._over_for:
             return
         if at == "client":
-            self.client_received = self.client.clock
+            self.client_received = self.client.now
             self._take(message)
         else:
-            self.server_received = self.server.clock
+            self.server_received = self.server.now
             self.server.hub_received(self, message)
 
     def _ends(self, at: str) -> None:

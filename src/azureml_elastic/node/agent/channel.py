@@ -19,7 +19,6 @@ import logging
 import os
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +35,7 @@ from azureml_elastic.node.agent.event_logs import MetricsLog, ProgressLog
 from azureml_elastic.node.agent.local_workers import LocalWorkers, RoundState, WorkerState
 from azureml_elastic.node.agent.shard_transfer import ShardSender
 from azureml_elastic.node.core.round import Member
+from azureml_elastic.node.driver import EventQueue
 from azureml_elastic.node.hangs.detector import HangDetector
 from azureml_elastic.node.records.event_recorder import Recorder
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
@@ -129,15 +129,15 @@ class Channel:
     def __init__(
         self,
         recorder: Recorder,
-        wake: threading.Event,
+        queue: EventQueue,
         watch: HangDetector,
         memory: AgentMemory,
         sender: ShardSender,
     ) -> None:
         self._recorder = recorder
         self._watch = watch
-        self._wake = wake
-        self.workers = LocalWorkers(wake)
+        self._queue = queue
+        self.workers = LocalWorkers(queue)
         self._temporary = TemporaryFolder(_folder_for_sockets())
         self.folder = self._temporary.path
         self.path = str(self.folder / "agent.sock")
@@ -255,7 +255,7 @@ class Channel:
                 state.connected = True
             case worker_messages.Parked():
                 self.workers.park(local_rank)
-                self._wake.set()
+                self._queue.wake()
             case worker_messages.Damaged(directory, problems):
                 self._recorder.record(CheckpointQuarantined, state.number, directory=directory, problems=problems)
             case worker_messages.Restored(step, directory):
@@ -269,7 +269,7 @@ class Channel:
                 if step:  # else there was no step
                     self._progress.completed(state.number, step)
                 self._progress.flush()
-                self._wake.set()
+                self._queue.wake()
             case worker_messages.GaveWay():
                 self.workers.give_way(state, local_rank)
 
@@ -281,7 +281,7 @@ class Channel:
 
     def _on_close(self, connection: Connection) -> None:
         self.workers.remove(connection)
-        self._wake.set()
+        self._queue.wake()
 
 
 _IN_ANY_ROUND = (

@@ -20,6 +20,7 @@ from azureml_elastic.ipc.worker_messages import (
     Vote,
 )
 from azureml_elastic.node.core.events import Pace, WorkersSeen
+from azureml_elastic.node.driver import EventQueue
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
 
@@ -76,8 +77,8 @@ class LocalWorkers:
         expected: number of steps of the whole run, ``None`` while it is unknown.
     """
 
-    def __init__(self, wake: threading.Event) -> None:
-        self._wake = wake
+    def __init__(self, queue: EventQueue) -> None:
+        self._queue = queue
         self._lock = threading.RLock()
         self._round = RoundState()
         self._workers: dict[int, Connection] = {}
@@ -158,7 +159,7 @@ class LocalWorkers:
         """Record a worker's answer to a proposal."""
         with self._lock:
             state.votes.append((local_rank, vote))
-        self._wake.set()
+        self._queue.wake()
 
     def assign(self, assignments: Mapping[int, Assign]) -> None:
         """Send the parked workers their assignments, by local rank."""

@@ -1,9 +1,8 @@
-"""What a node does: the actions of :mod:`~azureml_elastic.node.core.joiner` and of :mod:`.training`.
+"""What a node does: the actions of :mod:`~azureml_elastic.node.core.node`, of :mod:`.joiner` and of :mod:`.training`.
 
-On the way into a round an action whose docstring ends with the name of an event is a *call*: the driver performs it and
-brings that event before any other. Where a newer version of the round is known than the one that the machine acts on,
-it does not perform the call, and brings :class:`~.events.NewerRound` instead. At most one call is returned at a time,
-as the last action.
+Outside of a round an action whose docstring ends with the name of an event is a *call*: that event is brought before
+any other, or :class:`~.events.Abandoned` where a newer version of the round is known by then. At most one call is
+returned at a time, as the last action.
 """
 
 from __future__ import annotations
@@ -16,6 +15,56 @@ from azureml_elastic.node.core.events import Hang
 from azureml_elastic.node.core.failures import Failure, FailureRecord
 from azureml_elastic.node.core.messages import Watch
 from azureml_elastic.node.core.round import Member, Round
+
+# --- between two rounds ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PrepareWorkers:
+    """Wait until the workers would start fast, or have them wait for their places: :class:`WorkersPrepared`.
+
+    Args:
+        first: whether the node has been in no round yet.
+    """
+
+    first: bool
+
+
+@dataclass(frozen=True)
+class LeaveRound:
+    """End the connection to rank 0's hub, and what belongs to the round."""
+
+
+@dataclass(frozen=True)
+class FindRound:
+    """Find out at which version the round is, and who takes part: :class:`Started`.
+
+    Args:
+        before: the round in which this node was, ``None`` for none.
+    """
+
+    before: Round | None
+
+
+@dataclass(frozen=True)
+class StartWorkers:
+    """Give the workers their places: :class:`WorkersStarted`."""
+
+    round: Round
+    rank: int
+
+
+@dataclass(frozen=True)
+class LeaveRun:
+    """Leave before the node has a place in a round."""
+
+
+@dataclass(frozen=True)
+class LookAtRow:
+    """Read the round's row beside all else; :class:`~.events.RowSeen` tells what it holds."""
+
+    round: Round
+
 
 # --- on the way into a round -----------------------------------------------------------------------------------------
 
@@ -382,7 +431,7 @@ class ForgetSaves:
 
 @dataclass(frozen=True)
 class HoldWorkers:
-    """Keep the workers in the step after a save, in which one waits; ``WorkersHeld`` answers if it does."""
+    """Stop the workers unless they save at this moment; ``WorkersHeld`` answers if they are stopped."""
 
 
 @dataclass(frozen=True)
@@ -403,7 +452,12 @@ TrainingAction = Sending | WorkersAction | Entry | HangAction | SaveAction | Row
 
 TableCall = ReadRound | ReadRows | Restore | WriteRow | WriteRound | EndRound | ReadKey
 NetworkCall = Connect | TakeCandidates | QueryMembers | ReachStore
-NodeCall = PrepareRow | Enter | Reopen | GetReady | ReadHeartbeat
-Call = TableCall | NetworkCall | NodeCall
+NodeCall = PrepareRow | Enter | GetReady | ReadHeartbeat
+RendezvousCall = TableCall | NetworkCall | NodeCall
+Call = RendezvousCall | Reopen
 
-JoinAction = Call | NudgeHeartbeat | Greet | EndWatch | Forward | Offer | NoRoom | Warn | Take | Finish
+JoinStep = NudgeHeartbeat | Greet | EndWatch | Forward | Offer | NoRoom | Warn | Take | Finish
+JoinAction = Call | JoinStep
+
+BetweenRounds = PrepareWorkers | LeaveRound | FindRound | StartWorkers | LeaveRun | LookAtRow
+Action = BetweenRounds | JoinAction | TrainingAction

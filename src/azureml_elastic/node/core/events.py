@@ -1,4 +1,4 @@
-"""What happens to a node: the events of :mod:`~azureml_elastic.node.core.joiner` and of :mod:`.training`."""
+"""What happens to a node: the events of :mod:`~azureml_elastic.node.core.node`, :mod:`.joiner` and :mod:`.training`."""
 
 from __future__ import annotations
 
@@ -15,20 +15,63 @@ Roster = Mapping[str, Mapping[str, Any]]
 """Values of the members' rows by node. They are not parsed, since most nodes need one or two of a thousand."""
 
 
+# --- between two rounds ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlaceWanted:
+    """The node asks for a place in a round."""
+
+
+@dataclass(frozen=True)
+class MustLeave:
+    """The node must leave before it has a place in a round."""
+
+
+@dataclass(frozen=True)
+class WorkersPrepared:
+    """The node's workers would start fast, or wait for their places."""
+
+
+@dataclass(frozen=True)
+class WorkersStarted:
+    """The node's workers have been started, or have received their assignments."""
+
+
+@dataclass(frozen=True)
+class Abandoned:
+    """A call was given up for a newer version of the round."""
+
+
+@dataclass(frozen=True)
+class RowSeen:
+    """The round's row was looked at while the round runs.
+
+    Args:
+        round: the round for which it was.
+        changed: whether the row holds another version; ``None`` where the table was unavailable.
+    """
+
+    round: Round
+    changed: bool | None
+
+
 # --- on the way into a round -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Started:
-    """The node wants to be in a round.
+    """The round is known for which the node wants a place.
 
     Args:
         round: newest version of the round that is known.
         known: other nodes by name: the members of the round before, or the rows as they were read.
+        has_left: whether this node's row says that it has left.
     """
 
     round: Round
     known: Mapping[str, Member | Mapping[str, Any]]
+    has_left: bool = False
 
 
 @dataclass(frozen=True)
@@ -226,22 +269,30 @@ class MembersAnswered:
 
 
 @dataclass(frozen=True)
-class Reopened:
-    """The round has ended, by this node or another one."""
-
-
-@dataclass(frozen=True)
 class GotReady:
     """The node could train; ``took_time`` where it had to wait for that."""
 
     took_time: bool
 
 
+@dataclass(frozen=True)
+class EndWritten:
+    """``Reopen`` or ``Close`` was carried out.
+
+    Args:
+        mine: whether this node has changed the row; otherwise another one was first.
+        left_in_order: lost members that had left before they could enter the round.
+    """
+
+    mine: bool
+    left_in_order: frozenset[str] = frozenset()
+
+
 JoinEvent = (
     Started | TimerFired | NewerRound | Woken | MarksChanged | Connected | ConnectFailed | HubSent | LinkEnded
     | RoundRead | RowsRead | RowsUnavailable | CandidatesTaken | RowPrepared | RowWritten | RoundWritten | RoundTooLarge
     | HeartbeatRead | KeyRead | Entered | EntryFailed | StoreReached | StoreUnreachable | MembersAnswered
-    | Reopened | GotReady
+    | EndWritten | GotReady | MustLeave | Abandoned
 )  # fmt: skip
 
 
@@ -454,12 +505,12 @@ class StacksWritten:
 
 @dataclass(frozen=True)
 class ProgramSaved:
-    """A program without a session has saved while nodes wait, and waits in the next step of its training."""
+    """A program without a session has saved while nodes wait, and has gone on training in this moment."""
 
 
 @dataclass(frozen=True)
 class WorkersHeld:
-    """A worker of this node waits in the step after its save until it is ended."""
+    """This node's workers are stopped between two saves."""
 
 
 @dataclass(frozen=True)
@@ -477,19 +528,6 @@ class Failures:
     failure: Failure | None = None
     ending: str = ""
     fault: str | None = None
-
-
-@dataclass(frozen=True)
-class EndWritten:
-    """``Reopen`` or ``Close`` was carried out.
-
-    Args:
-        mine: whether this node has changed the row; otherwise another one was first.
-        left_in_order: lost members that had left before they could enter the round.
-    """
-
-    mine: bool
-    left_in_order: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -517,3 +555,5 @@ TrainingEvent = (
     | EndWritten
     | TimePassed
 )
+
+NodeEvent = PlaceWanted | MustLeave | WorkersPrepared | WorkersStarted | Abandoned | JoinEvent | TrainingEvent

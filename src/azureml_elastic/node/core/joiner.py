@@ -153,7 +153,7 @@ class Joiner:
         self._candidacy: Candidacy | None = None
         self._waiting = self._new_waiting(0.0)
 
-    def handle(self, event: ev.JoinEvent, now: float) -> list[do.JoinAction]:
+    def handle(self, event: ev.NodeEvent, now: float) -> list[do.JoinAction]:
         """Process what has happened, and return what is to be done."""
         match event:
             case ev.Started():
@@ -167,7 +167,7 @@ class Joiner:
                 self._link, self._dialled = self._dialled, None
             case ev.LinkEnded():
                 self._ended, self._link = self._link, None
-            case ev.Reopened():
+            case ev.EndWritten():
                 self.state = JoinState.CHOOSING
                 return [do.ReadRound()]
             case ev.MarksChanged():
@@ -230,7 +230,7 @@ class Joiner:
             return [do.Reopen(f"{self.me.node} has left the round")]
         return [do.GetReady()]
 
-    def _choosing(self, event: ev.JoinEvent, now: float) -> list[do.JoinAction]:
+    def _choosing(self, event: ev.NodeEvent, now: float) -> list[do.JoinAction]:
         match event:
             case ev.TimerFired():
                 return self._act()
@@ -257,7 +257,7 @@ class Joiner:
             return [do.WriteRow(me, self.round)]
         return self._look_after(candidacy, now)
 
-    def _waits_for_seal(self, event: ev.JoinEvent, now: float) -> list[do.JoinAction]:
+    def _waits_for_seal(self, event: ev.NodeEvent, now: float) -> list[do.JoinAction]:
         mine = self._candidacy
         assert mine is not None
         match event:
@@ -364,7 +364,7 @@ class Joiner:
             case Verdict.WAIT:
                 return self._look_after(mine, now)
 
-    def _sealing(self, mine: Candidacy, event: ev.JoinEvent, now: float) -> list[do.JoinAction]:
+    def _sealing(self, mine: Candidacy, event: ev.NodeEvent, now: float) -> list[do.JoinAction]:
         match event:
             case ev.HeartbeatRead() if event.round >= self.round.number:
                 # The row went back in time. Sealing it would begin a second run beside one that may still train.
@@ -398,7 +398,7 @@ class Joiner:
         )
         return [do.Warn(warning), do.NudgeHeartbeat(), do.ReadHeartbeat()]
 
-    def _restoring(self, event: ev.JoinEvent, now: float) -> list[do.JoinAction]:
+    def _restoring(self, event: ev.NodeEvent, now: float) -> list[do.JoinAction]:
         match event:
             case ev.HeartbeatRead():
                 if self._waiting.heartbeat.see(event.version, now):
@@ -417,7 +417,7 @@ class Joiner:
         self._waiting.dial_at, self._waiting.read_at = now, now + _CHECK_SECONDS
         return self._watch(now)
 
-    def _waits_beside(self, event: ev.JoinEvent, now: float) -> list[do.JoinAction]:
+    def _waits_beside(self, event: ev.NodeEvent, now: float) -> list[do.JoinAction]:
         waiting = self._waiting
         match event:
             case ev.HubSent(message=messages.SealPosition(unreachable_from=names)):
@@ -483,7 +483,7 @@ class Joiner:
 
     # --- entering a sealed round -------------------------------------------------------------------------------------
 
-    def _entering(self, event: ev.JoinEvent, now: float) -> list[do.JoinAction]:
+    def _entering(self, event: ev.NodeEvent, now: float) -> list[do.JoinAction]:
         waiting = self._waiting
         match event:
             case ev.Entered() | ev.EntryFailed():
@@ -546,7 +546,7 @@ class Joiner:
     def _reopening(self) -> do.Reopen:
         return do.Reopen(self._waiting.reason, frozenset({self.round.members[0].node}), round_failed=True)
 
-    def _defers(self, event: ev.JoinEvent, now: float) -> list[do.JoinAction]:
+    def _defers(self, event: ev.NodeEvent, now: float) -> list[do.JoinAction]:
         if isinstance(event, ev.ConnectFailed):
             self._dialled = None
         if now < self.deadline:
@@ -561,7 +561,7 @@ class Joiner:
         me = replace(self.me, state="left", reason=self._waiting.reason)
         return [do.Warn(warning), do.WriteRow(me, self.round)]
 
-    def _outside(self, event: ev.JoinEvent, now: float) -> list[do.JoinAction]:
+    def _outside(self, event: ev.NodeEvent, now: float) -> list[do.JoinAction]:
         waiting = self._waiting
         match event:
             case ev.RowWritten() if waiting.entered:

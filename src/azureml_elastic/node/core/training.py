@@ -169,7 +169,7 @@ class Training:
             moments += self._leader.moments
         return min((moment for moment in moments if moment is not None and moment > self._now), default=float("inf"))
 
-    def handle(self, event: ev.TrainingEvent, now: float) -> list[do.TrainingAction]:
+    def handle(self, event: ev.NodeEvent, now: float) -> list[do.TrainingAction]:
         """Take one event in, and return what shall be done, in this order."""
         if self.over or (self.state is State.ENDING and not isinstance(event, ev.EndWritten)):
             return []  # what is decided is being carried out
@@ -182,7 +182,7 @@ class Training:
         self._look(event)
         return self._out
 
-    def _note(self, event: ev.TrainingEvent) -> None:
+    def _note(self, event: ev.NodeEvent) -> None:
         """Take in what is known from now on."""
         match event:
             case ev.RoundSeen():
@@ -206,7 +206,7 @@ class Training:
             case _:
                 pass
 
-    def _answer(self, event: ev.TrainingEvent) -> None:
+    def _answer(self, event: ev.NodeEvent) -> None:
         """Do what a message, or a verdict, calls for at once."""
         match event:
             case ev.FromLeader(body):
@@ -232,7 +232,7 @@ class Training:
 
     # --- transitions -------------------------------------------------------------------------------------------------
 
-    def _look(self, event: ev.TrainingEvent) -> None:
+    def _look(self, event: ev.NodeEvent) -> None:
         """Go on to the next state, where what is known calls for it."""
         match self.state:
             case State.TRAINING | State.AT_BOUNDARY | State.STOPPED | State.DONE:
@@ -254,7 +254,7 @@ class Training:
             case _:
                 pass
 
-    def _look_at_round(self, event: ev.TrainingEvent) -> None:
+    def _look_at_round(self, event: ev.NodeEvent) -> None:
         """End the round for what has happened to other nodes, to this one, or between them."""
         if self._program_ended:
             self._begin_closing()  # the program has ended, whatever has happened to other nodes since

@@ -28,6 +28,7 @@ from pathlib import Path
 import psutil
 
 from azureml_elastic.ipc.stack_file import SUFFIX, StackFile, stack_files
+from azureml_elastic.node.driver import EventQueue
 from azureml_elastic.node.hangs.waiting import whereabouts
 from azureml_elastic.private_folder import make_private
 
@@ -357,7 +358,7 @@ class StackReporter:
         folder: where the workers' sessions make their files: the one of the agent's socket.
         reports: the folder for the written stacks, ``stacks`` in the run's folder. Each node writes
             ``round-<number>.<node>.txt`` there.
-        wake: event, set when it is done.
+        queue: queue of the agent, which is woken when it is done.
     """
 
     def __init__(
@@ -365,14 +366,14 @@ class StackReporter:
         folder: Path,
         reports: Path,
         node: str,
-        wake: threading.Event,
+        queue: EventQueue,
         *,
         seconds: float = 2.5,
     ) -> None:
         self._folder = folder
         self._reports = reports
         self._node = node
-        self._wake = wake
+        self._queue = queue
         self._seconds = seconds
         self._idle = threading.Event()
         self._idle.set()
@@ -406,7 +407,7 @@ class StackReporter:
             _LOG.exception("The stacks of this node's workers could not be collected.")
         finally:
             self._idle.set()
-            self._wake.set()
+            self._queue.wake()
 
     def _write(self, path: Path, text: str) -> bool:
         try:

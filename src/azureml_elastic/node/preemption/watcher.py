@@ -14,6 +14,7 @@ from types import FrameType
 
 from azureml_elastic.config.exit_codes import PREEMPTED
 from azureml_elastic.config.policies import PreemptionPolicy
+from azureml_elastic.node.driver import EventQueue
 from azureml_elastic.node.preemption.notices import Announcement, MarkerFile, Notice, PolledSource, merge
 from azureml_elastic.node.preemption.scheduled_events import ScheduledEvents
 
@@ -36,11 +37,11 @@ class PreemptionWatcher:
     """
 
     def __init__(
-        self, policy: PreemptionPolicy, wake: threading.Event, node: str = "", *, interval: float = _POLL_SECONDS
+        self, policy: PreemptionPolicy, to_wake: EventQueue, node: str = "", *, interval: float = _POLL_SECONDS
     ) -> None:
         self._policy = policy
         self._grace = policy.grace.total_seconds()
-        self._wake = wake
+        self._queue = to_wake
         self._lock = threading.Lock()
         # The signal handler may interrupt a holder of the lock, so it only assigns this attribute and fills the queue.
         self._signalled: Notice | None = None
@@ -148,4 +149,4 @@ class PreemptionWatcher:
 
     def _wake_on_changes(self) -> None:
         while self._changes.get():
-            self._wake.set()
+            self._queue.wake()

@@ -14,22 +14,18 @@ import selectors
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc import Authenticator, Connection, MessageClient, MessageServer, Peer
 from azureml_elastic.ipc.message import ShardDescription
-from azureml_elastic.node.core.events import FromLeader, FromMember, HubSent, LinkEnded
 from azureml_elastic.node.core.pauses import SilenceLimit
 from azureml_elastic.node.core.round import Limits, NewestRound, Round
+from azureml_elastic.node.driver import EventQueue
 from azureml_elastic.node.host.addresses import Ports
 from azureml_elastic.node.host.identity import new_incarnation
-
-if TYPE_CHECKING:
-    from azureml_elastic.node.rendezvous.link import Link
 
 _POLL_SECONDS = 0.05
 
@@ -194,26 +190,6 @@ class Runtime:
         return results
 
 
-class Inbox:
-    """Queue of messages in the order of their arrival. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._messages: list[tuple[int, FromLeader | FromMember]] = []
-
-    def put(self, number: int, message: FromLeader | FromMember) -> None:
-        """Add a message of the round with this number."""
-        with self._lock:
-            self._messages.append((number, message))
-
-    def take(self, number: int) -> list[FromLeader | FromMember]:
-        """Remove and return the messages of a round; those of earlier rounds are dropped, later ones stay."""
-        with self._lock:
-            messages = [message for of, message in self._messages if of == number]
-            self._messages = [(of, message) for of, message in self._messages if of > number]
-            return messages
-
-
 class SharedNewestRound(NewestRound):
     """A :class:`NewestRound` that is thread-safe.
 
@@ -240,14 +216,12 @@ class Context:
     """Settings and shared objects of one node's rendezvous.
 
     Args:
-        wake: event for the agent's thread; ``None`` for a new one.
+        queue: queue for the agent's thread; ``None`` for a new one.
 
     Attributes:
         authenticator: this node's part in the handshakes with other nodes; gets the run's key once it is read.
         clock: clock in monotonic seconds.
-        wake: event for the agent's thread; other threads set it when a hub has sent something or the state has changed.
-        inbox: messages of other agents for the agent's thread.
-        received: what hubs have sent on connections of this node, and the ends of these, for the agent's thread.
+        queue: all that other threads have for the agent's: what hubs have sent, messages of agents, looks at the row.
         latest: newest version of the round that this node has read, written or received.
         silence: limit of the silence of the nodes of a round, and the time between two heartbeats of a connection.
     """
@@ -259,7 +233,7 @@ class Context:
         runtime: Runtime,
         me: Peer,
         surroundings: Surroundings | None = None,
-        wake: threading.Event | None = None,
+        queue: EventQueue | None = None,
     ) -> None:
         self.limits = limits
         self.timings = timings
@@ -267,9 +241,6 @@ class Context:
         self.surroundings = surroundings or Surroundings()
         self.authenticator = Authenticator(me, "hub")
         self.clock = runtime.clock
-        self.wake = wake or runtime.event()
-        self.inbox = Inbox()
-        # Without a lock: a deque's append and popleft are atomic.
-        self.received: deque[tuple[Link, HubSent | LinkEnded]] = deque()
+        self.queue = queue or EventQueue(runtime.event())
         self.latest = SharedNewestRound()
         self.silence = SilenceLimit(timings)

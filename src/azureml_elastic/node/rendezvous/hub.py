@@ -22,7 +22,7 @@ from azureml_elastic.node.core.events import FromMember
 from azureml_elastic.node.core.hub_state import CloseLink, HubAction, HubState, HubView, Send, SendAll
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.context import Context
-from azureml_elastic.node.rendezvous.link import Membership
+from azureml_elastic.node.rendezvous.link import AgentMessage, Membership
 
 _LOG = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Hub:
     """The server of one node. :class:`HubState` decides; this class reads, sends and closes. Thread-safe.
 
     Args:
-        context: settings; ``wake`` is set when the view has changed, and reports are put into ``inbox``.
+        context: settings; ``queue`` gets the reports of members, and wakes when the view has changed.
         listener: listening socket, which the hub owns from now on.
         membership: the round that this node has joined last.
 
@@ -134,7 +134,7 @@ class Hub:
                 self._perform(actions)
             case _:
                 self._on_state(connection, message)
-        self._context.wake.set()
+        self._context.queue.wake()
 
     def _on_state(self, connection: Connection, message: messages.Message) -> None:
         """Process what a node says of itself or of its round."""
@@ -157,7 +157,7 @@ class Hub:
                     _LOG.warning("%s.", message.text)
                 case messages.Report() if member is not None:
                     name, number = member
-                    self._context.inbox.put(number, FromMember(name, message.body))
+                    self._context.queue.post(AgentMessage(number, FromMember(name, message.body)))
         self._perform(actions)
 
     def _on_close(self, connection: Connection) -> None:
@@ -185,7 +185,7 @@ class Hub:
     def _perform_and_wake(self, actions: list[HubAction] | None) -> None:
         if actions is not None:
             self._perform(actions)
-            self._context.wake.set()
+            self._context.queue.wake()
 
     def _perform(self, actions: Iterable[HubAction]) -> None:
         """Send and close, outside of the lock: encoding a round for a thousand nodes takes time."""

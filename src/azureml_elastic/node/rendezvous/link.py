@@ -10,9 +10,9 @@ from typing import Any
 
 from azureml_elastic.ipc import Connection, MessageClient, Peer
 from azureml_elastic.node.core import messages
-from azureml_elastic.node.core.events import FromLeader, HubSent, LinkEnded
-from azureml_elastic.node.core.hub_state import HubReports
+from azureml_elastic.node.core.events import FromLeader, FromMember, HubSent, LinkEnded
 from azureml_elastic.node.core.messages import MemberHello, Message, Watch
+from azureml_elastic.node.core.node import Node
 from azureml_elastic.node.core.pauses import BeatWatch, PauseDetector
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.context import Context
@@ -22,11 +22,31 @@ _ESTABLISHED_SECONDS = 0.5
 """Time in which a hub knows a new member, so that it notices at once if the member dies next; a frozen hub does not."""
 
 
+@dataclass(frozen=True)
+class AgentMessage:
+    """A message of another agent, in the queue of this one.
+
+    Args:
+        number: number of the round in which it was sent.
+    """
+
+    number: int
+    message: FromLeader | FromMember
+
+
+@dataclass(frozen=True)
+class FromLink:
+    """What has come on a connection to a hub, in the queue of this node's agent."""
+
+    link: Link
+    event: HubSent | LinkEnded
+
+
 class Link:
     """A connection to a hub, with heartbeats in both directions.
 
     Args:
-        context: settings; ``received`` gets what the hub sends and the end of the connection, and ``inbox`` broadcasts.
+        context: settings; ``queue`` gets what the hub sends, and the end of the connection.
         greeting: first message, ``MemberHello`` or ``Watch``.
         timeout: seconds to connect in; ``None`` for the heartbeat timeout.
 
@@ -94,7 +114,7 @@ class Link:
                 return
         match message:
             case messages.Broadcast():
-                self._context.inbox.put(self._round, FromLeader(message.body))
+                self._context.queue.post(AgentMessage(self._round, FromLeader(message.body)))
             case messages.RoundChanged(round=Round() as round_) if not self._context.latest.accept(round_):
                 self._put(HubSent(message))
                 # The version itself is no reason to act, but to read the row; it is passed on so that it is not sent
@@ -103,17 +123,15 @@ class Link:
             case _:
                 self._put(HubSent(message))
         self._has_answered = True
-        self._context.wake.set()
 
     def _on_close(self, connection: Connection) -> None:
         now = self._context.clock()
         was_given_up = self._pauses.was_given_up(self._context.silence.smallest(now), now)
         self.broken = True
         self._put(LinkEnded(connection.refused, was_given_up))
-        self._context.wake.set()
 
     def _put(self, event: HubSent | LinkEnded) -> None:
-        self._context.received.append((self, event))
+        self._context.queue.post(FromLink(self, event))
 
     def _on_tick(self) -> None:
         if self._client is None:
@@ -216,44 +234,21 @@ _CONNECT_SECONDS = 1.0
 
 
 class Membership:
-    """The round that this node has joined last. For the agent's thread, except for methods marked thread-safe.
+    """Connection of a member to rank 0's hub. For the agent's thread, except for methods marked thread-safe."""
 
-    Attributes:
-        me: row of this node, with the number of strikes that was read last.
-        over: whether the round is known to have ended.
-        reports: what rank 0's hub has sent.
-    """
-
-    def __init__(self, context: Context, me: Member) -> None:
+    def __init__(self, context: Context, machine: Node) -> None:
         self._context = context
-        self._assignment: Assignment | None = None
+        self._machine = machine
+        self._listener: socket.socket | None = None
         self._link: Link | None = None
-        self._since = 0.0
         self._failed_number = 0
-        self.me = me
-        self.over = False
-        self.reports = HubReports()
 
     @property
     def assignment(self) -> Assignment:
         """The assignment in the round joined last."""
-        assert self._assignment is not None, "no round was joined yet"
-        return self._assignment
-
-    @property
-    def last_round(self) -> int:
-        """Number of the round joined last, 0 before the first."""
-        return self._assignment.round.number if self._assignment else 0
-
-    @property
-    def leads(self) -> bool:
-        """Whether this node is rank 0 of its round."""
-        return self._assignment is not None and self._assignment.rank == 0
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since this node got its assignment."""
-        return self._context.clock() - self._since
+        machine = self._machine
+        assert machine.round is not None, "no round was joined yet"
+        return Assignment(machine.round, machine.rank, self._listener)
 
     @property
     def connected(self) -> bool:
@@ -261,23 +256,28 @@ class Membership:
         return self._link is not None
 
     @property
+    def is_linked(self) -> bool:
+        """Whether there is a connection to rank 0's hub that has not ended. Thread-safe."""
+        link = self._link  # once: the agent's thread may disconnect meanwhile
+        return link is not None and not link.broken
+
+    @property
     def link(self) -> Link:
         """The connection to rank 0's hub."""
         assert self._link is not None, "this node is not connected to rank 0's hub"
         return self._link
 
-    def enter(self, round_: Round, rank: int, listener: socket.socket, timeout: float | None = None) -> Assignment:
-        """Take the assignment in a sealed round, and connect to rank 0's hub.
+    def enter(self, round_: Round, rank: int, listener: socket.socket, timeout: float | None = None) -> None:
+        """Connect to rank 0's hub of a sealed round.
 
         Args:
             listener: listening socket for the round's store, which the assignment owns on rank 0.
             timeout: seconds to connect in; ``None`` for the heartbeat timeout.
 
         Raises:
-            OSError: rank 0's hub cannot be reached; the assignment is set all the same.
+            OSError: rank 0's hub cannot be reached.
         """
-        self._assignment = assignment = Assignment(round_, rank, listener if rank == 0 else None)
-        self.over, self._since, self.reports = False, self._context.clock(), HubReports()
+        self._listener = listener if rank == 0 else None
         first = round_.members[0]
         self.disconnect()
         try:
@@ -285,23 +285,16 @@ class Membership:
         except OSError:
             self._failed_number = round_.number
             raise
-        return assignment
-
-    def is_in(self, number: int, node: str) -> bool:
-        """Return whether this node and another one are still in the round of this number. Thread-safe."""
-        link = self._link  # once: the agent's thread may disconnect meanwhile
-        if link is None or self.last_round != number or self.over:
-            return False
-        return not link.broken and node not in self.reports.lost
 
     def reached_leader(self, number: int) -> bool | None:
         """Return whether this node has reached rank 0's hub of a round, ``None`` if it still tries. Thread-safe."""
         link = self._link
-        if self.last_round != number or not number:
+        if self._machine.last_round != number or not number:
             return None
         if link is not None:
             return not link.broken
-        return False if number == self._failed_number or self.seconds > _CONNECT_SECONDS else None
+        seconds = self._context.clock() - self._machine.entered
+        return False if number == self._failed_number or seconds > _CONNECT_SECONDS else None
 
     def send_to_leader(self, message: Message) -> None:
         """Send to rank 0's hub, if there is a connection to it. Thread-safe."""
@@ -317,5 +310,5 @@ class Membership:
     def leave(self) -> None:
         """End the connection and close the assignment's listener."""
         self.disconnect()
-        if self._assignment is not None and self._assignment.listener is not None:
-            self._assignment.listener.close()  # without effect where the store has taken it over
+        if self._listener is not None:
+            self._listener.close()  # without effect where the store has taken it over

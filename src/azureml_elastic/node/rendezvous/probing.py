@@ -17,6 +17,7 @@ from functools import partial
 from azureml_elastic.errors import NodeLeaving
 from azureml_elastic.ipc import Connection
 from azureml_elastic.node.core.messages import Reached
+from azureml_elastic.node.core.node import Node
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.host.addresses import Ports
 from azureml_elastic.node.rendezvous.context import Context
@@ -81,16 +82,18 @@ class PeerProber:
     """This node's probes. :meth:`tick` is for one thread, and starts probes on another.
 
     Args:
-        context: settings; ``wake`` is set when an unreachable peer is reached again.
+        context: settings; ``queue`` wakes when an unreachable peer is reached again.
         reachability: receives the results.
-        membership: this node's round, and its connection to rank 0's hub, which receives recoveries.
+        membership: this node's connection to rank 0's hub, which receives recoveries.
+        machine: what this node knows of its round.
     """
 
-    def __init__(self, context: Context, reachability: Reachability, membership: Membership) -> None:
+    def __init__(self, context: Context, reachability: Reachability, membership: Membership, machine: Node) -> None:
         self.reachability = reachability
         self._context = context
         self._membership = membership
-        self._choose = random.Random(membership.me.node)
+        self._machine = machine
+        self._choose = random.Random(machine.me.node)
         self._reached: set[str] = set()
         self._next: Assignment | None = None
         self._next_at = 0.0
@@ -163,10 +166,16 @@ class PeerProber:
             if target == "worker_port" and (peer.incarnation, "peer_hub") in errors:
                 continue  # nothing of that machine can be reached
             # A probe takes seconds: the round may be over by now, and the peer's process with it.
-            if self._membership.is_in(round_.number, peer.node):
+            if self._both_are_in(round_, peer):
                 purpose = _PURPOSES[target].format(round_.number)
                 error = errors[peer.incarnation, target]
                 self.reachability.failed(peer, purpose, error, _PROBE_SECONDS, target=target, port=port)
+
+    def _both_are_in(self, round_: Round, peer: Member) -> bool:
+        """Return whether this node and another one are still in a round."""
+        seen = self._machine.seen
+        is_in = self._machine.last_round == round_.number and self._membership.is_linked
+        return is_in and not seen.over and peer.node not in seen.lost
 
     def _probe_again(self, due: list[tuple[tuple[str, Target], tuple[str, int]]]) -> None:
         errors = self._context.runtime.probe([address for _, address in due], _PROBE_SECONDS)
@@ -177,7 +186,7 @@ class PeerProber:
     def _recovered(self, incarnation: str, target: Target) -> None:
         if self.reachability.reached(incarnation, target):
             self._membership.send_to_leader(Reached(incarnation))
-            self._context.wake.set()
+            self._context.queue.wake()
 
 
 def _targets(peer: Member) -> set[tuple[str, Target]]:
@@ -191,16 +200,13 @@ def _reject(connection: Connection, _: object) -> None:
 _PROBING_SECONDS = 5.0
 """Longest sleep while an unreachable node is to be probed again."""
 
-_MAX_SECONDS = 3600.0
-"""Longest sleep."""
-
 
 @dataclass(frozen=True)
 class Sleeper:
     """Sleep that other threads can end, and that starts the probes which are due.
 
     Args:
-        context: clock and event that ends a sleep.
+        context: clock and queue, which ends a sleep.
         prober: prober whose due probes are started before each sleep.
     """
 
@@ -214,10 +220,8 @@ class Sleeper:
             NodeLeaving: this node must leave.
         """
         self.prober.tick()
-        longest = _PROBING_SECONDS if self.prober.reachability.pairs() else _MAX_SECONDS
-        woken = self.context.wake.wait(min(seconds, longest))
-        # Cleared before the caller looks at anything, so that what happens from now on wakes it again.
-        self.context.wake.clear()
+        longest = _PROBING_SECONDS if self.prober.reachability.pairs() else seconds
+        woken = self.context.queue.wait(min(seconds, longest))
         if self.context.surroundings.must_leave():
             raise NodeLeaving("the node is leaving the run")
         return woken

@@ -1,7 +1,7 @@
-"""The rendezvous of one node: it joins a round, is a member of it, and ends it, again and again until the run ends.
+"""The rendezvous of one node: what carries out its decisions on the way into a round, and at the end of it.
 
-:class:`Rendezvous` drives objects that each own one piece of I/O. :mod:`~azureml_elastic.node.core` decides. One
-thread, the agent's, calls it; other threads only wake that one.
+:class:`Rendezvous` has objects that each own one piece of I/O. :mod:`~azureml_elastic.node.core` decides. One thread,
+the agent's, calls it; other threads only post to that one's queue.
 """
 
 from __future__ import annotations
@@ -9,32 +9,34 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-import threading
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from azureml_elastic.config import RendezvousTimings
-from azureml_elastic.errors import RunFailed, RunSucceeded
+from azureml_elastic.errors import NodeLeaving, RunFailed, RunSucceeded, TableUnavailable
 from azureml_elastic.ipc import Peer
 from azureml_elastic.ledger import events
 from azureml_elastic.node.core import actions as do
 from azureml_elastic.node.core import events as ev
 from azureml_elastic.node.core.events import Roster, RoundSeen
 from azureml_elastic.node.core.hub_state import HubView
-from azureml_elastic.node.core.joiner import Joiner, JoinState
 from azureml_elastic.node.core.joining import greeting_of, is_landmark
-from azureml_elastic.node.core.messages import RoundChanged, Unreachable
-from azureml_elastic.node.core.round import Limits, Member, Round, reopened
+from azureml_elastic.node.core.messages import Done, Report, RoundChanged, Unreachable
+from azureml_elastic.node.core.node import Node, Part
+from azureml_elastic.node.core.round import Limits, Member, Round, is_same_round, reopened
+from azureml_elastic.node.core.training import Training
+from azureml_elastic.node.driver import Driver, EventQueue, Received
 from azureml_elastic.node.host.addresses import Ports, format_address, listening_address
 from azureml_elastic.node.rendezvous.context import STORE_SECONDS, Context, LocalNode, Runtime, Surroundings
 from azureml_elastic.node.rendezvous.hub import Hub
-from azureml_elastic.node.rendezvous.link import Assignment, HubWatch, Membership
+from azureml_elastic.node.rendezvous.link import AgentMessage, Assignment, FromLink, HubWatch, Membership
 from azureml_elastic.node.rendezvous.probing import DataPort, PeerProber, Sleeper
 from azureml_elastic.node.rendezvous.reachability import Reachability, UnreachablePair, is_unreachable, query_members
 from azureml_elastic.node.rendezvous.round_end import RoundEnd
-from azureml_elastic.node.rendezvous.rows import Rows, RunKey
-from azureml_elastic.node.rendezvous.table_heartbeat import RoundLook, TableHeartbeat
+from azureml_elastic.node.rendezvous.rows import RowLook, Rows, RunKey
+from azureml_elastic.node.rendezvous.table_heartbeat import LookRequest, TableHeartbeat
 from azureml_elastic.node.table import Table
 
 _LOG = logging.getLogger(__name__)
@@ -49,16 +51,25 @@ _FEW_NODES = 64
 """Largest round whose nodes all get the run's key before they are ready to join; in a larger one the landmarks do."""
 
 
+@dataclass(frozen=True)
+class _Looked:
+    """In the queue: what a look at the round's row has found while this round ran, ``None`` for no answer."""
+
+    round: Round
+    look: RowLook | None
+
+
 class Rendezvous:
-    """One node's part in the run.
+    """One node's part in the run: a :class:`~azureml_elastic.node.driver.Port` for a node without an agent.
 
     Args:
         runtime: clock, threads and sockets; by default those of this machine.
-        wake: event to set when there is something to do; ``None`` for a new one.
+        queue: queue of the agent's thread; ``None`` for a new one.
 
     Attributes:
-        wake: event that is set when the agent should look at :meth:`status` and at the inbox.
-        inbox: messages of other agents for the agent's thread.
+        machine: what decides.
+        newest: newest version of the round that this node knows.
+        queue: what other threads have for the agent's.
         authenticator: this node's part in the handshakes with other nodes.
         membership: the round joined last, and the connection to its rank 0.
         round_end: reopens the round, or closes the run.
@@ -75,7 +86,7 @@ class Rendezvous:
         timings: RendezvousTimings,
         surroundings: Surroundings | None = None,
         runtime: Runtime | None = None,
-        wake: threading.Event | None = None,
+        queue: EventQueue | None = None,
     ) -> None:
         # Each object gets only objects that were made before it.
         self.node = node.name
@@ -83,11 +94,11 @@ class Rendezvous:
         self._interface = listening_address(node.host)
         runtime = runtime or Runtime(Ports(node.ports))
         self._context = context = Context(
-            limits, timings, runtime, Peer(node.name, node.incarnation), surroundings, wake
+            limits, timings, runtime, Peer(node.name, node.incarnation), surroundings, queue
         )
         self._surroundings = context.surroundings
-        self.wake = context.wake
-        self.inbox = context.inbox
+        self.queue = context.queue
+        self.newest = context.latest
         self.authenticator = context.authenticator
         # A thousand nodes may connect at once. The kernel drops what its queue does not hold, and TCP tries again only
         # after a second.
@@ -103,22 +114,21 @@ class Rendezvous:
             host_id=node.host_id,
             data_port=self._data_port.number if self._data_port is not None else 0,
         )
-        self.membership = membership = Membership(context, me)
+        self.machine = machine = Node(me, limits, timings, context.latest)
+        self.membership = membership = Membership(context, machine)
         self._reachability = reach = Reachability(
             node.name, node.host, context.clock, node.ports, self._report_unreachable
         )
-        self._prober = PeerProber(context, reach, membership)
+        self._prober = PeerProber(context, reach, membership, machine)
         self._sleeper = Sleeper(context, self._prober)
         key = RunKey(table, context.clock, context.authenticator, node.program)
         self._rows = rows = Rows(table, self._sleeper.sleep, context.latest, key)
         self.hub = hub = Hub(context, hub_listener, membership)
-        self._look = RoundLook(context, rows)
-        self._has_woken = False
         self._listener: socket.socket | None = None
-        self._events: deque[ev.JoinEvent] = deque()
-        self._heartbeat = TableHeartbeat(context, table, hub, self._look)
+        self._heartbeat = TableHeartbeat(context, table, hub)
         self._watch = HubWatch(context, reach)
-        self.round_end = RoundEnd(context, membership, rows, hub, self._watch, reach)
+        self.round_end = RoundEnd(context, membership, machine, rows, hub, self._watch, reach)
+        self._driver = Driver(machine, self)
 
     # --- joining -----------------------------------------------------------------------------------------------------
 
@@ -131,7 +141,7 @@ class Rendezvous:
         if not self._is_one_of_many:
             # Others meet at this node's hub before it is ready to join. They must not wait for a node that is refused.
             self._rows.read_run_key(defer=False)
-        self._rows.write_member(replace(self.membership.me, state="starting"))
+        self._rows.write_member(replace(self.machine.me, state="starting"))
 
     def join(self) -> Assignment:
         """Wait for the next round in which this node is a member, and enter it.
@@ -146,66 +156,181 @@ class Rendezvous:
             TableForbidden, TableNotFound: the table cannot be used.
             UsageError: the run has another program.
         """
-        if self.membership.last_round:
-            # Before the disconnection, by which the others would take this node for lost and go on without it.
-            self.round_end.reopen(do.Reopen(f"{self.node} has left the round", lost=self.status().lost))
-        self.membership.leave()
-        try:
-            round_, known = self._first_read()
-            self._rows.read_run_key(defer=self._is_one_of_many)
-            self._drive(ev.Started(round_, known))
-            self._rows.persistent = True
-            assignment = self.membership.assignment
-            self._prober.begin(assignment)
-            if assignment.listener is not None:
-                self._listener = None
-            return assignment
-        finally:
-            self._watch.close()  # only now, so that the messages sent there have arrived
-            if self._listener is not None:
-                self._listener.close()
-                self._listener = None
+        self.status()
+        self._driver.begin()
+        woken = False
+        while True:
+            self._driver.turn(woken=woken)
+            if self.machine.part is Part.MEMBER:
+                return self.membership.assignment
+            woken = self.wait(self._driver.deadline - self.clock())
 
-    def _drive(self, event: ev.JoinEvent) -> None:
-        """Bring events to a :class:`Joiner` and perform its actions, until this node has its place in a round."""
-        me, limits, timings = self.membership.me, self._context.limits, self._context.timings
-        last_round, has_left = self.membership.last_round, self._rows.has_left
-        joiner = Joiner(me, limits, timings, last_round=last_round, has_left=has_left)
-        answer: ev.JoinEvent | None = event
-        while joiner.state is not JoinState.IN:
-            actions = joiner.handle(answer or self._next_event(joiner), self._context.clock())
-            answer = None
-            for action in actions:
-                if not isinstance(action, do.Call):
-                    self._perform(action)
-                # A call takes up to seconds, and one for a version that has passed would be for nothing.
-                elif self._context.latest.after(joiner.round) is None:
-                    answer = self._call(action, joiner.me)
+    def status(self) -> RoundSeen:
+        """Return what is known of the round, for a node without an agent."""
+        self.probe()
+        return self._driver.status()
 
-    def _next_event(self, joiner: Joiner) -> ev.JoinEvent:
-        """Wait for what happens next.
+    # --- what the driver asks ----------------------------------------------------------------------------------------
+
+    def clock(self) -> float:
+        """See :class:`~azureml_elastic.node.driver.Port`."""
+        return self._context.clock()
+
+    def must_leave(self) -> bool:
+        """See :class:`~azureml_elastic.node.driver.Port`."""
+        return self._surroundings.must_leave()
+
+    def receive(self) -> Received:
+        """See :class:`~azureml_elastic.node.driver.Port`. What came on earlier connections is dropped."""
+        leader, watched, messages, rows, must_look = [], [], [], [], False
+        for posted in self.queue.take():
+            match posted:
+                case FromLink(link, event) if self.membership.connected and link is self.membership.link:
+                    leader.append(event)
+                case FromLink(link, event) if link is self._watch.link:
+                    watched.append(event)
+                    if isinstance(event, ev.LinkEnded):
+                        self._watch.close()
+                case AgentMessage(number, message):
+                    messages.append((number, message))
+                case _Looked():
+                    rows.append(self._row_seen(posted))
+                case LookRequest():
+                    must_look = True
+        return Received(leader, watched, messages, rows, must_look)
+
+    def view(self) -> HubView:
+        """See :class:`~azureml_elastic.node.driver.Port`."""
+        return self.hub.view() if self.machine.leads else HubView()
+
+    def woken(self) -> ev.Woken:
+        """See :class:`~azureml_elastic.node.driver.Port`."""
+        return ev.Woken(self.hub.should_seal(), self.hub.take_read_request())
+
+    def marked(self, me: Member) -> Member:
+        """See :class:`~azureml_elastic.node.driver.Port`."""
+        return self._reachability.marked(me)
+
+    def workers(self) -> tuple[Sequence[ev.WorkerVoted], ev.WorkersSeen]:
+        """See :class:`~azureml_elastic.node.driver.Port`. Another agent has them."""
+        return (), ev.WorkersSeen()
+
+    def own_events(self, training: Training, workers: ev.WorkersSeen) -> Sequence[ev.TrainingEvent]:  # noqa: ARG002
+        """See :class:`~azureml_elastic.node.driver.Port`."""
+        return ()
+
+    def probe(self) -> None:
+        """Start the probes that are due."""
+        self._prober.tick()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until there may be something to do, at most for this time; return whether there may be.
 
         Raises:
-            NodeLeaving: this node must leave.
+            NodeLeaving: this node is in no round, and must leave.
         """
-        context = self._context
-        while True:
-            self._collect()
-            if self._events:
-                return self._events.popleft()
-            if (newer := context.latest.after(joiner.round)) is not None:
-                return ev.NewerRound(newer)
-            if (marked := self._reachability.marked(joiner.me)) != joiner.me:
-                return ev.MarksChanged(marked)
-            if self._has_woken:
-                self._has_woken = False
-                return ev.Woken(self.hub.should_seal(), self.hub.take_read_request())
-            left = joiner.deadline - context.clock()
-            if left <= 0:
-                return ev.TimerFired()
-            self._has_woken = self._sleeper.wait(left)
+        return self._sleeper.wait(seconds)
 
-    def _call(self, call: do.Call, me: Member) -> ev.JoinEvent | None:
+    # --- what the driver has done ------------------------------------------------------------------------------------
+
+    def perform(self, action: do.Action) -> ev.NodeEvent | None:
+        """See :class:`~azureml_elastic.node.driver.Port`.
+
+        Raises:
+            RunSucceeded, RunFailed: the run has ended.
+            NodeLeaving: this node must leave.
+            TableForbidden, TableNotFound: the table cannot be used.
+            UsageError: the run has another program.
+        """
+        match action:
+            case do.Reopen() | do.Close():
+                return self._change_row(action)
+            case do.LeaveRound():
+                self.membership.leave()
+            case do.FindRound(before):
+                return self._find_round(before)
+            case do.LookAtRow(round_):
+                self._context.runtime.thread(partial(self._look, round_), "look at the round").start()
+            case do.LeaveRun():
+                raise NodeLeaving("the node is leaving the run")
+            case do.ToLeader() | do.ToMembers() | do.ReportDone() | do.Disconnect() | do.AwaitEnd():
+                self._send(action)
+            case do.FindPair():
+                # The two nodes are not members of one round again until they reach each other.
+                members = self.membership.assignment.round.members
+                pair = self._reachability.confirm({member.incarnation for member in members})
+                return None if pair is None else ev.PairFound(str(pair))
+            case _ if isinstance(action, do.RendezvousCall):
+                return self._call(action) or ev.Abandoned()
+            case _ if isinstance(action, do.JoinStep):
+                self._perform(action)
+        return None
+
+    def _send(self, action: do.Sending) -> None:
+        match action:
+            case do.ToLeader(body):
+                self.membership.send_to_leader(Report(body))
+            case do.ToMembers(body):
+                self.hub.broadcast(body)
+            case do.ReportDone():
+                self.membership.send_to_leader(Done())
+            case do.Disconnect():
+                self.membership.disconnect()
+            case do.AwaitEnd():
+                self.round_end.await_other(action)
+
+    def _change_row(self, action: do.RowAction) -> ev.EndWritten:
+        if isinstance(action, do.Close):
+            mine = self.round_end.close(action)
+            if mine:
+                self._record(events.RunEnded, succeeded=action.succeeded, message=action.message)
+            return ev.EndWritten(mine)
+        written = self.round_end.reopen(action)
+        if written is None:
+            return ev.EndWritten(mine=False)
+        self._record(events.RoundReopened, reason=action.reason, lost=tuple(sorted(action.lost)))
+        if written.closed:  # it was one failed round too many
+            self._record(events.RunEnded, succeeded=False, message=written.message)
+        return ev.EndWritten(True, self.round_end.left_in_order(action.lost))
+
+    def _record(self, kind: type[Any], **fields: Any) -> None:
+        self._surroundings.record(kind, self.machine.last_round, **fields)
+
+    def _find_round(self, before: Round | None) -> ev.Started:
+        """Read the current round and other nodes, without a read where the round was received."""
+        rows = self._rows
+        round_: Round
+        known: Mapping[str, Member] | Roster
+        if before is None:
+            round_, known = rows.read_some(self.node)
+        else:
+            round_ = self.newest.after(before) or rows.read_round()
+            known = {member.node: member for member in before.members}
+        rows.read_run_key(defer=self._is_one_of_many)
+        return ev.Started(round_, known, rows.has_left)
+
+    def _look(self, round_: Round) -> None:
+        """Read the round's row, on a thread: a member must see notices and votes while the table does not answer."""
+        try:
+            self.queue.post(_Looked(round_, self._rows.look()))
+        except TableUnavailable:
+            self.queue.post(_Looked(round_, None), wake=False)
+
+    def _row_seen(self, looked: _Looked) -> ev.RowSeen:
+        """Take in a row that was read on a thread.
+
+        Raises:
+            UsageError: the table holds the key of another program's run.
+        """
+        round_, look = looked.round, looked.look
+        if look is None or self.machine.round is not round_:  # what is older must not replace what was read since
+            return ev.RowSeen(round_, None)
+        try:
+            return ev.RowSeen(round_, not is_same_round(self._rows.observe(look), round_))
+        except TableUnavailable:
+            return ev.RowSeen(round_, None)
+
+    def _call(self, call: do.RendezvousCall) -> ev.JoinEvent | None:
         """Perform a call; return its answer, ``None`` where it was abandoned for a newer version of the round."""
         match call:
             case do.PrepareRow():
@@ -214,29 +339,27 @@ class Rendezvous:
                 failure = self._watch.connect(call.to, call.greeting, call.purpose, call.timeout)
                 if failure is None:
                     return ev.Connected()
-                return ev.ConnectFailed(isinstance(failure, ConnectionRefusedError), self._reachability.marked(me))
+                return ev.ConnectFailed(
+                    isinstance(failure, ConnectionRefusedError), self._reachability.marked(self._me)
+                )
             case do.TakeCandidates():
                 return ev.CandidatesTaken(self.hub.candidates())
             case do.Enter():
-                return self._enter(call, me)
+                return self._enter(call, self._me)
             case do.ReachStore():
                 return self._reach_store(call.round)
             case do.QueryMembers():
                 return ev.MembersAnswered(query_members(self._context, call.round, self.node))
             case do.ReadHeartbeat():
                 return ev.HeartbeatRead(*self._heartbeat.look())
-            case do.Reopen():
-                self.round_end.reopen(call)
-                return ev.Reopened()
             case do.GetReady():
                 return ev.GotReady(self._surroundings.get_ready())
         return self._rows.perform(call)
 
-    def _perform(self, action: do.JoinAction) -> None:
+    def _perform(self, action: do.JoinStep) -> None:
         match action:
             case do.Offer():
                 self.hub.add_own_candidacy(action.round, action.me)
-                self._has_woken = True
             case do.Greet():
                 self._watch.send(action.greeting)
             case do.EndWatch():
@@ -257,6 +380,13 @@ class Rendezvous:
                     ", ".join(action.unreachable_from),
                     self._reachability.advice,
                 )
+            case do.Take():
+                self._rows.persistent = True
+                self._prober.begin(self.membership.assignment)
+                self._watch.close()  # only now, so that the messages sent there have arrived
+                if self.membership.assignment.listener is None:
+                    self._close_listener()
+                self._listener = None
             case do.Finish():
                 raise self._end_of(action.round)
 
@@ -300,26 +430,16 @@ class Rendezvous:
             reason = str(pair)
         return ev.StoreUnreachable(reason, seen)
 
-    def _collect(self) -> None:
-        """Take what hubs have sent on connections that this node still has."""
-        received = self._context.received
-        while received:
-            link, event = received.popleft()
-            # What came on earlier connections is of rounds that are over, and is dropped.
-            if self.membership.connected and link is self.membership.link:
-                self.membership.reports.take(event)
-            elif link is self._watch.link:
-                self._events.append(event)
-                if isinstance(event, ev.LinkEnded):
-                    self._watch.close()
+    @property
+    def _me(self) -> Member:
+        """The row with which this node wants to be in a round."""
+        joiner = self.machine.joiner
+        return self.machine.me if joiner is None else joiner.me
 
-    def wait(self, seconds: float) -> None:
-        """Wait until there may be something to do, at most for this time, while this node is in no round.
-
-        Raises:
-            NodeLeaving: this node must leave.
-        """
-        self._sleeper.wait(seconds)
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
     def read_round(self) -> Round:
         """Read the current round, for a node that has not joined yet: no node waits for it after the first seal."""
@@ -334,7 +454,7 @@ class Rendezvous:
         round_ = self._rows.read_round()
         if round_.closed:
             raise self._end_of(round_)
-        return round_.number > self.membership.last_round > 0 and self.node not in round_.previous
+        return round_.number > self.machine.last_round > 0 and self.node not in round_.previous
 
     def is_left_out(self) -> bool:
         """Return the same as :meth:`given_up` right after this node's round, without a read where its end is known.
@@ -342,7 +462,7 @@ class Rendezvous:
         Raises:
             RunSucceeded, RunFailed: the run has ended.
         """
-        newer = self._context.latest.after(self.membership.assignment.round) if self.membership.last_round else None
+        newer = self._context.latest.after(self.membership.assignment.round) if self.machine.last_round else None
         return self.given_up() if newer is None or newer.closed else self.node not in newer.previous
 
     def _end_of(self, round_: Round) -> RunSucceeded | RunFailed:
@@ -360,74 +480,41 @@ class Rendezvous:
     def _is_one_of_many(self) -> bool:
         return self._context.limits.maximum > _FEW_NODES and not is_landmark(self.node)
 
-    def _first_read(self) -> tuple[Round, Mapping[str, Member] | Roster]:
-        """Return the current round and other nodes, without a read where the round was received."""
-        if not self.membership.last_round:
-            return self._rows.read_some(self.node)
-        before = self.membership.assignment.round
-        return self._context.latest.after(before) or self._rows.read_round(), {
-            member.node: member for member in before.members
-        }
-
     def _prepare(self, round_: Round) -> Member:
         """Return the row with which this node wants to be in an open round."""
         # Listening before the seal: those that connect as soon as they read it wait instead of being refused.
         if self._listener is None:
             self._listener = self._context.runtime.listen(self._interface, 2048)
         # A former member that is not a survivor was lost to the others, which may have written strikes against it.
-        was_member = self.membership.last_round > 0
+        was_member = self.machine.last_round > 0
         strikes = self._surroundings.live_strikes(fresh=was_member and self.node not in round_.previous)
         quarantine = self._context.limits.quarantine
         if quarantine is not None and strikes >= quarantine:
-            host_id = self.membership.me.host_id
-            self._surroundings.record(events.HostQuarantined, self.membership.last_round, host=host_id, strikes=strikes)
-        self.membership.me = me = replace(self.membership.me, strikes=strikes)
+            host_id = self.machine.me.host_id
+            self._surroundings.record(events.HostQuarantined, self.machine.last_round, host=host_id, strikes=strikes)
+        me = replace(self.machine.me, strikes=strikes)
         failures_before = self.membership.assignment.round.failures if was_member else ()
         self._reachability.suspect_workers = round_.failed_rounds > 0 or len(round_.failures) > len(failures_before)
         return self._reachability.marked(replace(me, round=round_.number, store_port=self._listener.getsockname()[1]))
 
     # --- being a member ----------------------------------------------------------------------------------------------
 
-    def status(self) -> RoundSeen:
-        """Return the state of the round; reads the table only where a hub has sent that the row has changed."""
-        self._prober.tick()
-        membership = self.membership
-        if not membership.connected:
-            return RoundSeen()
-        self._collect()
-        reports, round_ = membership.reports, membership.assignment.round
-        view = self.hub.view() if membership.leads else HubView()
-        was_given_up = view.was_given_up or reports.was_given_up
-        # Once over it stays so, although the row that has shown it is not looked at again.
-        membership.over = membership.over or was_given_up or reports.broken or self._has_changed(round_)
-        context = self._context
-        debounce, now = context.timings.rescale_debounce.total_seconds(), context.clock()
-        known = {"over": membership.over, "ended": context.latest.after(round_) is not None}
-        return reports.see(round_, self.node, view, **known, limits=context.limits, debounce=debounce, now=now)
-
-    def take_unreachable_pair(self) -> UnreachablePair | None:
-        """Return an unreachable member to which only workers connect, if there is one, because of which the round ends.
-
-        The two nodes are not members of one round again until they reach each other.
-        """
-        return self._reachability.confirm({member.incarnation for member in self.membership.assignment.round.members})
-
     def leave(self, reason: str) -> None:
         """Write that this node will not return. Never raises, since a node that leaves cannot handle errors."""
         with contextlib.suppress(Exception):
-            self._rows.write_member(replace(self.membership.me, state="left", reason=reason))
+            self._rows.write_member(replace(self.machine.me, state="left", reason=reason))
             self._decline(reason)
 
     def _decline(self, reason: str) -> None:
         """Reopen a round that was sealed with this node while it was leaving: the others would wait for it."""
         round_ = self._rows.observe(self._rows.look())
         is_member = round_.rank_of(self.node, self.incarnation) is not None
-        if round_.state != "sealed" or not is_member or round_.number <= self.membership.last_round:
+        if round_.state != "sealed" or not is_member or round_.number <= self.machine.last_round:
             return
         next_ = reopened(round_, f"{self.node} has left before it could enter: {reason}", lost=[self.node])
         if self._rows.end_round(round_.number, next_):
             self.hub.publish(next_)
-            first, me = round_.members[0], self.membership.me
+            first, me = round_.members[0], self.machine.me
             purpose = "rank 0 of the round that ends"
             if self._watch.connect(first, greeting_of(me, round_), purpose, _DECLINE_SECONDS) is None:
                 self._watch.send(RoundChanged(next_))
@@ -435,23 +522,17 @@ class Rendezvous:
 
     def shutdown(self) -> None:
         """Close the hub and the connections."""
+        self._watch.close()
+        self._close_listener()
         self.membership.leave()
         self._heartbeat.stop()
         self.hub.close()
         if self._data_port is not None:
             self._data_port.close()
 
-    def _has_changed(self, round_: Round) -> bool:
-        """Return whether a newer version of the round is known; looks at the row where a hub has sent to do so."""
-        if self._context.latest.after(round_) is not None:
-            return True
-        if self.membership.reports.take_read_request():
-            self._look.request()
-        return self._look.has_changed(round_)
-
     def _report_unreachable(self, pair: UnreachablePair) -> None:
         """Record a pair and report it to rank 0's node. Thread-safe."""
         fields = {"host": pair.host, "peer": pair.peer, "address": pair.address, "purpose": pair.purpose}
-        self._surroundings.record(events.Unreachable, self.membership.last_round, **fields, error=pair.error)
-        if not self.membership.leads:
+        self._surroundings.record(events.Unreachable, self.machine.last_round, **fields, error=pair.error)
+        if not self.machine.leads:
             self.membership.send_to_leader(Unreachable(str(pair)))

@@ -10,6 +10,7 @@ from azureml_elastic.errors import TableError
 from azureml_elastic.node.core.actions import AwaitEnd, Close, Reopen
 from azureml_elastic.node.core.joining import greeting_of
 from azureml_elastic.node.core.messages import RoundChanged
+from azureml_elastic.node.core.node import Node
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.core.round_ends import EndFacts, left_in_order, version_after
 from azureml_elastic.node.rendezvous.context import Context
@@ -35,6 +36,7 @@ class RoundEnd:
 
     context: Context
     membership: Membership
+    machine: Node
     rows: Rows
     hub: Hub
     watch: HubWatch
@@ -55,12 +57,12 @@ class RoundEnd:
 
     def await_other(self, how: AwaitEnd) -> None:
         """Connect to the hub of the survivor that is to end the round."""
-        greeting = greeting_of(self.reachability.marked(self.membership.me), self.membership.assignment.round)
+        greeting = greeting_of(self.reachability.marked(self.machine.me), self.membership.assignment.round)
         self.watch.connect(how.by, greeting, "the next to end the round", how.timeout)
 
     def left_in_order(self, lost: frozenset[str]) -> frozenset[str]:
         """Return the lost members that have left before they could enter the round, according to their rows."""
-        absent = self._absent() & lost
+        absent = self.machine.absent(self.hub.view()) & lost
         rows = [self._row(member) for member in self.membership.assignment.round.members if member.node in absent]
         return left_in_order([row for row in rows if row is not None])
 
@@ -70,11 +72,6 @@ class RoundEnd:
             row = self.rows.read_member(member.node)
             return row if row is not None and row.incarnation == member.incarnation else None
         return None
-
-    def _absent(self) -> frozenset[str]:
-        """Return the lost members that have never connected to rank 0's hub."""
-        absent = self.membership.reports.absent
-        return absent | self.hub.view().absent if self.membership.leads else absent
 
     def _describe_absent(self, round_: Round, absent: frozenset[str]) -> str:
         """Return why members have never connected to rank 0's hub, according to their rows."""
@@ -91,12 +88,14 @@ class RoundEnd:
     def _write(self, how: Reopen | Close) -> Round | None:
         """Write what follows, send it to all connected nodes and return it, unless another node was first."""
         round_ = self.membership.assignment.round
-        absent = self._absent() & how.lost if isinstance(how, Reopen) and not how.failures else frozenset[str]()
+        view, absent = self.hub.view(), frozenset[str]()
+        if isinstance(how, Reopen) and not how.failures:
+            absent = self.machine.absent(view) & how.lost
         why = self._describe_absent(round_, absent) if absent else ""
-        facts = EndFacts(self.membership.seconds, self.hub.view().waiting, absent, why)
+        facts = EndFacts(self.context.clock() - self.machine.entered, view.waiting, absent, why)
         limit = self.context.timings.max_failed_rounds
         to = version_after(round_, how, facts, max_failed_rounds=limit, advice=self.reachability.advice)
-        newer = to if self.rows.end_round(self.membership.last_round, to) else self.context.latest.after(round_)
+        newer = to if self.rows.end_round(self.machine.last_round, to) else self.context.latest.after(round_)
         if newer is not None:
             self.hub.publish(newer)  # members wait for rank 0, whichever node was first
         if newer is not to:

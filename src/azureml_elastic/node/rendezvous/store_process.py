@@ -17,7 +17,8 @@ import threading
 import traceback
 from dataclasses import dataclass
 
-from azureml_elastic.forks.client import ForkedWorker, PreloadServer
+from azureml_elastic.forks.client import PreloadServer
+from azureml_elastic.node.driver import EventQueue
 from azureml_elastic.node.rendezvous.link import Assignment
 
 _END_SECONDS = 5.0
@@ -58,21 +59,22 @@ class StoreProcess(RoundStore):
     Args:
         assignment: rank 0's assignment, whose listening socket the process takes over.
         preload_server: server that forks the process, ready; ``None`` starts a new interpreter.
-        wake: event that is set when the process ends although it was not closed.
+        queue: queue of the agent, which is woken when the process ends although it was not closed.
     """
 
-    def __init__(self, assignment: Assignment, preload_server: PreloadServer | None, wake: threading.Event) -> None:
+    def __init__(self, assignment: Assignment, preload_server: PreloadServer | None, queue: EventQueue) -> None:
         assert assignment.listener is not None
         self._address = assignment.store_address
         # The assignment's own object is closed when this node leaves the round, maybe before the process has started.
         self._listener = socket.socket(fileno=assignment.listener.detach())
         self._preload_server = preload_server
-        self._wake = wake
+        self._queue = queue
         self._closed = False
         self._keys = 0
         self._asked = False
         self._link, self._theirs = socket.socketpair()
-        self._process: ForkedWorker | subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._forked: int | None = None
         self._thread = threading.Thread(target=self._run, name="store-process", daemon=True)
         self._thread.start()
 
@@ -93,7 +95,12 @@ class StoreProcess(RoundStore):
         # The thread reads until the connection ends.
         self._thread.join()
         self._link.close()
-        self._exit_code()
+        if self._process is not None:
+            try:
+                self._process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:  # stopped, or still importing
+                self._process.kill()
+                self._process.wait()
 
     def _start(self) -> None:
         """Start the process.
@@ -106,8 +113,8 @@ class StoreProcess(RoundStore):
             descriptors = [self._listener.fileno(), self._theirs.fileno()]
             server = self._preload_server
             if server is not None:
-                self._process = server.fork_store(host, port, *descriptors)
-            if self._process is None:
+                self._forked = server.fork_store(host, port, *descriptors)
+            if self._forked is None:
                 module = "azureml_elastic.forks.store_server"
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", module, host, str(port), *map(str, descriptors)],
@@ -127,7 +134,7 @@ class StoreProcess(RoundStore):
             end = StoreEnd(self._exit_code(), error)
             if not self._closed:  # the code may have taken a moment to come
                 self.end = end
-                self._wake.set()
+                self._queue.wake()
 
     def _read(self) -> str:
         """Take in what the process sends until its end; return the error that it has reported, if it has."""
@@ -144,13 +151,12 @@ class StoreProcess(RoundStore):
         return error
 
     def _exit_code(self) -> int | None:
-        """Wait for the end of the process, and return its exit code as in :class:`StoreEnd`."""
-        process = self._process
-        if process is None:
+        if self._forked is not None and self._preload_server is not None:
+            return self._preload_server.exit_code_of_store(self._forked)
+        if self._process is None:
             return 1
         try:
-            code = process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:  # stopped, or still importing
-            process.kill()
-            code = process.wait()
-        return None if isinstance(process, ForkedWorker) and process.ended_with_server else code
+            return self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()

@@ -17,66 +17,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from azureml_elastic.errors import ElasticError, RowChanged, RowExists, TableUnavailable
-from azureml_elastic.node.core.round import Round, is_same_round
+from azureml_elastic.errors import ElasticError, RowChanged, RowExists
 from azureml_elastic.node.core.table_heartbeat import HeartbeatRow, HeartbeatWriter
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub import Hub
 from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY
-from azureml_elastic.node.rendezvous.rows import RowLook, Rows
 from azureml_elastic.node.table import Row, Table
-
-
-class RoundLook:
-    """At most one look at a time, on a thread: a member must see notices and votes while the table does not answer.
-
-    Args:
-        context: threads, and ``wake``, which is set when the row was read.
-    """
-
-    def __init__(self, context: Context, rows: Rows) -> None:
-        self._context = context
-        self._rows = rows
-        self._is_requested = False
-        self._looking: Round | None = None
-        self._found: tuple[Round, RowLook] | None = None
-
-    def request(self) -> None:
-        """Have the agent's thread look at the round's row and the run's key. Thread-safe."""
-        self._is_requested = True
-        self._context.wake.set()
-
-    def has_changed(self, round_: Round) -> bool:
-        """Return whether a look has found another version than this one; begin one where it is requested.
-
-        Raises:
-            UsageError: the table holds the key of another program's run.
-        """
-        found, self._found = self._found, None
-        if found is not None and found[0] is round_:  # not of a look at the round before
-            try:
-                return not is_same_round(self._rows.observe(found[1]), round_)
-            except TableUnavailable:
-                self._is_requested = True
-                return False
-        # A request during a look begins another one after it: what is asked for may have changed since.
-        if self._is_requested and self._looking is None:
-            self._is_requested, self._looking = False, round_
-            self._context.runtime.thread(self._look, "look at the round").start()
-        return False
-
-    def _look(self) -> None:
-        round_ = self._looking
-        assert round_ is not None
-        try:
-            self._found = round_, self._rows.look()
-        except TableUnavailable:
-            self._is_requested = True  # at the next turn: a table that fails at once must not keep the agent busy
-        else:
-            self._context.wake.set()
-        finally:
-            self._looking = None
-
 
 _LOG = logging.getLogger(__name__)
 
@@ -86,23 +32,27 @@ _LOOKS = 3
 """Further reads of the round's row by a node whose heartbeat was overtaken."""
 
 
+class LookRequest:
+    """In the queue of the agent: the round's row is to be looked at."""
+
+
 class TableHeartbeat:
     """Writer of the row while this node is rank 0, and reader while it is not.
 
     Args:
-        context: interval between two writes, clock and threads, and how far training is.
+        context: interval between two writes, clock and threads, and how far training is. ``queue`` gets a
+            :class:`LookRequest`, at most once in each interval, when the heartbeat's row is not as this node has left
+            it, or another node does not accept this node's key.
         hub: this node's hub. When a newer round writes the row, this node was given up: all nodes at its hub have to
             read the round's row.
-        look: what looks at the round's row, at most once in each interval, when the heartbeat's row is not as this node
-            has left it, or another node does not accept this node's key.
     """
 
-    def __init__(self, context: Context, table: Table, hub: Hub, look: RoundLook) -> None:
+    def __init__(self, context: Context, table: Table, hub: Hub) -> None:
         self._interval = context.timings.table_heartbeat_interval.total_seconds()
         self._runtime = context.runtime
+        self._queue = context.queue
         self._table = table
         self._hub = hub
-        self._look = look
         self._surroundings = context.surroundings
         self._authenticator = context.authenticator
         self._me = context.authenticator.me.incarnation
@@ -146,14 +96,14 @@ class TableHeartbeat:
             try:
                 version = self._write({**self._surroundings.progress(), **writer.beat()}, writer.version)
                 if writer.written(version) and not self._holds(number):
-                    self._look.request()
+                    self._queue.post(LookRequest())
             except (RowExists, RowChanged):
                 then = writer.overtaken(_found(self._read()))
                 if then.given_up:
                     self._give_way(stopped)
                     return
                 if then.look:
-                    self._look.request()
+                    self._queue.post(LookRequest())
                 if then.again:
                     continue
             except ElasticError as error:
@@ -161,7 +111,7 @@ class TableHeartbeat:
                 _LOG.debug("The table heartbeat could not be written: %s", error)
             if self._authenticator.refusals != refusals:
                 refusals = self._authenticator.refusals
-                self._look.request()
+                self._queue.post(LookRequest())
             stopped.wait(self._interval)
 
     def _write(self, value: Mapping[str, Any], version: str | None) -> str:
@@ -180,7 +130,7 @@ class TableHeartbeat:
         for _ in range(_LOOKS):
             stopped.wait(2 * self._interval)
             if not stopped.is_set():
-                self._look.request()
+                self._queue.post(LookRequest())
 
     def _read(self) -> Row | None:
         """Return the row, ``None`` also while the table is unavailable."""

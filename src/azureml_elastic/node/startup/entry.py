@@ -31,8 +31,8 @@ from azureml_elastic.node.agent.agent_table import AgentTable
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.earlier_run import with_earlier_checkpoint
 from azureml_elastic.node.agent.event_logs import ObservationLog
-from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch
-from azureml_elastic.node.agent.round_runner import HangWatch, RoundObserver, RoundPerformer, RoundRunner
+from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch, SaveWatch
+from azureml_elastic.node.agent.port import AgentPort, HangWatch
 from azureml_elastic.node.agent.session_watch import SessionWatch
 from azureml_elastic.node.agent.shard_transfer import ShardReceiver, ShardSender
 from azureml_elastic.node.agent.worker_group import WorkerGroup, inherited_variables, withheld_variables
@@ -43,6 +43,7 @@ from azureml_elastic.node.core.training import State
 from azureml_elastic.node.diagnostics.checks.accelerator import count_visible_devices
 from azureml_elastic.node.diagnostics.findings import DiagnosticReport
 from azureml_elastic.node.diagnostics.node_checks import Admission, check_folders, node_checks
+from azureml_elastic.node.driver import EventQueue
 from azureml_elastic.node.failures.host_strikes import HostStrikes
 from azureml_elastic.node.hangs.detector import HangDetector
 from azureml_elastic.node.hangs.stack_dump import StackReporter
@@ -124,8 +125,8 @@ class _Node(Surroundings):
         timings = plan.rendezvous.timings
         self._slots = 1 if distribution.runs_engine else _slots(distribution.process_count_per_instance, environment)
         # One for all that the agent's thread waits for: notices, hubs, workers' messages, the round's store.
-        wake = threading.Event()
-        self._preemption = preemption = PreemptionWatcher(plan.preemption, wake, identity.node)
+        queue = EventQueue()
+        self._preemption = preemption = PreemptionWatcher(plan.preemption, queue, identity.node)
         stack.callback(preemption.close)
         opened = open_table(plan.rendezvous, identity.run_id, environment)
         self._table = table = AgentTable(opened, preemption)
@@ -161,7 +162,7 @@ class _Node(Surroundings):
             limits=_limits(plan),
             timings=timings,
             surroundings=self,
-            wake=wake,
+            queue=queue,
         )
         stack.callback(rendezvous.shutdown)
         with contextlib.suppress(NodeLeaving):  # there is a notice already, for which run() ends this node
@@ -170,9 +171,12 @@ class _Node(Surroundings):
         self._record_start()
         self._watch = HangDetector(HangPolicy.of(plan))
         sender = ShardSender(memory, rendezvous.authenticator)
-        self._channel = Channel(recorder, wake, self._watch, memory, sender)
+        self._channel = Channel(recorder, queue, self._watch, memory, sender)
         stack.callback(self._channel.close)
-        self._newcomers = NewcomerWatch(self._channel.folder, distribution.newcomer_timeout)
+        self._newcomers = NewcomerWatch(
+            SaveWatch(self._channel.folder, excluded=identity.folder.absolute()), distribution.newcomer_timeout
+        )
+        stack.callback(self._newcomers.close)
         # Before the preload server, which hands this to its workers, and before threads that read the environment.
         environment = self._set_inherited_variables(opened, environment)
         self._preload_server: PreloadServer | None = None
@@ -211,7 +215,7 @@ class _Node(Surroundings):
             exit_code, reason = self._take_part(self._agent())
             self._channel.ended_well = exit_code == 0
         finally:
-            number = self._rendezvous.membership.last_round
+            number = self._rendezvous.machine.last_round
             self._recorder.record(NodeLeft, number, reason=reason, exit_code=exit_code)
         return exit_code
 
@@ -233,9 +237,9 @@ class _Node(Surroundings):
         if ending is State.SUCCEEDED:
             return 0, "the run ended well"
         if ending is State.FAILED:
-            assert agent.closed is not None
-            _tell(agent.closed.message)
-            return agent.closed.exit_code, agent.closed.message
+            assert agent.machine.closed is not None
+            _tell(agent.machine.closed.message)
+            return agent.machine.closed.exit_code, agent.machine.closed.message
         reason = f"preempted ({self._preemption.reason})"
         # While the table is away the call takes longer than a notice, and the others notice the loss by themselves.
         leaving = threading.Thread(target=self._rendezvous.leave, args=(reason,), name="leave", daemon=True)
@@ -271,7 +275,7 @@ class _Node(Surroundings):
 
     def _leads(self) -> bool:
         """Return whether it is this node that looks after what concerns the whole run."""
-        return self._rendezvous.membership.leads or self._rendezvous.hub.should_seal()
+        return self._rendezvous.machine.leads or self._rendezvous.hub.should_seal()
 
     def _agent(self) -> NodeAgent:
         _require_torch()
@@ -299,24 +303,25 @@ class _Node(Surroundings):
             interval=distribution.monitor_interval.total_seconds(),
         )
         hangs = HangWatch(
-            self._watch, StackReporter(channel.folder, identity.folder / "stacks", identity.node, rendezvous.wake)
+            self._watch, StackReporter(channel.folder, identity.folder / "stacks", identity.node, rendezvous.queue)
         )
-        session = SessionWatch(
-            channel.folder, lambda kind: self._recorder.record(kind, rendezvous.membership.last_round)
-        )
-        observer = RoundObserver(rendezvous, workers, channel, preemption, hangs, self._newcomers, session)
-        performer = RoundPerformer(
+        session = SessionWatch(channel.folder, lambda kind: self._recorder.record(kind, rendezvous.machine.last_round))
+        rendezvous.machine.run_workers(self._plan, opens_session=opens)
+        port = AgentPort(
+            identity,
             rendezvous,
-            workers,
+            group,
             channel,
-            self._recorder,
-            self._strikes,
+            preemption,
             hangs,
             self._newcomers,
-            ObservationLog(self._recorder),
+            session,
+            self._recorder,
+            self._strikes,
+            ObservationLog(self._recorder, excluded=identity.folder.absolute()),
+            self._table,
         )
-        runner = RoundRunner(rendezvous, observer, performer, self._plan, opens_session=opens)
-        return NodeAgent(identity, rendezvous, group, channel, self._table, preemption, runner)
+        return NodeAgent(rendezvous.machine, port, group, channel, preemption)
 
     def _set_inherited_variables(self, opened: Table, environment: NodeEnvironment) -> NodeEnvironment:
         """Set in this process what its workers inherit, without the table's secret; return the environment since.

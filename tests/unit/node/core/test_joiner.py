@@ -390,7 +390,7 @@ def test_a_machine_that_refuses_has_lost_its_agent():
     node.enter(sealed("a", "me"))
     failed = ev.EntryFailed("refused", unreachable=False, me=node.row)
     assert node.feed(failed) == do.Reopen("refused", frozenset({"a"}), round_failed=True)
-    assert node.feed(ev.Reopened()) == do.ReadRound()
+    assert node.feed(ev.EndWritten(mine=True)) == do.ReadRound()
     assert node.feed(ev.RoundRead(Round(2))) == do.PrepareRow(Round(2))
 
 
@@ -470,7 +470,7 @@ def test_a_node_outside_goes_on_to_the_next_round_and_writes_that_it_is_back():
 def test_a_node_ends_the_round_that_it_has_left_if_nobody_else_has():
     node = Node(last_round=3)
     assert node.feed(ev.Started(sealed("me", "a", number=3), {})) == do.Reopen("me has left the round")
-    assert node.feed(ev.Reopened()) == do.ReadRound()
+    assert node.feed(ev.EndWritten(mine=True)) == do.ReadRound()
 
 
 # --- from version to version -----------------------------------------------------------------------------------------
@@ -482,7 +482,7 @@ def test_a_version_that_was_acted_on_before_is_acted_on_later_each_time():
     node.feed(ev.Started(round_, {}))
     pauses = []
     for _ in range(8):
-        node.feed(ev.Reopened())
+        node.feed(ev.EndWritten(mine=True))
         node.feed(ev.RoundRead(round_))
         pauses.append(node.joiner.deadline - node.now)
         assert node.until_deadline() == do.Reopen("me has left the round")
@@ -550,7 +550,7 @@ def live(rng: random.Random) -> None:
                 do.Enter: [ev.Entered(chance), ev.EntryFailed("x", chance, marked)],
                 do.ReachStore: [ev.StoreReached(), ev.StoreUnreachable("x", ev.RoundSeen(over=chance))],
                 do.QueryMembers: [ev.MembersAnswered([rng.choice((True, False, None))])],
-                do.Reopen: [ev.Reopened()],
+                do.Reopen: [ev.EndWritten(mine=True)],
                 do.GetReady: [ev.GotReady(chance)],
             }[type(call)]
         )

@@ -9,8 +9,8 @@ import pytest
 
 from azureml_elastic.ipc import agent_messages, worker_messages
 from azureml_elastic.node.core import actions, events, hub_state, messages
-from azureml_elastic.node.core.actions import JoinAction, TrainingAction
-from azureml_elastic.node.core.events import JoinEvent, TrainingEvent
+from azureml_elastic.node.core.actions import Action
+from azureml_elastic.node.core.events import NodeEvent, RowSeen
 
 
 def own(module):
@@ -24,9 +24,7 @@ def test_no_two_events_actions_or_messages_have_the_same_name():
     assert {name for name, count in names.items() if count > 1} == set()
 
 
-@pytest.mark.parametrize(
-    ("module", "unions"), [(events, JoinEvent | TrainingEvent), (actions, JoinAction | TrainingAction)]
-)
+@pytest.mark.parametrize(("module", "unions"), [(events, NodeEvent | RowSeen), (actions, Action)])
 def test_each_event_and_action_is_taken_or_given_by_a_machine(module, unions):
     parts = {"Hang", "Pace"}  # of events
     assert {each.__name__ for each in own(module) - set(unions.__args__)} <= parts

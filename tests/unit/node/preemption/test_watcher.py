@@ -15,6 +15,7 @@ import pytest
 
 from azureml_elastic.config import PreemptionPolicy
 from azureml_elastic.local.faults.metadata_service import MetadataFault, MetadataService
+from azureml_elastic.node.driver import EventQueue
 from azureml_elastic.node.preemption.notices import Announcement, MarkerFile, Notice, merge
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
 from tests.support.waiting import until
@@ -41,7 +42,7 @@ def opened(made):
 
 @pytest.fixture
 def woken():
-    return threading.Event()
+    return EventQueue()
 
 
 @pytest.fixture
@@ -90,7 +91,6 @@ def test_a_storm_of_signals_while_the_wake_is_used_does_not_deadlock(preemption,
     thread.start()
     for _ in range(500):
         woken.wait(0.0001)
-        woken.clear()
         assert preemption.commit_to_leave() in (False, True)
     stop.set()
     thread.join()
@@ -106,7 +106,6 @@ def test_an_event_is_a_notice_until_it_is_withdrawn(service, woken):
         assert preemption.noticed
         assert preemption.seconds_left > 0
         assert (preemption.reason, preemption.exit_code) == (f"scheduled event Preempt {event}", 143)
-        woken.clear()
         service.remove(event)
         assert woken.wait(TIMEOUT_S)
         assert not preemption.noticed

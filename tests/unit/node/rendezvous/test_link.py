@@ -13,7 +13,7 @@ from azureml_elastic.ipc.agent_messages import AllPlaced
 from azureml_elastic.node.core.events import HubSent, LinkEnded
 from azureml_elastic.node.core.messages import CODEC, MemberHello, RoundChanged
 from azureml_elastic.node.core.round import Member, Round
-from azureml_elastic.node.rendezvous.link import Link
+from azureml_elastic.node.rendezvous.link import AgentMessage, FromLink, Link
 from tests.support.rendezvous.hubs import PausableRuntime, hub_at, make_context, start_hub
 from tests.support.waiting import until
 
@@ -38,9 +38,9 @@ def test_a_link_reports_whether_its_own_process_was_paused_for_too_long(pause_s,
         until(lambda: server.connections)
         runtime.offset = pause_s
         server.close()
-        assert context.wake.wait(60)
+        assert context.queue.wait(60)
         assert link.broken
-        assert context.received.pop() == (link, LinkEnded(was_given_up=given_up))
+        assert context.queue.take() == [FromLink(link, LinkEnded(was_given_up=given_up))]
     finally:
         link.close()
 
@@ -55,7 +55,12 @@ def test_a_paused_hub_gives_up_only_members_that_stay_silent():
     silent = client_of(hub, "silent", lambda *_: received.set())
     try:
         silent.send(CODEC.encode(MemberHello(1)))
-        until(lambda: hub.broadcast(AllPlaced()) or (received.is_set() and context.inbox.take(1)))
+
+        def has_come():
+            hub.broadcast(AllPlaced())
+            return received.is_set() and any(isinstance(each, AgentMessage) for each in context.queue.take())
+
+        until(has_come)
         runtime.offset = 60.0  # longer than either is waited for, and than a member has to come
         until(lambda: hub.view().lost)
         assert hub.view().lost == {"silent"}
@@ -86,7 +91,7 @@ def test_a_hub_closes_connections_that_send_malformed_messages_and_serves_others
         assert "sent a malformed message" in caplog.text
         context = make_context()
         link = Link(context, hub_at(hub.port), MemberHello(1))
-        until(lambda: (link, HubSent(RoundChanged(None))) in context.received)
+        until(lambda: FromLink(link, HubSent(RoundChanged(None))) in context.queue.take())
         link.close()
     finally:
         client.close()

@@ -64,7 +64,7 @@ def pass_time(nodes: Cluster, seconds: float) -> None:
 
 
 def leader(nodes: Cluster) -> Node:
-    return next(node for node in nodes.nodes if node.in_round and node.rendezvous.membership.leads)
+    return next(node for node in nodes.nodes if node.in_round and node.rendezvous.machine.leads)
 
 
 def rounds_pass(nodes: Cluster, count: int = 3) -> Rows:

@@ -9,6 +9,7 @@ import random
 import pytest
 
 from azureml_elastic.config import RendezvousTimings
+from azureml_elastic.node.core import actions as do
 from azureml_elastic.node.core.round import Limits, Round
 from azureml_elastic.node.rendezvous.row_keys import member_key
 from tests.support.rendezvous.simulation import Cluster
@@ -116,7 +117,7 @@ def test_one_that_gets_through_in_time_stays_a_member_and_is_waited_for_again(cl
     assert [round_.number for round_ in nodes.rounds() if round_.state == "sealed"] == [1]
     states = [write.value["state"] for write in nodes.storage.writes if write.key == member_key(name(1))]
     assert states == ["starting", "waiting", "left", "waiting"]
-    leader = next(node for node in nodes.nodes if node.rendezvous.membership.leads)
+    leader = next(node for node in nodes.nodes if node.rendezvous.machine.leads)
     leader.break_round()
     pass_time(nodes, 5.0)
     assert in_round(nodes) == {name(0), name(1), name(2)}
@@ -169,7 +170,7 @@ def test_such_a_pair_is_separated_when_the_round_has_failed(cluster):
     nodes.block(name(2), name(3))
     nodes.settle(60.0, 4)
     pass_time(nodes, 8.0)
-    leader = next(node for node in nodes.nodes if node.rendezvous.membership.leads)
+    leader = next(node for node in nodes.nodes if node.rendezvous.machine.leads)
     leader.break_round(round_failed=True)
     run_to(nodes, {name(0), name(1), name(2)}, 60.0)
     nodes.verify()
@@ -180,8 +181,8 @@ def test_a_pair_whose_workers_have_met_the_gap_stays_apart_until_it_has_closed(c
     nodes.block(name(2), name(3))
     nodes.settle(60.0, 4)
     pass_time(nodes, 8.0)
-    gap = nodes.nodes[2].rendezvous.take_unreachable_pair()
-    assert (gap.node, gap.peer) == (name(2), name(3))
+    found = nodes.nodes[2].rendezvous.perform(do.FindPair())
+    assert name(3) in found.pair
     nodes.nodes[2].break_round(round_failed=True)
     three = {name(0), name(1), name(2)}
     run_to(nodes, three, 60.0)

@@ -63,7 +63,7 @@ class Cluster:
     def close(self):
         self.over.set()
         for node in self.made:
-            node.wake.set()
+            node.queue.wake()
         self.pool.shutdown(wait=True)
         for node in self.made:
             node.shutdown()

@@ -31,7 +31,7 @@ from azureml_elastic.node.core.sealing import (
 )
 from azureml_elastic.node.host.addresses import Ports
 from azureml_elastic.node.rendezvous.context import LocalNode, Runtime
-from azureml_elastic.node.rendezvous.link import Assignment, Link
+from azureml_elastic.node.rendezvous.link import Assignment, FromLink, Link
 from azureml_elastic.node.rendezvous.probing import peers_to_probe
 from azureml_elastic.node.rendezvous.reachability import (
     Reachability,
@@ -283,7 +283,8 @@ def test_a_node_that_connected_before_the_round_receives_which_members_cannot_re
     try:
         until(lambda: hub.view().waiting == {"quick"})
         hub.enter(Round(2, "sealed", members=(Member("a", "i-a", unreached=("i-quick",)), Member("b", "i-b"))))
-        until(lambda: (link, HubSent(SealPosition(unreachable_from=("a",)))) in context.received)
+        sent = FromLink(link, HubSent(SealPosition(unreachable_from=("a",))))
+        until(lambda: sent in context.queue.take())
         assert hub.view().waiting == frozenset()
     finally:
         link.close()
@@ -429,7 +430,7 @@ def test_no_thread_stays_behind(tmp_path, caplog):
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(Rendezvous.join, nodes))
     limit = time.monotonic() + 10
-    while any(len(node._prober._reached) < 2 + node.membership.leads for node in nodes):
+    while any(len(node._prober._reached) < 2 + node.machine.leads for node in nodes):
         assert time.monotonic() < limit
         for node in nodes:
             assert not node.status().broken

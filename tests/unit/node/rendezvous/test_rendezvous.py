@@ -16,7 +16,7 @@ from azureml_elastic.node.core.failures import FailureRecord
 from azureml_elastic.node.core.messages import RoundChanged, Watch
 from azureml_elastic.node.core.round import Member, Round, reopened
 from azureml_elastic.node.rendezvous.context import Surroundings
-from azureml_elastic.node.rendezvous.link import Link
+from azureml_elastic.node.rendezvous.link import FromLink, Link
 from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY, RUN_KEY, member_key
 from tests.support.rendezvous.hubs import PausableRuntime, hub_at, make_context
 from tests.support.rendezvous.nodes import TIMEOUT, TIMINGS, Nodes, Slow
@@ -251,7 +251,7 @@ def test_a_round_whose_leader_is_lost_too_was_is_no_failed_round(nodes, frozen):
     frozen("node-9")
     pair = [nodes.make(name, 3, 3) for name in ("node-1", "node-2")]
     nodes.join(*pair)
-    (leader,), (other,) = ([node for node in pair if node.membership.leads is leads] for leads in (True, False))
+    (leader,), (other,) = ([node for node in pair if node.machine.leads is leads] for leads in (True, False))
     until(lambda: other.status().lost)
     assert other.round_end.reopen(Reopen("lost two", lost=other.status().lost | {leader.node}))
     assert other._rows.read_round().failed_rounds == 0
@@ -263,7 +263,7 @@ def test_a_round_that_a_member_never_connected_to_has_failed_whichever_node_ends
     frozen("node-9")
     pair = [nodes.make(name, 3, 3) for name in ("node-1", "node-2")]
     nodes.join(*pair)
-    (ending,) = (node for node in pair if node.membership.leads is leads)
+    (ending,) = (node for node in pair if node.machine.leads is leads)
     until(lambda: ending.status().lost)
     assert ending.round_end.reopen(Reopen("lost node-9", lost=ending.status().lost))
     round_ = ending._rows.read_round()
@@ -276,7 +276,7 @@ def test_a_silent_member_is_lost(nodes):
     nodes.hasten(heartbeat_timeout=2)
     first, second = nodes.make("node-0", 2, 2), nodes.make("node-1", 2, 2)
     nodes.join(first, second)
-    leader, silent = (first, second) if first.membership.leads else (second, first)
+    leader, silent = (first, second) if first.machine.leads else (second, first)
     silent.membership.link._on_tick = lambda: None
     silent.membership.link._client._loop._on_tick = lambda: None
     until(lambda: leader.status().lost)
@@ -286,7 +286,7 @@ def test_a_silent_member_is_lost(nodes):
 def test_a_node_that_closes_its_connection_is_lost(nodes):
     first, second = nodes.make("node-0", 2, 2), nodes.make("node-1", 2, 2)
     nodes.join(first, second)
-    leader, other = (first, second) if first.membership.leads else (second, first)
+    leader, other = (first, second) if first.machine.leads else (second, first)
     other.shutdown()
     until(lambda: leader.status().lost)
     assert leader.status().lost == {other.node}
@@ -295,7 +295,7 @@ def test_a_node_that_closes_its_connection_is_lost(nodes):
 def test_nodes_that_cannot_reach_each_other_fail_the_run_with_the_address(nodes):
     pair = [nodes.make(f"node-{k}", 2, 2) for k in range(2)]
     for node in pair:
-        node.membership.me = replace(node.membership.me, host="127.0.0.99")  # where neither of them listens
+        node.machine.me = replace(node.machine.me, host="127.0.0.99")  # where neither of them listens
     for pending in nodes.start(*pair):
         with pytest.raises(RunFailed, match=r"cannot reach node-\d at 127\.0\.0\.99"):
             pending.result(TIMEOUT)
@@ -312,7 +312,8 @@ def test_a_newcomer_that_missed_the_seal_is_made_room_for_when_it_sends_that_it_
     first.round_end.reopen(Reopen("joining"))
     (assignment,) = nodes.rejoin(first)
     assert [member.node for member in assignment.round.members] == ["node-0"]
-    until(lambda: any(event == HubSent(RoundChanged(assignment.round)) for _, event in context.received))
+    sent = FromLink(slow, HubSent(RoundChanged(assignment.round)))
+    until(lambda: sent in context.queue.take())
     assert first.hub.view().waiting == frozenset()  # its connection alone proves nothing
     slow.send(Watch(2))
     until(lambda: first.status().waiting == {"node-1"}, timeout=14)  # the next wait would be 15 s
@@ -386,7 +387,7 @@ def test_failures_grow_older_by_the_duration_of_rounds(nodes):
     assert pair[0].round_end.reopen(Reopen("crash", failures=(known,)))
     started = time.monotonic()
     nodes.rejoin(*pair)
-    until(lambda: pair[0].membership.seconds > 0.2)
+    until(lambda: pair[0].clock() - pair[0].machine.entered > 0.2)
     assert pair[0].round_end.reopen(Reopen("joining"))
     (first, _) = nodes.rejoin(*pair)
     assert 0.2 < first.round.failures[0].age_seconds < time.monotonic() - started
@@ -418,7 +419,7 @@ def sealed_while_leaving(nodes):
     (pending,) = nodes.start(leaving)
     until(lambda: (row := nodes.table.get(member_key("node-1"))) is not None and row.value["state"] == "waiting")
     noticed.set()
-    leaving.wake.set()
+    leaving.queue.wake()
     with pytest.raises(NodeLeaving):
         pending.result(TIMEOUT)
     member = nodes.make("node-0", 2, 2)

@@ -90,7 +90,7 @@ def test_a_large_round_that_loses_rank_0_asks_little_of_the_table(cluster):
     nodes = cluster()
     storm(nodes, [0.0] * MANY, 1)
     calls = nodes.storage.calls.total()
-    first = next(node for node in nodes.nodes if node.rendezvous.membership.leads)
+    first = next(node for node in nodes.nodes if node.rendezvous.machine.leads)
     lost_at = nodes.scheduler.now + 0.1
     nodes.at(lost_at, first.kill)
     nodes.run(lambda: first.dead, 1.0)
@@ -240,7 +240,7 @@ def test_a_clock_that_jumps_by_an_hour_loses_nobody(cluster, hours, who):
         nodes.add(f"node-{number}", Limits(2, 4))
     nodes.settle(TIMEOUT_S)
     rounds = len(nodes.rounds())
-    jumping = next(node for node in nodes.nodes if node.rendezvous.membership.leads is (who == "leader"))
+    jumping = next(node for node in nodes.nodes if node.rendezvous.machine.leads is (who == "leader"))
     jumping.clock_offset += 3600.0 * hours
     end = nodes.scheduler.now + 30.0
     nodes.at(end, nodes.check)

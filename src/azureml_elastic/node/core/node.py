@@ -1,0 +1,283 @@
+"""One node over all rounds of its run: it gets ready, joins a round, takes part in it, and begins anew, until it ends.
+
+::
+
+    OUTSIDE ──> PREPARING ──> RETURNING ──> FINDING ──> JOINING ──> STARTING ──> MEMBER ──> ENDED
+                    ^                                                              │
+                    └──────────────────────── another round follows ───────────────┘
+
+On its way into a round a :class:`~azureml_elastic.node.core.joiner.Joiner` decides, in one a
+:class:`~azureml_elastic.node.core.training.Training`. :meth:`Node.handle` is all that changes any of them, but for
+what rank 0's hub sends, which :meth:`Node.receive` and :meth:`Node.look` take in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import Enum
+
+from azureml_elastic.config import Plan, RendezvousTimings
+from azureml_elastic.node.core import actions as do
+from azureml_elastic.node.core import events as ev
+from azureml_elastic.node.core.hub_state import HubReports, HubView
+from azureml_elastic.node.core.joiner import Joiner, JoinState
+from azureml_elastic.node.core.round import Limits, Member, NewestRound, Round
+from azureml_elastic.node.core.training import State, Training
+
+
+class Part(Enum):
+    """What a node is about."""
+
+    OUTSIDE = "outside"
+    """It has not asked for a place yet."""
+
+    PREPARING = "preparing"
+    """Its workers get ready, so that nobody waits for them once it has a place."""
+
+    RETURNING = "returning"
+    """It ends the round in which it was, unless another node has."""
+
+    FINDING = "finding"
+    """It reads where the run is, and who takes part."""
+
+    JOINING = "joining"
+    STARTING = "starting"
+    """Its workers get their places."""
+
+    MEMBER = "member"
+    ENDED = "ended"
+
+
+class Node:
+    """One node.
+
+    Args:
+        me: row of this node.
+        newest: newest version of the round that this node knows, from wherever.
+
+    Attributes:
+        calls: whether an action's answer is awaited, before which nothing else may be brought.
+        joiner: what decides on the way into a round, ``None`` otherwise.
+        training: what decides in a round, ``None`` otherwise, and without a plan.
+        round: the round entered last; ``None`` before the first.
+        rank: rank of this node in it.
+        entered: monotonic seconds at which it was entered.
+        seen: what is known of it.
+        ending: how this node's part has ended; ``None`` where another node has ended the run.
+        closed: the end of the run, where this node has ended it.
+    """
+
+    def __init__(
+        self,
+        me: Member,
+        limits: Limits,
+        timings: RendezvousTimings,
+        newest: NewestRound,
+    ) -> None:
+        self.me = me
+        self.part = Part.OUTSIDE
+        self.calls = False
+        self.joiner: Joiner | None = None
+        self.training: Training | None = None
+        self.round: Round | None = None
+        self.rank = 0
+        self.seen = ev.RoundSeen()
+        self.ending: State | None = None
+        self.closed: do.Close | None = None
+        self._limits = limits
+        self._timings = timings
+        self._newest = newest
+        self._plan: Plan | None = None
+        self._opens_session = False
+        self.entered = 0.0
+        self._is_linked = False
+        self._over = False
+        self._reports = HubReports()
+        self._must_look = False
+        self._looks = False
+
+    def run_workers(self, plan: Plan, *, opens_session: bool) -> None:
+        """Have this node run the workers, too, instead of another agent.
+
+        Args:
+            opens_session: whether the program uses this library.
+        """
+        self._plan, self._opens_session = plan, opens_session
+
+    @property
+    def last_round(self) -> int:
+        """Number of the round entered last, 0 before the first."""
+        return self.round.number if self.round is not None else 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this node is rank 0 of its round."""
+        return self.round is not None and self.rank == 0
+
+    @property
+    def deadline(self) -> float:
+        """Monotonic seconds at which this node must be looked at though nothing happens; infinite for never."""
+        if self.calls:
+            return float("inf")
+        if self.part is Part.JOINING and self.joiner is not None:
+            return self.joiner.deadline
+        return self.training.deadline if self.training is not None else float("inf")
+
+    def handle(self, event: ev.NodeEvent, now: float) -> list[do.Action]:
+        """Take one event in, and return what shall be done, in this order.
+
+        After an action that is a call, which is the last one, only its answer may be brought.
+        """
+        self.calls = False
+        if isinstance(event, ev.PlaceWanted):
+            return self._prepare()
+        if isinstance(event, ev.MustLeave):
+            self.part, self.ending = Part.ENDED, State.LEFT
+            return [do.LeaveRun()]
+        match self.part:
+            case Part.PREPARING:
+                return self._return()
+            case Part.RETURNING:
+                return self._find()
+            case Part.FINDING if isinstance(event, ev.Started):
+                known, timings, has_left = self.last_round, self._timings, event.has_left
+                self.joiner = Joiner(self.me, self._limits, timings, last_round=known, has_left=has_left)
+                self.part = Part.JOINING
+                return self._join(event, now)
+            case Part.JOINING:
+                return self._join(event, now)
+            case Part.STARTING:
+                return self._begin_training(now)
+            case Part.MEMBER if self.training is not None:
+                return self._train(self.training, event, now)
+        return []
+
+    def _call(self, *actions: do.Action) -> list[do.Action]:
+        """Return actions of which the last one is a call."""
+        self.calls = True
+        return [*actions]
+
+    # --- on the way into a round -------------------------------------------------------------------------------------
+
+    def _prepare(self) -> list[do.Action]:
+        self.joiner = self.training = None
+        if self._plan is None:
+            return self._return()
+        self.part = Part.PREPARING
+        return self._call(do.PrepareWorkers(first=self.round is None))
+
+    def _return(self) -> list[do.Action]:
+        if self.round is None or self._newest.after(self.round) is not None:
+            return self._find()
+        self.part = Part.RETURNING
+        # Before the disconnection, by which the others would take this node for lost and go on without it.
+        return self._call(do.Reopen(f"{self.me.node} has left the round", lost=self.seen.lost))
+
+    def _find(self) -> list[do.Action]:
+        self.part, self._is_linked, self.seen = Part.FINDING, False, ev.RoundSeen()
+        return self._call(do.LeaveRound(), do.FindRound(self.round))
+
+    def _join(self, event: ev.NodeEvent, now: float) -> list[do.Action]:
+        joiner = self.joiner
+        assert joiner is not None
+        if isinstance(event, ev.RowPrepared):
+            self.me = replace(self.me, strikes=event.me.strikes)
+        if isinstance(event, ev.Entered):
+            self._is_linked = True
+        actions: list[do.Action] = [*joiner.handle(event, now)] if not isinstance(event, ev.Abandoned) else []
+        if joiner.state is JoinState.IN:
+            self.joiner = None
+            if self._plan is None:
+                self.part = Part.MEMBER
+                return actions
+            assert self.round is not None
+            self.part = Part.STARTING
+            return self._call(*actions, do.StartWorkers(self.round, self.rank))
+        if joiner.state is JoinState.OVER:
+            self.part = Part.ENDED
+        elif actions and isinstance(actions[-1], do.Call):
+            # A call takes up to seconds, and one for a version that has passed would be for nothing.
+            if self._newest.after(joiner.round) is not None:
+                return actions[:-1]
+            self.calls = True
+            if isinstance(call := actions[-1], do.Enter):
+                self.round, self.rank, self.entered = call.round, call.rank, now
+                self._is_linked, self._over, self._must_look = False, False, False
+                self._reports, self.seen = HubReports(), ev.RoundSeen()
+        return actions
+
+    # --- in a round --------------------------------------------------------------------------------------------------
+
+    def _begin_training(self, now: float) -> list[do.Action]:
+        assert self.round is not None
+        assert self._plan is not None
+        self.part = Part.MEMBER
+        self.training = Training(
+            self.round,
+            self.me.node,
+            self._plan,
+            opens_session=self._opens_session,
+            entered=self.entered,
+            now=now,
+        )
+        return []
+
+    def _train(self, training: Training, event: ev.NodeEvent, now: float) -> list[do.Action]:
+        actions: list[do.Action] = [*training.handle(event, now)]
+        if any(isinstance(action, do.Disconnect) for action in actions):
+            self._is_linked = False
+        if not training.over:
+            return actions
+        self.training = None
+        if training.state is State.RECOVERING:
+            return [*actions, *self._prepare()]
+        self.part, self.ending, self.closed = Part.ENDED, training.state, training.closed
+        return actions
+
+    def receive(self, event: ev.HubSent | ev.LinkEnded) -> None:
+        """Take in what rank 0's hub has sent, or that the connection to it has ended."""
+        self._reports.take(event)
+
+    def request_look(self) -> None:
+        """Have the round's row looked at: it may have changed."""
+        self._must_look = True
+
+    def row_seen(self, event: ev.RowSeen) -> None:
+        """Take in what the round's row has held."""
+        self._looks = False
+        if event.round is not self.round:  # a look at the round before says nothing of this one
+            return
+        if event.changed is None:
+            self._must_look = True  # at the next turn: a table that fails at once must not keep the agent busy
+        else:
+            self._over = self._over or event.changed
+
+    def look(self, view: HubView, now: float) -> list[do.Action]:
+        """Bring :attr:`seen` up to date.
+
+        Args:
+            view: what this node's own hub knows of its members; counts on rank 0 alone.
+        """
+        round_ = self.round
+        if round_ is None or not self._is_linked:
+            self.seen = ev.RoundSeen()
+            return []
+        view = view if self.leads else HubView()
+        ended = self._newest.after(round_) is not None
+        self._must_look |= self._reports.take_read_request()
+        # Once over it stays so, although the row that has shown it is not looked at again.
+        self._over = self._over or view.was_given_up or self._reports.was_given_up or self._reports.broken or ended
+        debounce = self._timings.rescale_debounce.total_seconds()
+        known = {"over": self._over, "ended": ended}
+        self.seen = self._reports.see(
+            round_, self.me.node, view, **known, limits=self._limits, debounce=debounce, now=now
+        )
+        if not self._must_look or self._looks:
+            return []
+        # A request during a look begins another one after it: what is asked for may have changed since.
+        self._must_look, self._looks = False, True
+        return [do.LookAtRow(round_)]
+
+    def absent(self, view: HubView) -> frozenset[str]:
+        """Return the lost members that have never connected to rank 0's hub."""
+        return self._reports.absent | view.absent if self.leads else self._reports.absent

@@ -1,0 +1,186 @@
+"""In which order a node takes in what has happened, and what it does not take in meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from azureml_elastic.config import ElasticResources, Plan, RendezvousTimings
+from azureml_elastic.ipc.agent_messages import Leaving
+from azureml_elastic.node.core import actions as do
+from azureml_elastic.node.core import events as ev
+from azureml_elastic.node.core import messages
+from azureml_elastic.node.core.hub_state import HubView
+from azureml_elastic.node.core.node import Node, Part
+from azureml_elastic.node.core.round import Limits, Member, NewestRound, Round
+from azureml_elastic.node.core.training import State
+from azureml_elastic.node.driver import Driver, Received
+
+ME = Member("b", "i-b", host="h", hub_port=1)
+ROUND = Round(1, "sealed", members=(Member("a", "i-a", host="g", hub_port=1), replace(ME, store_port=1)))
+
+
+class World:
+    """A port with fixed answers, which records what is done and what the round's machine takes in."""
+
+    def __init__(self):
+        self.newest = NewestRound()
+        self.now, self.performed, self.received = 0.0, [], Received()
+        self.seen = ev.WorkersSeen()
+        self.answers = {
+            do.PrepareWorkers: ev.WorkersPrepared(),
+            do.FindRound: ev.Started(Round(1, "open"), {}),
+            do.PrepareRow: ev.RowPrepared(replace(ME, round=1, store_port=1)),
+            do.StartWorkers: ev.WorkersStarted(),
+            do.Connect: ev.Connected(),
+            do.ReadRows: ev.RowsRead(Round(1, "open"), {}),
+            do.TakeCandidates: ev.CandidatesTaken([]),
+            do.Reopen: ev.EndWritten(mine=True),
+            do.Enter: ev.Entered(),
+            do.ReachStore: ev.StoreReached(),
+            do.WriteRow: ev.RowWritten(),
+        }
+
+    def clock(self):
+        return self.now
+
+    def receive(self):
+        received, self.received = self.received, Received()
+        return received
+
+    def must_leave(self):
+        return False
+
+    def view(self):
+        return HubView()
+
+    def woken(self):
+        return ev.Woken()
+
+    def marked(self, me):
+        return me
+
+    def workers(self):
+        return [], self.seen
+
+    def own_events(self, training, workers):
+        return []
+
+    def perform(self, action):
+        self.performed.append(action)
+        return self.answers.get(type(action))
+
+    def took(self, kind):
+        return [action for action in self.performed if isinstance(action, kind)]
+
+
+class Recorded(Node):
+    """A node that records what its machine of the round takes in."""
+
+    def handle(self, event, now):
+        if self.training is not None:
+            self.taken.append(event)
+        return super().handle(event, now)
+
+
+def node_in(world, plan=None):
+    node = Recorded(ME, Limits(2, 2), RendezvousTimings(), world.newest)
+    node.taken = []
+    node.run_workers(plan or Plan(resources=ElasticResources(max_instance_count=2)), opens_session=True)
+    return node, Driver(node, world)
+
+
+def member(world):
+    """Return a node in a round."""
+    node, driver = node_in(world)
+    driver.begin()
+    driver.turn()
+    world.newest.observe(ROUND)
+    driver.turn(woken=True)
+    assert node.part is Part.MEMBER
+    assert [type(event) for event in node.taken] == [ev.RoundSeen, ev.WorkersSeen, ev.TimePassed]
+    node.taken.clear()
+    return node, driver
+
+
+def test_a_node_is_led_from_its_workers_to_its_place():
+    world = World()
+    node, _ = member(world)
+    kinds = [type(action) for action in world.performed]
+    assert kinds[:3] == [do.PrepareWorkers, do.LeaveRound, do.FindRound]
+    assert kinds[-4:] == [do.Enter, do.ReachStore, do.Take, do.StartWorkers]
+    assert (node.round, node.rank, node.leads) == (ROUND, 1, False)
+
+
+def test_nothing_is_brought_while_a_call_is_under_way():
+    world = World()
+    world.answers[do.FindRound] = None
+    node, driver = node_in(world)
+    driver.begin()
+    world.newest.observe(ROUND)
+    driver.turn(woken=True)
+    assert node.part is Part.FINDING
+    assert driver.deadline == float("inf")
+    driver.answer(ev.Started(Round(1, "open"), {}))
+    assert node.part is Part.JOINING
+
+
+def test_a_call_for_a_version_that_has_passed_is_not_made():
+    world = World()
+    node, driver = node_in(world)
+    world.newest.observe(Round(1, "sealed", members=(replace(ME, node="a", incarnation="i-a"),)))
+    driver.begin()
+    driver.turn()
+    assert not world.took(do.PrepareRow)
+    assert node.joiner.round.state == "sealed"
+
+
+def test_messages_of_earlier_rounds_are_dropped_and_those_of_later_ones_stay():
+    world = World()
+    _, driver = member(world)
+    world.received = Received(messages=[(n, ev.FromMember(f"of {n}", Leaving())) for n in (0, 2, 1, 1)])
+    driver.status()
+    assert driver.take_messages() == 2 * [ev.FromMember("of 1", Leaving())]
+    assert driver.take_messages() == []
+
+
+def test_who_leaves_and_who_is_lost_is_known_before_what_the_workers_have_done():
+    world = World()
+    node, driver = member(world)
+    world.seen = ev.WorkersSeen(exit_codes={0: 1})
+    world.received = Received(
+        leader=[ev.HubSent(messages.Lost(("a",), ()))], messages=[(1, ev.FromMember("a", Leaving()))]
+    )
+    driver.turn(woken=True)
+    kinds = [type(event) for event in node.taken]
+    assert kinds[:2] == [ev.FromMember, ev.RoundSeen]
+    assert node.taken[1].lost == {"a"}
+    assert ev.WorkersSeen not in kinds or kinds.index(ev.WorkersSeen) > 1
+
+
+def test_what_has_not_changed_is_not_brought_again():
+    world = World()
+    node, driver = member(world)
+    driver.turn()
+    assert [type(event) for event in node.taken] == [ev.TimePassed]
+
+
+def test_the_row_is_looked_at_once_until_the_look_has_ended():
+    world = World()
+    node, driver = member(world)
+    world.received = Received(must_look=True)
+    driver.turn()
+    world.received = Received(must_look=True)
+    driver.turn()
+    assert world.took(do.LookAtRow) == [do.LookAtRow(ROUND)]
+    world.received = Received(rows=[ev.RowSeen(ROUND, None)])  # the table was away
+    driver.turn()
+    assert len(world.took(do.LookAtRow)) == 2, "of the request meanwhile, and as there was no answer"
+    world.received = Received(rows=[ev.RowSeen(replace(ROUND), True)])
+    driver.turn()
+    assert not node.seen.over, "a look at another round says nothing of this one"
+    world.received = Received(must_look=True)
+    driver.turn()
+    world.received = Received(rows=[ev.RowSeen(ROUND, True)])
+    driver.turn()
+    assert node.seen.over
+    assert node.training.state is State.DEFERRING
