@@ -32,8 +32,9 @@ from measurements import machine, write_lines
 from torch import nn
 
 from azureml_elastic.checkpoint.checkpoints import Checkpoints
-from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot
-from azureml_elastic.checkpoint.snapshots.transfer import send_to_others
+from azureml_elastic.checkpoint.load.offers import Kind, Offer
+from azureml_elastic.checkpoint.snapshots.copies import Copy, open_source
+from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot, local_chunks
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.config import CheckpointPolicy
@@ -213,27 +214,34 @@ def _asynchronous(state: State, folder: Path, group: Any) -> dict[str, Way]:
 
 def _restore(state: State, tracked: TrackedState, ours: Checkpoints, world: ProcessGroups, folder: Path) -> None:
     plain, tensors = tracked.collect(is_main=True)
-    snapshot = Snapshot(1, plain, None, tensors=tensors)
-    memory, handed_over = snapshot.to_memory(), list[Any]()
+    snapshot = Snapshot(1, plain, None, tensors=local_chunks(tensors))
+    memory, handed_over = snapshot.to_memory(), list[int]()
     source = torch.empty(state.nbytes // 4).fill_(1.0)
     target = torch.empty_like(source).fill_(0.0)
+    rank, size = world.control.rank, world.control.world_size
+    offers = [Offer(Kind.WHOLE, 1, 1, "", 1, holder, holder) for holder in range(size)]
 
-    def from_memory(descriptor: int = memory.descriptor) -> None:
-        kept = Snapshot.from_memory(f"/proc/{os.getpid()}/fd/{descriptor}")
-        kept = kept.copied_into(tracked.targets(kept.state))
+    def read(chosen: list[Offer], content: Snapshot) -> None:
+        copies = [Copy(each, lambda: content, 1, None) for each in chosen if each.holder == rank]
+        found = open_source(chosen, copies, world.control)
+        assert found is not None
+        if copies and len(chosen) < size:
+            found.send(world.control)
+            kept = {chunk.name: tensor for chunk, tensor in content.tensors.items()}
+        else:
+            kept = found.read(tracked.targets(found.state), world.control)
         with torch.no_grad():
-            tracked.restore(kept.state, kept.tensors)
+            tracked.restore(found.state, kept)
+
+    def from_memory(descriptor: int = memory) -> None:
+        read(offers, Snapshot.from_memory(f"/proc/{os.getpid()}/fd/{descriptor}"))
 
     def hand_over() -> None:
         handed_over.append(snapshot.to_memory())
-        from_memory(handed_over[-1].descriptor)
+        from_memory(handed_over[-1])
 
     def from_peer() -> None:
-        holders = range(world.control.world_size - 1)
-        own = snapshot if world.control.rank in holders else None
-        received = send_to_others(own, world.control, holders, tracked.targets)
-        with torch.no_grad():
-            tracked.restore(received.state, received.tensors)
+        read(offers[:-1], snapshot)
 
     def from_dcp() -> None:
         document = state.state_dict()
@@ -251,7 +259,7 @@ def _restore(state: State, tracked: TrackedState, ours: Checkpoints, world: Proc
     for number in range(4):  # the first one is for warmth
         for name, way in ways.items():
             while handed_over:  # by the agent, after the first step
-                handed_over.pop().release()
+                os.close(handed_over.pop())
             dist.barrier()
             began, cpu = time.perf_counter(), time.process_time()
             way()

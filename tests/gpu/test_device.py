@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot
+from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot, local_chunks
 from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.distributed.device import device_of
@@ -20,6 +20,8 @@ from azureml_elastic.distributed.process_groups import is_peer_error
 from azureml_elastic.errors import RoundBroken
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.session.step_checks import UpdateGuard
+from tests.support.shards import by_name
+from tests.support.train.fake_agent import InterruptibleAgent
 from tests.support.worlds import World
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: torch finds none here")
@@ -53,13 +55,13 @@ def test_a_state_is_handed_over_through_pinned_memory():
     optimizer.step()
     tracked = TrackedState({"model": model, "optimizer": optimizer})
     plain, tensors = tracked.collect(is_main=True)
-    memory = Snapshot(1, plain, None, tensors=tensors).to_memory(GPU)
-    kept = Snapshot.from_memory(f"/proc/{os.getpid()}/fd/{memory.descriptor}")
+    memory = Snapshot(1, plain, None, tensors=local_chunks(tensors)).to_memory(GPU)
+    kept = Snapshot.from_memory(f"/proc/{os.getpid()}/fd/{memory}")
     other = nn.Linear(300, 200, device=GPU)
     again = torch.optim.AdamW(other.parameters(), fused=True, capturable=True)
     restored = TrackedState({"model": other, "optimizer": again})
     with torch.no_grad():
-        restored.restore(kept.state, kept.tensors)
+        restored.restore(kept.state, by_name(kept))
     for name, tensor in restored.collect(is_main=True)[1].items():
         assert tensor.device == tensors[name].device
         assert torch.equal(tensor, tensors[name]), name
@@ -80,22 +82,11 @@ def test_a_value_is_fetched_without_waiting():
     assert fetched.read().tolist() == [3.0, 3.0]
 
 
-class Agent:
-    holds_snapshots = True
-    hands_whole_over = True
-
-    def __init__(self):
-        self.interrupted = threading.Event()
-
-    def wait_interrupted(self, timeout):
-        return self.interrupted.wait(timeout)
-
-
 def abort_and_open_again():
     """Abort NCCL's communicator behind a long kernel, and make another one; return what was seen."""
     os.environ["AZUREML_ELASTIC_CHANNEL"] = "as under an agent"
     torch.cuda.set_device(GPU)
-    identity, device, agent = WorkerIdentity(0, 0, 1, 1), device_of(GPU), Agent()
+    identity, device, agent = WorkerIdentity(0, 0, 1, 1), device_of(GPU), InterruptibleAgent()
     open_group(identity, GPU)
     guard = UpdateGuard(device, agent)
     guard.enter(2)

@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import os
 
+import torch
 import xxhash
 
 from azureml_elastic.ipc.message import ShardDescription
+
+TENSORS = {
+    "nothing first": torch.empty(0),
+    "weights": torch.randn(30, 5),
+    "half": torch.randn(7, dtype=torch.bfloat16),
+    "scalar": torch.tensor(3),
+    "flags": torch.tensor([True, False]),
+    "nothing": torch.empty(0, 4),
+    "strided": torch.arange(12).reshape(3, 4).t(),
+    "large": torch.arange(1000.0),
+    "last": torch.randn(2, dtype=torch.float64),
+}
 
 
 def describe(folder, content, tail=b"", rank=0, **changed):
@@ -22,6 +35,11 @@ def describe(folder, content, tail=b"", rank=0, **changed):
         "xxh3": xxhash.xxh3_128_hexdigest(content),
     }
     return ShardDescription(**{**fields, **changed})
+
+
+def by_name(snapshot):
+    """Return the tensors of a snapshot by their names."""
+    return {chunk.name: tensor for chunk, tensor in snapshot.tensors.items()}
 
 
 def memory_of(content):

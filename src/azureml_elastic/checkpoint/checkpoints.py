@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 
 from azureml_elastic.checkpoint.format.catalogue import find_newest
 from azureml_elastic.checkpoint.format.manifest import FolderName, Manifest, for_good
+from azureml_elastic.checkpoint.load.offers import Kind, Offer, choose
 from azureml_elastic.checkpoint.load.reading import load
 from azureml_elastic.checkpoint.load.selection import (
     STALE_SECONDS,
@@ -32,16 +34,16 @@ from azureml_elastic.checkpoint.save.background_save import (
     BackgroundTask,
     SaveTask,
     TaskOutcome,
+    commit_before_restore,
     retry_while_unavailable,
 )
 from azureml_elastic.checkpoint.save.local_shard import LocalShard, ShardCopy
+from azureml_elastic.checkpoint.snapshots.copies import Copy, MemorySource, open_copies, open_source
 from azureml_elastic.checkpoint.snapshots.replication import (
     RankMemory,
     ReplicationTask,
-    choose_replicas,
-    gather_replicas,
     node_short_of_memory,
-    recover_from_replicas,
+    write_snapshot,
 )
 from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
@@ -52,7 +54,7 @@ from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.distributed.process_groups import ProcessGroups
 from azureml_elastic.errors import CheckpointDamaged, CheckpointError, Fenced, MissingExtra
-from azureml_elastic.ipc.agent_interface import Agent
+from azureml_elastic.ipc.agent_interface import Agent, HeldCopies
 from azureml_elastic.memory import available_memory
 
 _LOG = logging.getLogger(__name__)
@@ -61,12 +63,26 @@ _FAILURES = 2
 """Number of failed checkpoints in a row that ends the run: a full disk does not recover by itself."""
 
 
+@dataclass(frozen=True)
+class StoredSource:
+    """A whole checkpoint on a storage."""
+
+    storage: Storage
+    manifest: Manifest
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """The tracked state without tensors."""
+        return self.manifest.state
+
+
 class Checkpoints:
     """The checkpoints of a run. For one thread; methods are collectives unless their docstring denies it.
 
     Args:
         policy: when to save, and what to keep.
         stale_seconds: time limit for a mount to show what was committed.
+        pauses: seconds between attempts to read and commit at a start while the table is unavailable.
         earlier: committed checkpoint of another run, which is restored as long as this run has none.
 
     Attributes:
@@ -81,9 +97,10 @@ class Checkpoints:
         agent: Agent,
         *,
         stale_seconds: float = STALE_SECONDS,
+        pauses: tuple[float, ...] = LONG_RETRY_SECONDS,
         earlier: EarlierCheckpoint | None = None,
     ) -> None:
-        self._earlier = earlier
+        self._earlier, self._pauses = earlier, pauses
         self._policy, self._storage, self._stale_seconds = policy, storage, stale_seconds
         self._groups, self._agent = groups, agent
         # May be there to be recovered from, also where this round takes none.
@@ -93,7 +110,7 @@ class Checkpoints:
         self.snapshots = self._holds_snapshots and not policy.chooses_snapshots
         self._shard = LocalShard(groups, spare=self.snapshots)
         self._committed: Reference | None = None
-        self._selected: tuple[Storage, Manifest] | None = None
+        self._stored: StoredSource | None = None  # found, verified, and not read yet
         self._began_at: int | None = None
         self._task: BackgroundTask | None = None
         self._abandoned: BackgroundTask | None = None
@@ -108,6 +125,7 @@ class Checkpoints:
         self._shard.enter()
         self._failures.clear()
         self._fenced = ""
+        self._stored = None
         # A new process of the next round has not decided yet either, and a snapshot is a collective.
         self.snapshots = self._holds_snapshots and not self._policy.chooses_snapshots
 
@@ -131,7 +149,7 @@ class Checkpoints:
 
         def look() -> RankMemory:
             # Snapshots of earlier rounds have their memory already, which those of this round take over.
-            replaced, available = sum(each.size for each in self._agent.held_shards()), 0
+            replaced, available = sum(each.size for each in self._agent.held().shards), 0
             with contextlib.suppress(MissingExtra):  # of the agent, which may run under another interpreter
                 available = available_memory()[0] + replaced
             return RankMemory(identity.rank - identity.local_rank, self._shard.nbytes, available)
@@ -319,23 +337,17 @@ class Checkpoints:
             CheckpointError: the table is unavailable.
             Fenced: a newer round has taken over.
         """
-        found: Any = self.look_up_committed()
-        return self.take_committed(self._groups.control.from_main(found))
+        found: Any = self._look_up_committed()
+        return self._take_committed(self._groups.control.from_main(found))
 
-    def look_up_committed(self) -> Reference | TaskOutcome | None:
+    def _look_up_committed(self) -> Reference | TaskOutcome | None:
         """Return what rank 0 finds of the committed checkpoint, ``None`` on other ranks. Not a collective."""
         if self._groups.control.rank:
             return None
-        found = retry_while_unavailable(self._agent.pointer, LONG_RETRY_SECONDS)
+        found = retry_while_unavailable(self._agent.pointer, self._pauses)
         return self._find_without_pointer() if found is None else found
 
-    def take_committed(self, found: Reference | TaskOutcome | None) -> Reference | None:
-        """Return the run's newest committed checkpoint, by what rank 0 has found. Not a collective.
-
-        Raises:
-            CheckpointError: the table is unavailable.
-            Fenced: a newer round has taken over.
-        """
+    def _take_committed(self, found: Reference | TaskOutcome | None) -> Reference | None:
         if isinstance(found, TaskOutcome):
             raise found.error("The committed checkpoint to start from could not be looked up")
         self._committed = found
@@ -356,29 +368,60 @@ class Checkpoints:
             )  # fmt: skip
         return found
 
-    def select(self) -> Manifest | None:
-        """Return the manifest of what :meth:`restore` would restore, ``None`` where the run has no checkpoint yet.
+    def find(self, live: Copy | None = None, *, replicated: bool | None = None) -> MemorySource | StoredSource | None:
+        """Return the state that all ranks continue from, ``None`` where the run has none yet.
+
+        A state of which a snapshot is in memory is committed before. See
+        :mod:`~azureml_elastic.checkpoint.load.offers`.
+
+        Args:
+            live: state of this process itself.
+            replicated: whether a state in memory is whole, not in parts; ``None`` where that is not known yet.
 
         Raises:
             CheckpointDamaged: every committed checkpoint is damaged.
-            CheckpointError: the pointer could not be looked up.
+            CheckpointError: the pointer could not be looked up, or a snapshot could not be committed.
             Fenced: a newer round has taken over.
         """
-        self._selected = self._select()
-        return None if self._selected is None else self._selected[1]
+        control, identity = self._groups.control, self._groups.identity
+        # The workers of a node have one agent, of which one rank offers the shards, and all the states.
+        offers_shards = self._holds_snapshots and identity.local_rank == 0 and self._stored is None
+        held = self._agent.held() if live is None or offers_shards else HeldCopies()
+        fitting = [each for each in held.states if replicated is None or (each.part is None) == replicated]
+        copies = open_copies(fitting, control.rank) if live is None else [live]
+        offers = [copy.offer for copy in copies]
+        offers += [Offer.of_shard(each, control.rank) for each in held.shards if offers_shards]
+        # The table may throttle. A step that the round before has trained is not behind what that could commit.
+        whole = (each for each in copies if each.offer.kind == Kind.WHOLE)
+        newest = next((each for each in whole if 0 < each.origin == identity.round - 1), None)
+        gathered = control.gather((offers, self._look_up_committed() if newest is None else newest.committed))
+        committed = self._take_committed(gathered[0][1])
+        left = [offer for each, _ in gathered for offer in each]
+        while chosen := choose(left, None if committed is None else committed.step):
+            if chosen[0].kind != Kind.SHARD:
+                if (source := open_source(chosen, copies, control)) is not None:
+                    return source
+                useless = chosen
+            else:
+                written = write_snapshot(self._storage, control, identity, committed, self._policy, chosen)
+                if isinstance(written, Manifest):
+                    arguments = self._storage, control, self._agent, written
+                    committed = commit_before_restore(*arguments, keep=self._policy.keep, pauses=self._pauses)
+                    break
+                # Another copy's turn, or that of an older snapshot, or of no snapshot where nothing can be written.
+                useless = [each for each in left if each.kind == Kind.SHARD] if written is None else written
+            left = [each for each in left if each not in useless]
+        self._stored = self._stored or self._find_stored(committed)
+        return self._stored
 
-    def _select(self) -> tuple[Storage, Manifest] | None:
-        pointer, control, agent = self._committed or self.committed(), self._groups.control, self._agent
-        # What is further than the pointer is committed before it is restored, so that it cannot be lost again.
-        if self._holds_snapshots:
-            identity = self._groups.identity
-            pointer = recover_from_replicas(self._storage, control, agent, identity, pointer, self._policy) or pointer
+    def _find_stored(self, pointer: Reference | None) -> StoredSource | None:
+        control, agent = self._groups.control, self._agent
         pointer = adopt_handed_over(self._storage, control, agent, pointer) or pointer
         for storage, reference in self._origins(pointer):
             own = storage is self._storage
             selector = CheckpointSelector(storage, control, self._stale_seconds, marks=own, agent=agent)
             try:
-                return storage, selector.newest_whole(reference)
+                return StoredSource(storage, selector.newest_whole(reference))
             except CheckpointDamaged as error:
                 if self._earlier is None or not own:
                     raise
@@ -386,14 +429,6 @@ class Checkpoints:
                     _LOG.warning("The run starts again from the run that it continues: %s", error)
                 self._committed = None
         return None
-
-    def has_snapshot_after(self, step: int) -> bool:
-        """Return whether the nodes hold a complete snapshot of a later step."""
-        if not self._holds_snapshots:
-            return False
-        return (
-            choose_replicas(gather_replicas(self._groups.control, self._agent, self._groups.identity), step) is not None
-        )
 
     def _origins(self, pointer: Reference | None) -> Iterator[tuple[Storage, Reference]]:
         """Yield where a checkpoint is looked for: in the run's own storage, then in that of the run it continues."""
@@ -403,7 +438,7 @@ class Checkpoints:
             yield self._earlier.storage, self._earlier.reference
 
     def restore(self, state: TrackedState) -> Manifest | None:
-        """Restore the newest undamaged state: a snapshot that replicas hold, else the newest committed checkpoint.
+        """Restore the newest undamaged checkpoint: a snapshot that replicas hold, else the newest committed one.
 
         A run without a checkpoint restores that of the earlier run, if it continues one.
 
@@ -416,11 +451,18 @@ class Checkpoints:
             Fenced: a newer round has taken over.
             UsageError: the checkpoint does not fit what is tracked.
         """
-        # What select() has verified is not read and verified again.
-        selected, self._selected = self._selected or self._select(), None
-        if selected is None:
-            return None
-        storage, manifest = selected
+        source = self.find()
+        return self.read(source, state) if isinstance(source, StoredSource) else None
+
+    def read(self, source: StoredSource, state: TrackedState) -> Manifest:
+        """Restore a state that :meth:`find` has found and verified.
+
+        Raises:
+            CheckpointError: a rank could not read.
+            UsageError: the checkpoint does not fit what is tracked.
+        """
+        self._stored = None
+        storage, manifest = source.storage, source.manifest
         control = self._groups.control
         where, present = f"{storage}/{manifest.directory}", state.targets(manifest.state)
         own = random_state.tensor_name(control.rank)  # the others' generators are not read

@@ -7,12 +7,12 @@ Two implementations: :class:`~azureml_elastic.train.agent_client.channel.Channel
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.config.exit_codes import AGENT_LOST, PREEMPTED
-from azureml_elastic.ipc.message import HeldShard, ShardDescription
+from azureml_elastic.ipc.message import ShardDescription
 
 if TYPE_CHECKING:
     from azureml_elastic.ipc.worker_messages import Report  # which has the types below in its fields
@@ -58,6 +58,19 @@ class HandedOverState:
     round: int
     rank: int
     part: int | None = None
+
+
+@dataclass(frozen=True)
+class HeldCopies:
+    """What an agent holds for the workers of its node.
+
+    Args:
+        states: whole states, and parts of others, that workers of earlier rounds have handed over.
+        shards: shards of snapshots.
+    """
+
+    states: list[HandedOverState] = field(default_factory=list)
+    shards: list[ShardDescription] = field(default_factory=list)
 
 
 class Agent(Protocol):
@@ -126,9 +139,6 @@ class Agent(Protocol):
             ElasticError: it does not.
         """
 
-    def handed_over(self) -> list[HandedOverState]:
-        """Return what workers of earlier rounds have handed over on this node: a whole state, and parts of others."""
-
     holds_snapshots: bool
     """Whether the agent holds on to copies of the state; ``hand_over`` and the calls below are made only then."""
 
@@ -150,8 +160,8 @@ class Agent(Protocol):
             ElasticError: it could not.
         """
 
-    def held_shards(self) -> list[HeldShard]:
-        """Return the shards that this node's agent holds."""
+    def held(self) -> HeldCopies:
+        """Return what this node's agent holds."""
 
     def park(self) -> None:
         """Ask for a place in the next round. Returns at once: what the old round leaves can be released meanwhile."""

@@ -119,6 +119,7 @@ class ShardDescription:
         size: size of the file in bytes.
         tail: size in bytes of what follows the file: the manifest, in the shard of rank 0.
         xxh3: XXH3-128 checksum of the file, in hexadecimal digits.
+        path: path of the memory or of the file on the node that holds it.
     """
 
     folder: FileName
@@ -129,14 +130,4 @@ class ShardDescription:
     size: Count
     tail: Count
     xxh3: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
-
-
-@dataclass(frozen=True)
-class HeldShard(ShardDescription):
-    """A shard in the memory or on the disk of a node.
-
-    Args:
-        path: path of the memory or of the file on that node.
-    """
-
-    path: Text
+    path: Text = ""

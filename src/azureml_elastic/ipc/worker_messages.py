@@ -7,14 +7,14 @@ it with one of :data:`Reply`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, get_args
 
 from pydantic import Field, PlainSerializer
 
 from azureml_elastic.checkpoint_reference import Reference
-from azureml_elastic.ipc.agent_interface import Action, HandedOverState
-from azureml_elastic.ipc.message import Count, FileName, HeldShard, MessageCodec, Seconds, ShardDescription, Text
+from azureml_elastic.ipc.agent_interface import Action, HeldCopies
+from azureml_elastic.ipc.message import Count, FileName, MessageCodec, Seconds, ShardDescription, Text
 from azureml_elastic.ledger.metric_names import ALLOWED_NAME, LONGEST_NAME, MOST_VALUES
 
 MetricName = Annotated[str, Field(max_length=LONGEST_NAME, pattern=f"^{ALLOWED_NAME}$")]
@@ -162,7 +162,7 @@ class HandOver:
 
 @dataclass(frozen=True)
 class Memory:
-    """Request for what workers of earlier rounds have handed over."""
+    """Request for all that the agent holds."""
 
 
 @dataclass(frozen=True)
@@ -181,11 +181,6 @@ class ReplicateShard:
     folder: FileName
     file: FileName
     rank: Count
-
-
-@dataclass(frozen=True)
-class HeldShards:
-    """Request for the descriptions of all snapshot shards that the agent holds."""
 
 
 @dataclass(frozen=True)
@@ -267,21 +262,12 @@ class PointerReply:
 
 
 @dataclass(frozen=True)
-class MemoryReply:
+class MemoryReply(HeldCopies):
     """Reply to :class:`Memory`."""
 
-    held: list[HandedOverState] = field(default_factory=list)
 
-
-@dataclass(frozen=True)
-class ShardsReply:
-    """Reply to :class:`HeldShards`."""
-
-    held: list[HeldShard]
-
-
-MemoryMessage = HandOver | Memory | HoldShard | HeldShards | RetainSnapshot | DiscardSnapshot
-Request = Pointer | Commit | HandOver | Memory | HoldShard | HeldShards | ReplicateShard
+MemoryMessage = HandOver | Memory | HoldShard | RetainSnapshot | DiscardSnapshot
+Request = Pointer | Commit | HandOver | Memory | HoldShard | ReplicateShard
 LastReport = Stopped | Finished | GaveWay
 """Reports of a process that ends, or takes part in no further step of the round."""
 Report = (
@@ -299,7 +285,7 @@ Report = (
 )
 """What a process reports of its training, without an answer."""
 WorkerMessage = Hello | Vote | Parked | Report | Request
-Reply = Accepted | Refused | PointerReply | MemoryReply | ShardsReply
+Reply = Accepted | Refused | PointerReply | MemoryReply
 AgentMessage = Prepare | Decide | Interrupt | Leave | Assign | Reply
 
 FROM_WORKER: MessageCodec[WorkerMessage] = MessageCodec(*get_args(WorkerMessage))

@@ -13,6 +13,7 @@ import torch
 
 from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot
 from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST
+from tests.support.shards import by_name
 from tests.support.train import recovering
 from tests.support.train.fake_agent import AssigningAgent
 from tests.support.worlds import World
@@ -40,6 +41,14 @@ def until_hit(process):
         recovering.until(lambda: psutil.Process(process.pid).status() in over)
 
 
+def until_interrupted(agent, world):
+    """Wait until the third worker is dead or frozen, and send the end of the round to the others."""
+    received = agent.wait_for_all(ranks_connected=3, step=3 * 8)
+    assert {rank for rank, _ in received["ranks_connected"]} == {0, 1, 2}
+    until_hit(world.processes[2])
+    agent.interrupt()
+
+
 def undisturbed(tmp_path):
     return World(2, recovering.train_on, tmp_path / "alone", EPOCHS).values()[0][-1]
 
@@ -48,10 +57,7 @@ def undisturbed(tmp_path):
 def test_survivors_hand_over_and_new_processes_continue(agent, tmp_path, fault):
     arguments = (tmp_path / "c", EPOCHS, fault, 9)
     world = World(3, recovering.train_on, *arguments, **environment(agent, 1, victim=2))
-    received = agent.wait_for_all(ranks_connected=3, step=3 * 8)
-    assert {rank for rank, _ in received["ranks_connected"]} == {0, 1, 2}
-    until_hit(world.processes[2])
-    agent.interrupt()
+    until_interrupted(agent, world)
     said = agent.wait_for_all(gave_way=2, gone=2)["gave_way"]
     assert {rank for rank, _ in said} == {0, 1}, "the agent need not guess it from an exit code"
     world.processes[2].kill()
@@ -71,10 +77,7 @@ def test_survivors_continue_and_a_new_process_joins(agent, tmp_path, fault, norm
     arguments = (tmp_path / "c", EPOCHS, fault, 9, normalised)
     agent.expect(3)
     world = World(3, recovering.train_on, *arguments, **environment(agent, 0, victim=2))
-    received = agent.wait_for_all(ranks_connected=3, step=3 * 8)
-    assert {rank for rank, _ in received["ranks_connected"]} == {0, 1, 2}
-    until_hit(world.processes[2])
-    agent.interrupt()
+    until_interrupted(agent, world)
     agent.expect(2)
     ((_, restored),) = agent.wait_for_all(ranks_connected=2, restored=1)["restored"]
     assert restored["step"] == 8
@@ -125,12 +128,13 @@ def test_weights_are_handed_over_if_they_are_those_of_a_step(agent, tmp_path, ki
         return
     kept = Snapshot.from_memory(agent.memory["path"])
     assert kept.step == agent.memory["step"] == 2
+    tensors = by_name(kept)
     model, optimizer = torch.load(tmp_path / "step-2-0")
     assert model["0.num_batches_tracked"] > 0
     for name, value in model.items():
-        assert torch.equal(kept.tensors[f"model/{name}"], value), name
+        assert torch.equal(tensors[f"model/{name}"], value), name
     (state,) = optimizer["state"].values()
-    (directions,) = [each for name, each in kept.tensors.items() if name.endswith("/prev_flat_grad")]
+    (directions,) = [each for name, each in tensors.items() if name.endswith("/prev_flat_grad")]
     assert torch.equal(directions, state["prev_flat_grad"])
 
 

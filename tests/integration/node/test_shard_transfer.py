@@ -15,7 +15,7 @@ import pytest
 from azureml_elastic.ipc import KEY_BYTES, Authenticator, Peer
 from azureml_elastic.ipc.connection import MessageStream
 from azureml_elastic.ipc.tls import derive_credentials
-from azureml_elastic.ipc.worker_messages import Accepted, HeldShards, ReplicateShard
+from azureml_elastic.ipc.worker_messages import Accepted, Memory, ReplicateShard
 from azureml_elastic.node.agent.shard_transfer import ShardSender
 from azureml_elastic.node.core import messages
 from tests.support.rendezvous.sealed_run import SHARD_SECONDS, SHARD_TRANSFERS, Run, encoded
@@ -64,7 +64,7 @@ class Node:
         return replies[0]
 
     def received(self):
-        held = self.target.answer(HeldShards(), 1, 0).held
+        held = self.target.answer(Memory(), 1, 0).shards
         return {each.file: Path(each.path).read_bytes() for each in held}
 
     def offer(self, run, shard):

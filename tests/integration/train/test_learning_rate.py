@@ -533,14 +533,6 @@ def test_under_a_fixed_global_batch_nothing_is_multiplied(tmp_path):
     assert seen == [RATE] * 5
 
 
-@pytest.fixture
-def accelerator():
-    accelerate = pytest.importorskip("accelerate")
-    yield accelerate.Accelerator(cpu=True)
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
-
-
 def test_accelerates_optimizer_is_unwrapped(accelerator, tmp_path):
     model, reference = network(), network()
     optimizer = optimizer_of(model, "momentum")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import ClassVar
 
 import pytest
 import torch
@@ -29,18 +28,10 @@ from tests.support.worlds import World
 
 torch.set_num_threads(1)
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 PER_WORKER = FixedPerWorkerBatch(scaling="linear", momentum="none")
 REFERENCE_2 = FixedPerWorkerBatch(scaling="linear", momentum="none", reference_world_size=2)
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch):
-    training.forget_environment(monkeypatch)
-    yield
-    while Run.made:
-        Run.made.pop().__exit__(KeyboardInterrupt, None, None)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def ends(spec):
@@ -194,11 +185,9 @@ def test_ranks_train_the_same_samples_at_the_same_rates(policy, sizes, tmp_path)
 class Run:
     """A loop of one process."""
 
-    made: ClassVar = []
-
     def __init__(self, folder, policy=PER_WORKER, make=None, wrap=True, track=True, length=20):
         self.run = train.start(workers.policy(folder), batch=policy)
-        Run.made.append(self.run)
+        training.MADE.append(self.run)
         self.model = self.run.wrap(nn.Linear(1, 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=rates.RATE, momentum=0.9)
         made = (make or (lambda optimizer: lrs.ExponentialLR(optimizer, 0.5)))(self.optimizer)
@@ -303,14 +292,6 @@ def test_a_schedule_is_in_all_else_the_scheduler(tmp_path):
     assert this.scheduler.last_epoch == 4
     this.scheduler.load_state_dict(state)
     assert this.scheduler.last_epoch == 0
-
-
-@pytest.fixture
-def accelerator():
-    accelerate = pytest.importorskip("accelerate")
-    yield accelerate.Accelerator(cpu=True)
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
 
 
 def test_accelerates_scheduler_is_unwrapped(accelerator, tmp_path):

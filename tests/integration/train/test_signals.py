@@ -58,11 +58,7 @@ class Agent:
             if message["op"] == "step":
                 self.step = message["step"]
             elif "id" in message:
-                replies = {
-                    "pointer": {"op": "pointer_reply"},
-                    "memory": {"op": "memory_reply"},
-                    "held_shards": {"op": "shards_reply", "held": []},
-                }
+                replies = {kind: {"op": f"{kind}_reply"} for kind in ("pointer", "memory")}
                 connection.send({"re": message["id"], **replies.get(message["op"], {"op": "accepted"})})
             self.said.append(message["op"])
             if message["op"] == "vote":

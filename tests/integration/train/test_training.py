@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
@@ -19,25 +17,15 @@ from azureml_elastic.errors import UsageError
 from tests.support.train import training, workers
 from tests.support.worlds import World
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 EXACT = FixedGlobalBatch(logical_workers=4, reduce="exact")
 
 
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch):
-    training.forget_environment(monkeypatch)
-    yield
-    while Run.made:
-        Run.made.pop().__exit__(KeyboardInterrupt, None, None)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 class Run:
-    made: ClassVar = []
-
     def __init__(self, folder, policy=None, **options):
         self.run = train.start(workers.policy(folder), batch=policy)
-        Run.made.append(self.run)
+        training.MADE.append(self.run)
         self.model = self.run.wrap(nn.Linear(1, 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, **options)
         self.run.track(model=self.model, optimizer=self.optimizer)

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import os
 import queue
+import threading
 
 from azureml_elastic.ipc import MessageServer, listen
 from tests.support.worlds import store_on_a_free_port
 
 TIMEOUT_S = 60.0
+
+
+class InterruptibleAgent:
+    """What an interruption asks of the agent."""
+
+    holds_snapshots = hands_whole_over = True
+
+    def __init__(self):
+        self.interrupted = threading.Event()
+
+    def wait_interrupted(self, timeout):
+        return self.interrupted.wait(timeout)
 
 
 class FakeAgent:
@@ -32,9 +45,7 @@ class FakeAgent:
         if kind == "pointer":
             connection.send({"re": message["id"], "op": "pointer_reply", "pointer": self.pointer})
         elif kind == "memory":
-            connection.send({"re": message["id"], "op": "memory_reply", "held": [self.memory] if self.memory else []})
-        elif kind == "held_shards":
-            connection.send({"re": message["id"], "op": "shards_reply", "held": []})
+            connection.send({"re": message["id"], "op": "memory_reply", "states": [self.memory] if self.memory else []})
         elif kind == "hand_over":
             descriptor = os.open(f"/proc/{message['pid']}/fd/{message['fd']}", os.O_RDONLY)
             self.kept.append(descriptor)

@@ -60,13 +60,22 @@ def of_each_step(folder, length, global_batch_size, policy, options=None, weight
     run = train.start(workers.policy(folder), batch=policy)
     model = fully_shard(network()) if sharded else run.wrap(network())
     run.track(model=model)
-    found = []
-    for x, y in run.loader(data(length), global_batch_size=global_batch_size, **(options or {})):
-        loss = nn.functional.cross_entropy(model(x), y)
+
+    def backward(loss, y):
         if weighted:
             run.backward(loss)
         else:
             loss.backward()
+
+    return _of_steps(
+        run, model, run.loader(data(length), global_batch_size=global_batch_size, **(options or {})), backward
+    )
+
+
+def _of_steps(run, model, loader, backward):
+    found = []
+    for x, y in loader:
+        backward(nn.functional.cross_entropy(model(x), y), y)
         if run.accumulating:
             continue
         found.append(flat(model))
@@ -101,17 +110,8 @@ def of_tokens(folder, length, global_batch_size, policy, options=None):
     run = train.start(workers.policy(folder), batch=policy)
     model = run.wrap(network())
     run.track(model=model)
-    found = []
     loader = run.loader(Sentences(length), global_batch_size=global_batch_size, collate_fn=pad, **(options or {}))
-    for x, y in loader:
-        run.backward(nn.functional.cross_entropy(model(x), y), count=len(y))
-        if run.accumulating:
-            continue
-        found.append(flat(model))
-        model.zero_grad()
-        run.commit()
-    run.finish()
-    return found
+    return _of_steps(run, model, loader, lambda loss, y: run.backward(loss, count=len(y)))
 
 
 class Noisy(Dataset):

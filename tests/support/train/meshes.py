@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
@@ -16,15 +17,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from azureml_elastic import train
 from azureml_elastic.checkpoint.checkpoints import Checkpoints
-from azureml_elastic.checkpoint.load.reading import targets_for
-from azureml_elastic.checkpoint.snapshots.parts import find_complete, open_parts
-from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot
+from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot, local_chunks
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.local import LocalStorage
+from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, ElasticResources, Plan
 from azureml_elastic.distributed.process_groups import ReplicaGroup, is_peer_error
-from azureml_elastic.errors import UsageError
-from azureml_elastic.ipc.agent_interface import HandedOverState
+from azureml_elastic.errors import CheckpointDamaged, UsageError
+from azureml_elastic.ipc.agent_interface import HandedOverState, HeldCopies
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from tests.support.train import workers
 from tests.support.waiting import until
@@ -78,10 +78,7 @@ def train_on_mesh(folder, nodes_per_replica, per_node, until, tensor_parallel=1)
     for _ in run.epochs(1_000):
         for x, y in loader:
             samples.append(x[:, 0].tolist())
-            run.backward(nn.functional.cross_entropy(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
-            run.commit()
+            workers.one_step(run, model, optimizer, x, y)
             if run.steps == until:
                 break
         if run.steps == until:
@@ -117,10 +114,16 @@ def gradients_of_tokens(folder, nodes_per_replica, per_node, tensor_parallel=1):
 
 
 class HoldingAgent(StandaloneAgent):
-    """An agent that would hold snapshots."""
+    """An agent that would hold snapshots and holds any states, and whose table names any checkpoint."""
 
-    holds_snapshots = True
-    hands_whole_over = True
+    holds_snapshots = hands_whole_over = True
+    reference, states = None, ()
+
+    def held(self):
+        return HeldCopies([*self.states])
+
+    def pointer(self):
+        return self.reference
 
 
 def snapshots_taken(folder, per_node, kinds, policies):
@@ -161,17 +164,19 @@ def hand_over_and_find(folder, cases, tensor_parallel):
     """Hand parts over at different steps, and find a whole state in what is left, case by case.
 
     A case has the step that each rank has completed, ``None`` where it is lost, and the step of the checkpoint. A tenth
-    more is the same step of another round, which had gone back. The
-    weights and the buffer are the step's number; the buffer is the rank's hundredth more.
+    more is the same step of another round, which had gone back. The weights and the buffer are the step's number; the
+    buffer is the rank's hundredth more.
     """
     run = start(folder, 1, 2)
-    control, rank = run._run.lifecycle.world.control, run.rank
-    found = []
+    world, rank = run._run.lifecycle.world, run.rank
+    storage, found = LocalStorage(Path(folder)), []
+    agent = HoldingAgent(storage, world.identity, handles_signals=False)
+    checkpoints = Checkpoints(CheckpointPolicy(), storage, world, agent, stale_seconds=0.0)
     model = sharded(run.mesh(tensor_parallel=tensor_parallel), tensor_parallel)
     model.register_buffer("seen", torch.zeros(()))
     tracked = TrackedState({"model": model})
     for steps, committed in cases:
-        memory, parts = None, []
+        agent.states = []
         step = None if steps[rank] is None else int(steps[rank])
         origin = 1 if step == steps[rank] else 2
         with torch.no_grad():
@@ -180,21 +185,22 @@ def hand_over_and_find(folder, cases, tensor_parallel):
             model.seen.fill_(-1.0 if step is None else step + rank / 100)
         if step is not None:
             plain, tensors, apart = tracked.collect_held()
-            memory = Snapshot(step, plain, {"at": step}, origin=origin, apart=apart, tensors=tensors).to_memory()
-            path = f"/proc/{os.getpid()}/fd/{memory.descriptor}"
-            parts = open_parts([HandedOverState(path, step, 1, rank, run.local_rank)])
-        complete = find_complete(parts, committed, control)
-        if complete is None:
+            held = Snapshot(step, plain, {"at": step}, origin=origin, apart=apart, tensors=local_chunks(tensors))
+            path = f"/proc/{os.getpid()}/fd/{held.to_memory()}"
+            agent.states = [HandedOverState(path, step, 1, rank, run.local_rank)]
+        agent.reference = Reference(f"step-{committed}", committed, "") if committed else None
+        source = None
+        with contextlib.suppress(CheckpointDamaged):  # what would be restored instead is not there
+            source = checkpoints.find()
+        if source is None:
             found.append(None)
             continue
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(-2.0)
-        tensors = targets_for(complete.held.chunks, tracked.targets(complete.header.state), complete.held.step)
-        complete.held.read(tensors, control)
-        tracked.restore(complete.header.state, tensors)
+        tracked.restore(source.state, source.read(tracked.targets(source.state), world.control))
         values = {float(each) for parameter in model.parameters() for each in whole(parameter).flatten()}
-        found.append((complete.header.step, complete.header.data, values, round(float(model.seen), 2)))
+        found.append((source.content.step, source.content.data, values, round(float(model.seen), 2)))
     return found
 
 

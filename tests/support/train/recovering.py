@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from azureml_elastic import train
-from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot
-from azureml_elastic.checkpoint.snapshots.transfer import send_to_others
+from azureml_elastic.checkpoint.snapshots.snapshot import local_chunks
+from azureml_elastic.checkpoint.snapshots.transfer import HeldChunks
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.config import FixedGlobalBatch, FixedPerWorkerBatch
@@ -73,11 +73,7 @@ def train_on(folder, epochs, fault=None, at=0, normalised=False):
     loader = run.loader(workers.dataset(48), global_batch_size=12)
     for _ in run.epochs(epochs):
         for x, y in loader:
-            run.backward(nn.functional.cross_entropy(model(x), y))
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            run.commit()
+            workers.one_step(run, model, optimizer, x, y, scheduler)
     run.finish()
     weights = workers.flat(model.parameters())
     others = workers.flat(beside.parameters()).tolist()
@@ -195,10 +191,7 @@ def with_a_batch_per_worker(folder, at):
         for x, y in loader:
             if run.steps + 1 == at and os.environ["LOCAL_RANK"] == os.environ["VICTIM"]:
                 os.kill(os.getpid(), signal.SIGKILL)
-            run.backward(nn.functional.cross_entropy(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
-            run.commit()
+            workers.one_step(run, model, optimizer, x, y)
     run.finish()
     return run.steps
 
@@ -312,9 +305,9 @@ def send_to_a_frozen_rank(folder):
     rank, mark = int(os.environ["RANK"]), Path(folder).with_suffix(".freezes")
     groups = ProcessGroups(WorkerIdentity(rank, 0, 2, 1), torch.device("cpu"))
     groups.open()
-    state = Snapshot(1, {}, None, tensors={"x": torch.ones(16 << 20)})
+    state = local_chunks({"x": torch.ones(16 << 20)})
     if rank == 1:
-        send_to_others(None, FreezingRank(groups.control, mark), [0], lambda _: {})
+        HeldChunks(1, [*state], [[0]], {}).read({"x": torch.zeros(16 << 20)}, FreezingRank(groups.control, mark))
     over, thread = threading.Event(), threading.get_ident()
 
     def abort():
@@ -328,7 +321,7 @@ def send_to_a_frozen_rank(folder):
     watch = threading.Thread(target=abort)
     watch.start()
     try:
-        send_to_others(state, groups.control, [0], lambda _: {})
+        HeldChunks(1, [*state], [[0]], state).read({}, groups.control)
     except RuntimeError:
         return True
     finally:

@@ -21,6 +21,9 @@ from azureml_elastic.ledger.reading import read_samples
 from azureml_elastic.ledger.samples import audit_samples
 from tests.support.train import workers
 
+MADE = []
+"""Sessions that a test has started in its own process, and the next one does not continue."""
+
 
 def forget_environment(monkeypatch):
     for name in names.OWN:

@@ -80,6 +80,15 @@ def gradients(folder, length, global_batch_size, drop_last):
         return found
 
 
+def one_step(run, model, optimizer, x, y, scheduler=None):
+    run.backward(nn.functional.cross_entropy(model(x), y))
+    optimizer.step()
+    optimizer.zero_grad()
+    if scheduler is not None:
+        scheduler.step()
+    run.commit()
+
+
 def train_steps(folder, epochs, *, stop_after=None, every_steps=None, length=50, global_batch_size=8, workers=0):
     """Train; end at a number of steps as if killed by SIGKILL. Return the loss curve and the weights."""
     run = train.start(policy(folder, every_steps))
@@ -312,10 +321,7 @@ def agent_session(folder, steps, every_steps, hold_at=None, go=None):
             first = run.steps
             for _ in run.epochs(steps // 5):
                 for x, y in loader:
-                    run.backward(nn.functional.cross_entropy(model(x), y))
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    run.commit()
+                    one_step(run, model, optimizer, x, y)
                     time.sleep(0.002)
                     while run.steps == hold_at and not go.exists():
                         time.sleep(0.01)
@@ -329,12 +335,7 @@ def train_until(run, model, optimizer, until, scheduler=None):
     loader = run.loader(dataset(), global_batch_size=10)
     for _ in run.epochs(1_000):
         for x, y in loader:
-            run.backward(nn.functional.cross_entropy(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
-            if scheduler is not None:
-                scheduler.step()
-            run.commit()
+            one_step(run, model, optimizer, x, y, scheduler)
             if run.steps == until:
                 run.finish()
                 return

@@ -16,11 +16,10 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 from azureml_elastic.checkpoint.format.catalogue import handed_over, survey, verify
 from azureml_elastic.checkpoint.format.manifest import COMMITTED, DAMAGED, Manifest
-from azureml_elastic.checkpoint.save.background_save import LONG_RETRY_SECONDS, TaskOutcome, retry_while_unavailable
+from azureml_elastic.checkpoint.save.background_save import commit_before_restore
 from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
 from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.distributed.control_group import ControlGroup
@@ -172,32 +171,12 @@ def adopt_handed_over(
         CheckpointError: it could not be committed.
         Fenced: a newer round has taken over.
     """
-    after = -1 if committed is None else committed.step
-    found: Any = control.from_main(_adopt(storage, agent, after) if control.rank == 0 else None)
-    if isinstance(found, TaskOutcome):
-        raise found.error(f"A state that an agent kept in {storage} could not be committed")
-    adopted: Reference | None = found
-    return adopted
-
-
-def _adopt(storage: Storage, agent: Agent, step: int) -> Reference | TaskOutcome | None:
-    try:
-        # Before the commit: a damaged one would hide the committed checkpoint that is not its parent.
-        manifest = next((each for each in handed_over(storage, step) if not verify(storage, each)), None)
-    except OSError as error:
-        _LOG.warning("No state of an agent that has ended is looked for in %s: %s", storage, error)
-        return None
-    if manifest is None:
-        return None
-    reference = manifest.reference
-    failure = retry_while_unavailable(lambda: agent.commit(reference, 0.0), LONG_RETRY_SECONDS)
-    if failure is not None:
-        return failure
-    with contextlib.suppress(OSError):
-        storage.write(reference.directory, COMMITTED, [])
-    _LOG.warning(
-        "The state of step %d, which an agent held in memory when it ended, is committed as %s.",
-        reference.step,
-        reference.directory,
-    )
-    return reference
+    manifest: Manifest | None = None
+    if control.rank == 0:
+        after = -1 if committed is None else committed.step
+        try:
+            # Before the commit: a damaged one would hide the committed checkpoint that is not its parent.
+            manifest = next((each for each in handed_over(storage, after) if not verify(storage, each)), None)
+        except OSError as error:
+            _LOG.warning("No state of an agent that has ended is looked for in %s: %s", storage, error)
+    return commit_before_restore(storage, control, agent, manifest)

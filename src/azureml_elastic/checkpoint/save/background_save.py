@@ -28,6 +28,7 @@ from typing_extensions import override
 from azureml_elastic.checkpoint.format.manifest import COMMITTED, MANIFEST, Manifest, retire
 from azureml_elastic.checkpoint.save.local_shard import ShardCopy
 from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
+from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import CheckpointError, ElasticError, Fenced, RoundBroken, TableUnavailable
 from azureml_elastic.ipc.agent_interface import Agent
@@ -163,16 +164,18 @@ def commit(
     *,
     stall_seconds: float,
     pauses: tuple[float, ...],
+    published: bool = False,
     abandoned: Callable[[], bool] = lambda: False,
 ) -> TaskOutcome:
-    """Publish a complete manifest and commit the checkpoint. For rank 0 alone; :func:`remove_older` follows.
+    """Publish a complete manifest, unless it is, and commit the checkpoint. For rank 0; :func:`remove_older` follows.
 
     While the table is unavailable, the commit is tried again after each of the pauses in seconds. Nothing is committed
     once the round has ended (``abandoned``). Where the folder has been removed meanwhile, the outcome is ``failed``, so
     that another checkpoint is taken.
     """
     try:
-        storage.publish(manifest.directory, MANIFEST, manifest.to_bytes())
+        if not published:
+            storage.publish(manifest.directory, MANIFEST, manifest.to_bytes())
     except (OSError, ValueError) as error:  # ValueError: the state is no JSON
         return discard(storage, manifest.directory, f"writing the manifest failed: {error}")
     if abandoned():
@@ -187,6 +190,40 @@ def commit(
     except Exception as error:  # noqa: BLE001 - the checkpoint is committed all the same
         _LOG.warning("The checkpoint %s/%s is committed, but not marked so: %s", storage, manifest.directory, error)
     return TaskOutcome("committed")
+
+
+def commit_before_restore(
+    storage: Storage,
+    control: ControlGroup,
+    agent: Agent,
+    manifest: Manifest | None,
+    *,
+    keep: int | None = None,
+    pauses: tuple[float, ...] = LONG_RETRY_SECONDS,
+) -> Reference | None:
+    """Commit what is restored next, so that it cannot be lost again. A collective.
+
+    Args:
+        manifest: manifest of its checkpoint, if there is one; that of rank 0 counts.
+        keep: number of committed checkpoints to keep, ``None`` where the manifest is published already.
+
+    Raises:
+        CheckpointError: it could not be committed.
+        Fenced: a newer round has taken over.
+    """
+    outcome: TaskOutcome | None = None
+    if control.rank == 0 and manifest is not None:
+        outcome = commit(storage, agent, manifest, stall_seconds=0.0, pauses=pauses, published=keep is None)
+        if outcome.kind == "committed":
+            _LOG.warning("The state of step %d in memory is committed as %s.", manifest.step, manifest.directory)
+            if keep is not None:
+                remove_older(storage, manifest, keep)
+    found: tuple[Reference | None, TaskOutcome | None]
+    found = control.from_main((None if manifest is None else manifest.reference, outcome))
+    reference, outcome = found
+    if outcome is not None and outcome.kind != "committed":
+        raise outcome.error(f"The state in memory, kept in {storage}, could not be committed")
+    return reference
 
 
 def remove_older(storage: Storage, manifest: Manifest, keep: int) -> None:

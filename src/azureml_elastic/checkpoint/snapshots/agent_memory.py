@@ -22,7 +22,7 @@ import shutil
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,12 +32,11 @@ from pydantic import TypeAdapter
 from azureml_elastic.errors import ElasticError
 from azureml_elastic.file_lock import is_abandoned, lock
 from azureml_elastic.ipc.agent_interface import HandedOverState
-from azureml_elastic.ipc.message import HeldShard, ShardDescription
+from azureml_elastic.ipc.message import ShardDescription
 from azureml_elastic.ipc.worker_messages import (
     Accepted,
     DiscardSnapshot,
     HandOver,
-    HeldShards,
     HoldShard,
     Memory,
     MemoryMessage,
@@ -45,7 +44,6 @@ from azureml_elastic.ipc.worker_messages import (
     Refused,
     Reply,
     RetainSnapshot,
-    ShardsReply,
 )
 from azureml_elastic.private_folder import make_private
 
@@ -90,7 +88,7 @@ class LocalSnapshots:
         self._changed = threading.Lock()
         self._next: list[Shard] = []
 
-    def describe(self) -> list[HeldShard]:
+    def describe(self) -> list[ShardDescription]:
         """Return the descriptions of all shards on the disk."""
         return self._inherited + list(_read(self._own))
 
@@ -187,11 +185,10 @@ def _copy(descriptor: int, target: Path, shard: ShardDescription) -> None:
         raise OSError(f"{target} changed while it was written: its memory is in use again; take snapshots less often")
 
 
-def _read(own: Path) -> Iterator[HeldShard]:
+def _read(own: Path) -> Iterator[ShardDescription]:
     for path in sorted(own.glob("*/*.json")):
         with contextlib.suppress(OSError, ValueError):  # torn, or removed just now
-            shard = _DESCRIPTION.validate_json(path.read_bytes())
-            yield HeldShard(**asdict(shard), path=str(path.with_suffix("")))
+            yield replace(_DESCRIPTION.validate_json(path.read_bytes()), path=str(path.with_suffix("")))
 
 
 class AgentMemory:
@@ -219,10 +216,9 @@ class AgentMemory:
         with self._lock:
             match message:
                 case Memory():
-                    return MemoryReply([state for _, state in self._states.values()])
-                case HeldShards():
-                    held = [HeldShard(**asdict(shard), path=_path(fd)) for fd, shard in self._shards.values()]
-                    return ShardsReply(held + (self._local.describe() if self._local is not None else []))
+                    shards = [shard for _, shard in self._shards.values()]
+                    shards += self._local.describe() if self._local is not None else []
+                    return MemoryReply([state for _, state in self._states.values()], shards)
                 case RetainSnapshot():
                     self._retain(message.folder)
                     return None
@@ -252,7 +248,7 @@ class AgentMemory:
     def _hold(self, descriptor: int, shard: ShardDescription) -> None:
         key = (shard.folder, shard.file)
         _release(self._shards, [key])
-        self._shards[key] = descriptor, shard
+        self._shards[key] = descriptor, replace(shard, path=_path(descriptor))
 
     def _hold_memory(self, message: HandOver | HoldShard, number: int, rank: int) -> Reply:
         try:

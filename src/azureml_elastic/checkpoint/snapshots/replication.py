@@ -14,34 +14,26 @@ taken.
 
 from __future__ import annotations
 
-import functools
 import logging
 import mmap
 import secrets
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
 from typing_extensions import override
 
 from azureml_elastic.checkpoint.format.manifest import FolderName, Manifest, for_good
-from azureml_elastic.checkpoint.save.background_save import (
-    LONG_RETRY_SECONDS,
-    BackgroundTask,
-    TaskOutcome,
-    commit,
-    discard,
-    remove_older,
-)
+from azureml_elastic.checkpoint.load.offers import Offer, deal_out
+from azureml_elastic.checkpoint.save.background_save import BackgroundTask, TaskOutcome, discard
 from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
 from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import CheckpointDamaged, CheckpointError, ElasticError
-from azureml_elastic.ipc.agent_interface import Agent, WorkerIdentity
-from azureml_elastic.ipc.message import HeldShard, ShardDescription
+from azureml_elastic.ipc.agent_interface import WorkerIdentity
+from azureml_elastic.ipc.message import ShardDescription
 from azureml_elastic.ipc.worker_messages import DiscardSnapshot, RetainSnapshot
 from azureml_elastic.plurals import counted
 
@@ -135,128 +127,65 @@ class ReplicationTask(BackgroundTask):
             self.agent.replicate_shard(shard, partner)
 
 
-@dataclass(frozen=True)
-class ReplicaShard(HeldShard):
-    """A shard of a snapshot that a node holds, and a rank that can read it."""
-
-    holder: int
-
-
-def choose_replicas(held: Sequence[ReplicaShard], newer_than: int) -> list[ReplicaShard] | None:
-    """Choose the newest complete snapshot after a step, and the holder that writes each of its shards.
-
-    Returns:
-        One replica of each shard, by rank, from the holders with the least to write; ``None`` where no newer snapshot
-        is complete.
-    """
-    snapshots: defaultdict[str, defaultdict[int, list[ReplicaShard]]] = defaultdict(lambda: defaultdict(list))
-    for each in held:
-        if each.step > newer_than:
-            snapshots[each.folder][each.rank].append(each)
-    complete = [shards for shards in snapshots.values() if len(shards) == next(iter(shards.values()))[0].world_size]
-    if not complete:
-        return None
-    # Of one step, the name of the folder tells the newer round.
-    newest = max(complete, key=lambda shards: (shards[0][0].step, shards[0][0].folder))
-    load: Counter[int] = Counter()
-    chosen = []
-    for rank in sorted(newest):
-        shard = min(newest[rank], key=lambda each: (load[each.holder], each.holder))
-        load[shard.holder] += shard.size
-        chosen.append(shard)
-    return chosen
-
-
-def gather_replicas(control: ControlGroup, agent: Agent, identity: WorkerIdentity) -> list[ReplicaShard]:
-    """Return the shards of snapshots that all nodes hold. A collective."""
-    own = agent.held_shards() if identity.local_rank == 0 else []  # a node's workers have the same agent
-    mine = [ReplicaShard(**asdict(each), holder=control.rank) for each in own]
-    return [each for part in control.gather(mine) for each in part]
-
-
-def recover_from_replicas(
+def write_snapshot(
     storage: Storage,
     control: ControlGroup,
-    agent: Agent,
     identity: WorkerIdentity,
     committed: Reference | None,
     policy: CheckpointPolicy,
-    *,
-    pauses: tuple[float, ...] = LONG_RETRY_SECONDS,
-) -> Reference | None:
-    """Commit the newest complete snapshot in memory, if it is newer than the committed checkpoint. A collective.
+    chosen: Sequence[Offer],
+) -> Manifest | list[Offer] | None:
+    """Write a snapshot in memory to storage, each shard once by a rank that holds it. A collective.
 
     Returns:
-        The new checkpoint, ``None`` where no snapshot is newer or it cannot be written.
-
-    Raises:
-        CheckpointError: it could not be committed.
-        Fenced: a newer round has taken over.
+        The manifest of the checkpoint, which is neither published nor committed; the copies that are damaged; ``None``
+        where nothing can be written.
     """
-    held = gather_replicas(control, agent, identity)
-    before = -1 if committed is None else committed.step
-    while True:
-        chosen = choose_replicas(held, before)
-        if chosen is None:
-            return None
-        step = chosen[0].step
-        kept = for_good(step, max(before, 0), policy.keep_every_steps)
-        name = FolderName(step, identity.round, control.from_main(secrets.token_hex(4)), kept)
-        write = functools.partial(_write, storage, str(name), chosen, control.rank)
-        try:
-            parts = control.together("Writing a snapshot to storage", write)
-        except CheckpointError as error:
-            # The committed checkpoint can still be read where nothing can be written.
-            if control.rank == 0:
-                _LOG.warning("The snapshot of step %d in memory cannot be saved: %s", step, error)
-                discard(storage, str(name), str(error))
-            return None
-        manifests = [part for part, _ in parts if part is not None]
-        bad = {each for _, damaged in parts for each in damaged}
-        if not bad:
-            break
+    shards, step, before = deal_out(chosen), chosen[0].step, 0 if committed is None else committed.step
+    name = FolderName(
+        step, identity.round, control.from_main(secrets.token_hex(4)), for_good(step, before, policy.keep_every_steps)
+    )
+    try:
+        parts = control.together("Writing a snapshot to storage", lambda: _write(storage, str(name), shards, control))
+    except CheckpointError as error:
+        # The committed checkpoint can still be read where nothing can be written.
         if control.rank == 0:
-            _LOG.warning("%d shards of the snapshot of step %d are damaged.", len(bad), step)
+            _LOG.warning("The snapshot of step %d in memory cannot be saved: %s", step, error)
+            discard(storage, str(name), str(error))
+        return None
+    if damaged := [each for _, bad in parts for each in bad]:
+        if control.rank == 0:
+            _LOG.warning("%d shards of the snapshot of step %d are damaged.", len(damaged), step)
             discard(storage, str(name), "damaged")
-        held = [each for each in held if each not in bad]  # another replica's turn, or an older snapshot's
-    files = {each.file: FileSum(each.size, each.xxh3) for each in chosen}
-    manifest = replace(manifests[0], directory=str(name), round=identity.round, parent=committed, files=files)
-    outcome: TaskOutcome | None = None
-    if control.rank == 0:
-        outcome = commit(storage, agent, manifest, stall_seconds=0.0, pauses=pauses)
-        if outcome.kind == "committed":
-            remove_older(storage, manifest, policy.keep)
-    outcome = control.from_main(outcome)
-    if outcome.kind != "committed":
-        raise outcome.error(f"The snapshot of step {step} in memory could not be committed")
-    if control.rank == 0:
-        _LOG.warning("The snapshot of step %d in memory is committed as %s.", step, manifest.directory)
-    return manifest.reference
+        return damaged
+    manifest = next(part for part, _ in parts if part is not None)
+    files = {shard.file: FileSum(shard.size, shard.xxh3) for each in shards if (shard := each.shard) is not None}
+    return replace(manifest, directory=str(name), round=identity.round, parent=committed, files=files)
 
 
 def _write(
-    storage: Storage, folder: str, chosen: Sequence[ReplicaShard], holder: int
-) -> tuple[Manifest | None, list[ReplicaShard]]:
-    """Write the shards of this holder; return the manifest, where it is here, and the damaged shards."""
+    storage: Storage, folder: str, shards: Iterable[Offer], control: ControlGroup
+) -> tuple[Manifest | None, list[Offer]]:
+    """Write the shards of this rank; return the manifest, where it is here, and the damaged ones."""
     manifest, bad = None, []
-    for each in chosen:
-        if each.holder != holder:
+    for offer in shards:
+        if offer.holder != control.rank or (shard := offer.shard) is None:
             continue
         try:
-            with Path(each.path).open("rb", buffering=0) as stream:
-                memory = mmap.mmap(stream.fileno(), each.size + each.tail, prot=mmap.PROT_READ)
+            with Path(shard.path).open("rb", buffering=0) as stream:
+                memory = mmap.mmap(stream.fileno(), shard.size + shard.tail, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:
-            _LOG.warning("The memory %s cannot be read: %s", each.path, error)
-            bad.append(each)
+            _LOG.warning("The memory %s cannot be read: %s", shard.path, error)
+            bad.append(offer)
             continue
         with memoryview(memory) as view:
             try:
-                if each.tail:
-                    manifest = Manifest.from_bytes(bytes(view[each.size :]), each.path)
+                if shard.tail:
+                    manifest = Manifest.from_bytes(bytes(view[shard.size :]), shard.path)
                 storage.make(folder)
-                if storage.write(folder, each.file, [view[: each.size]]).xxh3 != each.xxh3:
-                    bad.append(each)
+                if storage.write(folder, shard.file, [view[: shard.size]]).xxh3 != shard.xxh3:
+                    bad.append(offer)
             except CheckpointDamaged as error:
                 _LOG.warning("%s", error)
-                bad.append(each)
+                bad.append(offer)
     return manifest, bad

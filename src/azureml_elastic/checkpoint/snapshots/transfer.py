@@ -15,17 +15,14 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 import xxhash
 
 from azureml_elastic.checkpoint.format.shard_file import Chunk
-from azureml_elastic.checkpoint.load.reading import targets_for
-from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot, chunk_of
 from azureml_elastic.checkpoint.state.layout import memory_of, reads
 from azureml_elastic.distributed.control_group import ControlGroup, Transfer
 from azureml_elastic.distributed.device import device_of
@@ -161,7 +158,7 @@ class HeldChunks:
         mine = {region: target for region, target in mine.items() if target.numel()}
         with torch.no_grad():
             # A rank that holds some of what it wants copies that, and receives the rest alone.
-            for region in [each for each in mine if ranks.rank in self.holders[each.source]]:
+            for region in [each for each in mine if self.chunks[each.source] in self.own]:
                 mine.pop(region).copy_(self.view(region))
             pieces = cut(self._gather(mine, ranks), self.chunks, self.holders)
             content = _Content(self, mine)
@@ -293,35 +290,3 @@ def _exchange(
     for pending, _ in sending:
         pending.wait()
     return sums
-
-
-def send_to_others(
-    own: Snapshot | None,
-    ranks: ControlGroup,
-    holders: Sequence[int],
-    targets: Callable[[Mapping[str, Any]], Mapping[str, torch.Tensor]],
-) -> Snapshot:
-    """Return a whole state on all ranks. A collective.
-
-    Args:
-        own: the state, of a rank that holds it.
-        ranks: all ranks.
-        holders: those that hold it; one at least. What may differ between ranks is taken from the first.
-        targets: function that returns tensors to be overwritten, by the tracked state without tensors; for what is not
-            among them, or does not fit, there is new CPU memory.
-
-    Raises:
-        CheckpointError: this process has no memory for the state.
-        CheckpointDamaged: it did not arrive undamaged; raised on all ranks.
-    """
-    held = {} if own is None else {chunk_of(*item): item[1] for item in own.tensors.items()}
-    sent = None if own is None or ranks.rank != holders[0] else (own.header(), [*held])
-    header, chunks = ranks.from_rank(holders[0], sent)
-    holding = [holders[:1] if chunk.name in header["apart"] else holders for chunk in chunks]
-    state = HeldChunks(header["step"], chunks, holding, held)
-    if own is None:
-        own = Snapshot(**header, tensors=targets_for(chunks, targets(header["state"]), state.step))
-        state.read(own.tensors, ranks)
-    else:
-        state.read({}, ranks)
-    return own

@@ -33,8 +33,8 @@ from azureml_elastic.environment.process import change
 from azureml_elastic.errors import ElasticError, Fenced, RoundBroken, TableUnavailable
 from azureml_elastic.ipc import Connection, MessageClient
 from azureml_elastic.ipc import worker_messages as messages
-from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, Action, HandedOverState, WorkerIdentity
-from azureml_elastic.ipc.message import HeldShard, MalformedMessage, ShardDescription
+from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, Action, HeldCopies, WorkerIdentity
+from azureml_elastic.ipc.message import MalformedMessage, ShardDescription
 from azureml_elastic.sigterm_filter import filter_sigterm_in_children, ignore_signal
 
 _ROUNDS = 3
@@ -132,7 +132,6 @@ class ChannelAgent:
         self._leave: Callable[[], None] = lambda: None
         self._lost: Callable[[], None] = lambda: None
         self._assignment: messages.Assign | None = None
-        self._handed_over: list[HandedOverState] | None = None
         self._released = False
         self._completed: int | None = None  # until the start is known no step can be promised
         self._ended = False
@@ -208,12 +207,6 @@ class ChannelAgent:
         of = self._identity.local_rank if part else None
         self._request(messages.HandOver(os.getpid(), descriptor, step, of), messages.Accepted)
 
-    def handed_over(self) -> list[HandedOverState]:
-        """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        if self._handed_over is None:  # nothing comes and nothing goes between a round's begin and its first step
-            self._handed_over = self._request(messages.Memory(), messages.MemoryReply).held
-        return self._handed_over
-
     def hold_shard(self, descriptor: int, shard: ShardDescription) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
         self._request(messages.HoldShard(os.getpid(), descriptor, shard), messages.Accepted)
@@ -223,9 +216,9 @@ class ChannelAgent:
         request = messages.ReplicateShard(shard.folder, shard.file, rank)
         self._request(request, messages.Accepted, _TRANSFER_SECONDS)
 
-    def held_shards(self) -> list[HeldShard]:
+    def held(self) -> HeldCopies:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        return self._request(messages.HeldShards(), messages.ShardsReply).held
+        return self._request(messages.Memory(), messages.MemoryReply)
 
     def park(self) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
@@ -233,7 +226,6 @@ class ChannelAgent:
             self._completed = None  # no step is promised before the state of the next round is restored
             self._boundaries.clear()
             self._assignment = None
-        self._handed_over = None
         self._send(messages.Parked())
 
     def wait_for_place(self) -> WorkerIdentity:

@@ -25,8 +25,7 @@ from azureml_elastic.checkpoint.format.catalogue import find_newest
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.errors import CheckpointDamaged, ElasticError, Fenced
-from azureml_elastic.ipc.agent_interface import EXIT_TERMINATED, Action, HandedOverState, WorkerIdentity
-from azureml_elastic.ipc.message import HeldShard
+from azureml_elastic.ipc.agent_interface import EXIT_TERMINATED, Action, HeldCopies, WorkerIdentity
 
 _LOG = logging.getLogger(__name__)
 
@@ -118,13 +117,9 @@ class StandaloneAgent:
         del timeout
         return False
 
-    def handed_over(self) -> list[HandedOverState]:
+    def held(self) -> HeldCopies:
         """Nobody has kept anything."""
-        return []
-
-    def held_shards(self) -> list[HeldShard]:
-        """Nobody has kept anything."""
-        return []
+        return HeldCopies()
 
     def wait_for_place(self) -> WorkerIdentity:
         """There is no other round.

@@ -251,7 +251,7 @@ class ProcessGroupLifecycle:
 
         Sending the weights of rank 0 to all before, as data parallelism does, takes as long as sending the state.
         """
-        whole = self.state.holds_full_state or any(each.part is None for each in self._agent.handed_over())
+        whole = self.state.holds_full_state or any(each.part is None for each in self._agent.held().states)
         return not self.world.control.all_true(not whole)
 
     def _is_interrupted(self, error: BaseException) -> bool:

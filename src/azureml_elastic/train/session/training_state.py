@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
-from azureml_elastic.checkpoint.checkpoints import Checkpoints
-from azureml_elastic.checkpoint.load.reading import targets_for
+from azureml_elastic.checkpoint.checkpoints import Checkpoints, StoredSource
+from azureml_elastic.checkpoint.load.offers import Kind, Offer
 from azureml_elastic.checkpoint.load.selection import EarlierCheckpoint
 from azureml_elastic.checkpoint.save.schedule import CheckpointSchedule, SnapshotSchedule
-from azureml_elastic.checkpoint.snapshots.parts import CompleteParts, find_complete, open_parts
-from azureml_elastic.checkpoint.snapshots.snapshot import RecoverableState, Snapshot, choose, position_key
-from azureml_elastic.checkpoint.snapshots.transfer import send_to_others
+from azureml_elastic.checkpoint.snapshots.copies import Copy, MemorySource
+from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot, local_chunks, position_key
 from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.storage import Storage
-from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.config import BatchPolicy, CheckpointPolicy, FixedGlobalBatch
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.distributed.process_groups import ProcessGroups
@@ -92,7 +92,6 @@ class TrainingState:
         self.tracked: TrackedState | None = None
         self.found = FoundState()
         self._compared_epochs = position.epochs
-        self._inherited: tuple[RecoverableState | None, Snapshot | None] | None = None
         self._last_saved: tuple[int, str] | None = None
         self._pending: tuple[int, str] | None = None
         self._entered_at = 0
@@ -133,24 +132,15 @@ class TrainingState:
 
     def find(self) -> Mapping[str, Any] | None:
         """Return the state that :meth:`track` will restore, without tensors and by object, if any. A collective."""
-        self._inherited = local, snapshot = self._handed_over()
-        control = self._world.control
-        source, _, reference = self._compare(local, snapshot)
-        if source is None and (parts := self._find_parts(reference)) is not None:
-            return parts.header.state
-        if source is None:
-            manifest = self._checkpoints.select()
-            return None if manifest is None else manifest.state
-        return control.from_rank(source, None if snapshot is None else snapshot.state)
+        source = self._checkpoints.find()
+        return None if source is None else source.state
 
     def track(self, tracked: TrackedState) -> None:
         """Set the tracked objects, and restore them if the run has a state. A collective."""
         self.tracked = tracked
         self._weights_watch.attach(tracked)
-        inherited, self._inherited = self._inherited, None
         try:
-            # find() did not know yet whether the model is sharded: then a whole state does not count.
-            self._restore(*(inherited if inherited and tracked.replicated else self._handed_over()))
+            self._restore()  # find() did not know yet whether the model is sharded
             self._rate.enter(self._position.identity.world_size)
         except BaseException:
             self.tracked = None
@@ -162,16 +152,18 @@ class TrainingState:
         Raises:
             RoundBroken: this process cannot continue from that state; a new process can.
         """
-        local = None
+        live: Copy | None = None
         before, self._identity = self._identity, self._world.identity
         if self.holds_full_state:
-            position = position_key(self._data())
-            local = RecoverableState(self.steps, before.round, before.rank, position, self._save_pending)
+            state = Kind.WHOLE, self.steps, before.round, position_key(self._data())
+            where = before.round, before.rank, self._world.control.rank
+            offer = Offer(*state, *where, save_pending=self._save_pending)
+            live = Copy(offer, self._snapshot, self._origin, self._checkpoints.newest)
         self._checkpoints.enter()
         self._schedule.enter(self._world.control)
         self._snapshot_schedule.enter(self._world.control)
         if self.tracked is not None:
-            self._restore(local, None)
+            self._restore(live)
             self._rate.enter(self._identity.world_size)
 
     def has_unsaved_progress(self) -> bool:
@@ -345,9 +337,11 @@ class TrainingState:
         self._rate.begin()  # an update may have been stopped after the hook that scales its rate
         self.found.end_round(self._world.control.world_size)
         try:
-            memory = self._snapshot().to_memory(self._world.device)
-            self._agent.hand_over(self.steps, memory.descriptor, part=part)
-            memory.release()
+            descriptor = self._snapshot().to_memory(self._world.device)
+            try:
+                self._agent.hand_over(self.steps, descriptor, part=part)
+            finally:
+                os.close(descriptor)
         except (OSError, ElasticError, RuntimeError) as error:
             _LOG.warning("The state of step %d could not be handed over in memory: %s", self.steps, error)
             return False
@@ -378,100 +372,42 @@ class TrainingState:
             origin=self._origin,
             apart=apart,
             random=random_state.capture(self._world.device),
-            tensors=tensors,
+            tensors=local_chunks(tensors),
         )
 
-    def _handed_over(self) -> tuple[RecoverableState | None, Snapshot | None]:
-        """Return the state that the previous worker of this node has handed over."""
-        held = next((each for each in self._agent.handed_over() if each.part is None), None)
-        if held is None or (self.tracked is not None and not self.tracked.replicated):
-            return None, None
-        try:
-            snapshot = Snapshot.from_memory(held.path)
-        except (OSError, CheckpointDamaged, ValueError) as error:
-            _LOG.warning("The handed over state cannot be read: %s", error)
-            return None, None
-        return RecoverableState(held.step, held.round, held.rank, snapshot.position, snapshot.save_pending), snapshot
-
-    def _restore(self, local: RecoverableState | None, inherited: Snapshot | None) -> None:
-        """Restore the furthest state of all ranks and the storage on every rank. A collective.
-
-        Args:
-            local: state that this rank can restore, if any
-            inherited: content of that state if the previous worker has handed it over, ``None`` if this process has it
-        """
-        live, control = local is not None and inherited is None, self._world.control
-        source, states, reference = self._compare(local, inherited)
-        if source is None and (parts := self._find_parts(reference)) is not None:
-            self._apply_parts(parts, reference)
+    def _restore(self, own: Copy | None = None) -> None:
+        """Restore the state that all ranks continue from, which may be this process's own. A collective."""
+        control, live = self._world.control, own is not None
+        source = self._checkpoints.find(own, replicated=self._objects.replicated)
+        if not isinstance(source, MemorySource):
+            self._restore_from_storage(source, live=live)
             return
-        if source is None:
-            directory = self._restore_from_storage(live=live)
-            self._agent.restored(self.steps, directory)
-            return
-        chosen = states[source]
-        assert chosen is not None
-        same = [each == chosen for each in states]
-        snapshot = inherited
-        if not all(same):
-            snapshot = self._exchange(inherited, same, source, live=live)
-        if live and same[control.rank]:
+        if live and source.own:
+            source.send(control)
             self._begin(self._schedule.unsaved_seconds)  # the schedules of all ranks must start from the same step
             self.weights_restored = True
         else:
-            assert snapshot is not None
-            self._machine.restore()
-            if snapshot is inherited and not device_of(self._world.device).separate:
-                # Copied, as an optimizer keeps the tensors that it is given: its next step would copy the mapped memory
-                # page by page, after a fault for each.
-                snapshot = inherited.copied_into(self._in_place(inherited.state))
-            self._apply(snapshot, live=live)
+            # Into place, unless this process has a state of its own: it may be the only one left if a holder is lost.
+            present: Mapping[str, torch.Tensor] = {}
             if not live:
-                # A whole state is handed over by one worker alone, with its own random generators.
-                continues = inherited is not None and same[control.rank] and self._identity.local_rank == 0
-                self._restore_random(inherited.random if inherited is not None and continues else None)
-        if reference is not None and reference.step == self.steps:
+                self._machine.restore()
+                with contextlib.suppress(UsageError):  # of a state that does not fit, as its restore will say
+                    present = self._objects.targets(source.state)
+            tensors = source.read(present, control, views=device_of(self._world.device).separate)
+            self._apply(source.content, tensors, live=live)
+            if not live:
+                self._restore_random(source.random(self._identity.local_rank))
+        newest = self._checkpoints.newest
+        if newest is not None and newest.step == self.steps:
             self._last_saved = self._here
         self._agent.restored(self.steps, "memory")
-        if any(each is not None and each.save_pending and each.step == chosen.step for each in states):
+        if source.save_pending:
             self.save()  # on all ranks: its own save of this step was broken off with the last round
 
-    def _exchange(self, inherited: Snapshot | None, same: Sequence[bool], source: int, *, live: bool) -> Snapshot:
-        """Send the state of some ranks, of which the source is one, to the others. A collective."""
-        control = self._world.control
-        holders = sorted((rank for rank, holds in enumerate(same) if holds), key=lambda rank: rank != source)
-        own = None
-        if same[control.rank]:
-            own = self._snapshot() if live else inherited
-        # Into place, unless this process has a state of its own: it may be the only one left if a holder is lost now.
-        elif not live:
-            self._machine.restore()
-        return send_to_others(own, control, holders, (lambda _: {}) if live else self._in_place)
-
-    def _in_place(self, plain: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
-        """Return the tensors of the tracked objects; none where the state does not fit, which its restore will say."""
-        try:
-            return self._objects.targets(plain)
-        except UsageError:
-            return {}
-
-    def _compare(
-        self, local: RecoverableState | None, inherited: Snapshot | None
-    ) -> tuple[int | None, list[RecoverableState | None], Reference | None]:
-        """Return whose state all continue from, all states, and the committed checkpoint. A collective."""
-        origin, committed = self._origin, self._checkpoints.newest
-        if inherited is not None:
-            origin, committed = inherited.origin, Reference.from_json(inherited.parent) if inherited.parent else None
-        # The table may throttle. A step that the round before has trained is not behind what that could commit.
-        is_newest = local is not None and 0 < origin == self._identity.round - 1
-        found = self._world.control.gather((local, committed if is_newest else self._checkpoints.look_up_committed()))
-        states, reference = [state for state, _ in found], self._checkpoints.take_committed(found[0][1])
-        return choose(states, None if reference is None else reference.step), states, reference
-
-    def _restore_from_storage(self, *, live: bool) -> str | None:
+    def _restore_from_storage(self, source: StoredSource | None, *, live: bool) -> None:
         self._machine.restore()
         self.weights_restored = False
-        restored = self._checkpoints.restore(self._objects)
+        restored = None if source is None else self._checkpoints.read(source, self._objects)
         self.steps = 0 if restored is None else restored.step
         self._origin = 0
         self._restore_position(None if restored is None else restored.data, live=live)
@@ -480,46 +416,22 @@ class TrainingState:
         self._last_saved = self._here if own else None
         self._begin(0.0)
         self._restored()
-        return None if restored is None else restored.directory
+        self._agent.restored(self.steps, None if restored is None else restored.directory)
 
-    def _apply(self, snapshot: Snapshot, *, live: bool) -> None:
+    def _apply(self, header: Snapshot, tensors: Mapping[str, torch.Tensor], *, live: bool) -> None:
         self._machine.restore()
         with torch.no_grad():
-            self.weights_restored = not self._objects.restore(snapshot.state, snapshot.tensors)
-        self.steps = snapshot.step
-        self._origin = snapshot.origin
-        self._restore_position(snapshot.data, live=live)
-        self._begin(snapshot.unsaved_seconds)
+            self.weights_restored = not self._objects.restore(header.state, tensors)
+        self.steps = header.step
+        self._origin = header.origin
+        self._restore_position(header.data, live=live)
+        self._begin(header.unsaved_seconds)
         self._last_saved = None
         self._restored()
 
     def _restored(self) -> None:
         self._weights_watch.forget_weights()
         self._machine.restored(in_step=bool(self._position.opened))
-
-    def _find_parts(self, reference: Reference | None) -> CompleteParts | None:
-        """Return the parts of a sharded state in the nodes' memory, if no other state is further. A collective."""
-        if self.tracked is not None and self.tracked.replicated:
-            return None
-        own = open_parts(each for each in self._agent.handed_over() if each.part is not None)
-        found = find_complete(own, 0 if reference is None else reference.step, self._world.control)
-        return None if found is None or self._checkpoints.has_snapshot_after(found.header.step) else found
-
-    def _apply_parts(self, parts: CompleteParts, reference: Reference | None) -> None:
-        """Restore a sharded state from the memory of the nodes. A collective."""
-        self._machine.restore()
-        held, present = parts.held, self._objects.targets(parts.header.state)
-        tensors = targets_for(held.chunks, present, held.step)
-        held.read(tensors, self._world.control)
-        self._apply(replace(parts.header, tensors=tensors), live=False)
-        mine = (part for part in parts.own if part.handed_over.part == self._identity.local_rank)
-        random = next((part.header.random for part in mine), None)
-        self._restore_random(random)
-        if reference is not None and reference.step == self.steps:
-            self._last_saved = self._here
-        self._agent.restored(self.steps, "memory")
-        if parts.save_pending:
-            self.save()
 
     def _restore_random(self, inherited: torch.Tensor | None) -> None:
         """Continue the random generators of the previous worker, or seed new ones."""

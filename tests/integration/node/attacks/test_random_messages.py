@@ -69,7 +69,7 @@ HUB_FIELDS = (
 )  # fmt: skip
 AGENT_OPS = (
     "hello", "step", "restored", "expects", "ranks_connected", "pointer", "commit", "hand_over", "memory", "vote",
-    "stopped", "parked", "busy", "free", "finished", "damaged", "hold_shard", "held_shards",
+    "stopped", "parked", "busy", "free", "finished", "damaged", "hold_shard",
     "replicate_shard",    "retain_snapshot", "discard_snapshot", "x",
 )  # fmt: skip
 AGENT_FIELDS = (

@@ -11,10 +11,8 @@ from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
 from azureml_elastic.ipc.worker_messages import (
     Accepted,
     HandOver,
-    HeldShards,
     HoldShard,
     Memory,
-    MemoryReply,
     RetainSnapshot,
 )
 from tests.support.shards import describe, memory_of
@@ -27,19 +25,20 @@ def memory():
     made.close()
 
 
-def hold_shard(memory, folder, file, content):
+def hold(memory, content, message, number=1, rank=0):
+    """Have memory held by a message of a worker, which is made of its descriptor."""
     descriptor = memory_of(content)
-    message = HoldShard(os.getpid(), descriptor, describe(folder, content, file=file))
-    assert memory.answer(message, 1, 0) == Accepted()
+    assert memory.answer(message(descriptor), number, rank) == Accepted()
     os.close(descriptor)  # as at the end of the worker
 
 
+def hold_shard(memory, folder, file, content):
+    hold(memory, content, lambda descriptor: HoldShard(os.getpid(), descriptor, describe(folder, content, file=file)))
+
+
 def contents(memory):
-    held = memory.answer(HeldShards(), 1, 0).held
-    found = {}
-    for each in held:
-        found[each.folder, each.file] = Path(each.path).read_bytes()
-    return found
+    held = memory.answer(Memory(), 1, 0).shards
+    return {(each.folder, each.file): Path(each.path).read_bytes() for each in held}
 
 
 def test_shards_outlive_their_worker_and_are_released_by_snapshot(memory):
@@ -47,7 +46,7 @@ def test_shards_outlive_their_worker_and_are_released_by_snapshot(memory):
     hold_shard(memory, "a", "rank-1", b"a1")
     hold_shard(memory, "b", "rank-0", b"b0")
     assert contents(memory) == {("a", "rank-0"): b"a0", ("a", "rank-1"): b"a1", ("b", "rank-0"): b"b0"}
-    paths = [each.path for each in memory.answer(HeldShards(), 1, 0).held if each.folder == "a"]
+    paths = [each.path for each in memory.answer(Memory(), 1, 0).shards if each.folder == "a"]
     assert memory.answer(RetainSnapshot("b"), 1, 0) is None
     assert contents(memory) == {("b", "rank-0"): b"b0"}
     assert not any(Path(path).exists() for path in paths)
@@ -68,13 +67,12 @@ def test_released_memory_is_refused(memory):
 
 
 def hand_part_over(memory, content, *, part, step, number):
-    descriptor = memory_of(content)
-    assert memory.answer(HandOver(os.getpid(), descriptor, step, part), number, 2 * number + part) == Accepted()
-    os.close(descriptor)
+    rank = 2 * number + part
+    hold(memory, content, lambda descriptor: HandOver(os.getpid(), descriptor, step, part), number, rank)
 
 
 def parts(memory):
-    found = memory.answer(Memory(), 9, 0).held
+    found = memory.answer(Memory(), 9, 0).states
     return {each.part: (each.round, each.step, Path(each.path).read_bytes()) for each in found}
 
 
@@ -91,14 +89,11 @@ def test_a_part_of_an_earlier_round_stays_until_its_worker_replaces_it(memory):
 
 
 def test_a_handed_over_state_is_released_at_the_first_step_of_a_later_round(memory):
-    descriptor = memory_of(b"state")
-    message = HandOver(os.getpid(), descriptor, 5)
-    assert memory.answer(message, 3, 1) == Accepted()
-    os.close(descriptor)
+    hold(memory, b"state", lambda descriptor: HandOver(os.getpid(), descriptor, 5), 3, 1)
     hold_shard(memory, "a", "rank-0", b"a0")
     memory.completed(3)
-    (kept,) = memory.answer(Memory(), 4, 0).held
+    (kept,) = memory.answer(Memory(), 4, 0).states
     assert (kept.step, kept.round, kept.rank) == (5, 3, 1)
     memory.completed(4)
-    assert memory.answer(Memory(), 4, 0) == MemoryReply()
+    assert memory.answer(Memory(), 4, 0).states == []
     assert contents(memory) == {("a", "rank-0"): b"a0"}

@@ -13,7 +13,7 @@ from azureml_elastic.checkpoint.format.catalogue import furthest, handed_over, s
 from azureml_elastic.checkpoint.format.manifest import COMMITTED, HANDED_OVER, MANIFEST, FolderName, Manifest
 from azureml_elastic.checkpoint.load.selection import adopt_handed_over
 from azureml_elastic.checkpoint.snapshots.handed_over import write_handed_over
-from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot
+from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot, local_chunks
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.errors import CheckpointError, Fenced
@@ -58,10 +58,9 @@ def memory(storage, step, data=None):
         storage=str(storage),
         parent=PARENT.to_json(),
         classes={"optimizer": "SGD"},
-        tensors={"model/w": torch.full((2, 3), step)},
+        tensors=local_chunks({"model/w": torch.full((2, 3), step)}),
     )
-    buffer = snapshot.to_memory()
-    return os.dup(buffer.descriptor)
+    return snapshot.to_memory()
 
 
 def write(storage, step, rank=0, seconds=5.0, data=None):
@@ -102,14 +101,10 @@ def test_a_state_is_a_checkpoint_of_one_rank(storage):
 @pytest.mark.parametrize("marker", [COMMITTED, HANDED_OVER])
 def test_a_state_that_is_there_already_is_not_written_again(storage, marker):
     commit(storage, 8, marker)
-    assert write(storage, 7).endswith(commit_name(8))
+    assert write(storage, 7).endswith(str(FolderName(8, 1, "00000000")))
     assert len(storage.folders()) == 1
     write(storage, 9)
     assert len(storage.folders()) == 2
-
-
-def commit_name(step):
-    return str(FolderName(step, 1, "00000000"))
 
 
 def test_agents_that_end_at_once_write_one_copy(storage):

@@ -5,15 +5,14 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import xxhash
 
 from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory, LocalSnapshots
-from azureml_elastic.ipc.message import HeldShard
-from azureml_elastic.ipc.worker_messages import HeldShards, HoldShard, RetainSnapshot
+from azureml_elastic.ipc.worker_messages import HoldShard, Memory, RetainSnapshot
 from tests.support.shards import describe, memory_of
 
 
@@ -60,9 +59,7 @@ def test_the_next_agent_finds_the_newest_snapshot(disk):
     first.close()
     second = disk.agent("b")
     assert contents(second) == newest
-    assert second.describe()[1] == HeldShard(
-        **asdict(describe("two", b"2" * 1000, b"tail")), path=second.describe()[1].path
-    )
+    assert second.describe()[1] == replace(describe("two", b"2" * 1000, b"tail"), path=second.describe()[1].path)
     disk.write(second, "four", b"4")
     assert contents(second) == [("four", b"4")]
     assert not (disk.folder / "a").exists()
@@ -112,46 +109,34 @@ def test_the_folder_of_an_agent_that_was_started_again_is_its_own(disk):
     assert contents(again) == [("one", b"1"), ("two", b"22")]
 
 
-def test_a_snapshot_that_changes_while_it_is_written_is_dropped(disk, caplog):
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [({"xxh3": xxhash.xxh3_128_hexdigest(b"3" * 100)}, "take snapshots less often"), ({"size": 200}, "ends after 100")],
+)
+def test_a_snapshot_that_changes_or_is_torn_while_it_is_written_is_dropped(disk, caplog, changed, text):
     agent = disk.agent("a")
     disk.write(agent, "one", b"1" * 100)
-    disk.write(agent, "two", b"2" * 100, xxh3=xxhash.xxh3_128_hexdigest(b"3" * 100))
+    disk.write(agent, "two", b"2" * 100, **changed)
     assert contents(agent) == [("one", b"1" * 100)]
-    assert "take snapshots less often" in caplog.text
-
-
-def test_a_torn_snapshot_is_not_offered(disk):
-    agent = disk.agent("a")
-    disk.write(agent, "one", b"1" * 100)
-    disk.write(agent, "two", b"2" * 100, size=200)
-    assert contents(agent) == [("one", b"1" * 100)]
+    assert text in caplog.text
     agent.close()
     description = next(disk.folder.glob("a/*/*.json"))
     description.write_bytes(description.read_bytes()[:-5])
     assert contents(disk.agent("b")) == []
 
 
-def test_the_successful_end_of_a_run_removes_all_snapshots(disk):
-    memory = AgentMemory(disk.agent("a"))
-    descriptor = memory_of(b"1")
-    message = HoldShard(os.getpid(), descriptor, describe("one", b"1"))
-    memory.answer(message, 1, 0)
-    memory.answer(RetainSnapshot("one"), 1, 0)
-    os.close(descriptor)
-    assert len(memory.answer(HeldShards(), 1, 0).held) >= 1
-    memory.close(forget=True)
-    assert not disk.folder.exists()
-
-
-def test_a_failed_run_leaves_its_snapshots(disk):
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_a_failed_run_alone_leaves_its_snapshots(disk, succeeds):
     memory = AgentMemory(disk.agent("a"))
     descriptor = memory_of(b"1")
     memory.answer(HoldShard(os.getpid(), descriptor, describe("one", b"1")), 1, 0)
     memory.answer(RetainSnapshot("one"), 1, 0)
-    disk.agents[0]._pool.submit(int).result()
     os.close(descriptor)
-    memory.close(forget=False)
-    assert contents(disk.agent("b")) == [("one", b"1")]
+    disk.agents[0]._pool.submit(int).result()
+    assert len(memory.answer(Memory(), 1, 0).shards) == 2
+    memory.close(forget=succeeds)
+    assert disk.folder.exists() is not succeeds
+    assert contents(disk.agent("b")) == ([] if succeeds else [("one", b"1")])
 
 
 def test_a_folder_that_another_agent_has_locked_is_refused(disk):

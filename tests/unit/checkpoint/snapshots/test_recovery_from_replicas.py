@@ -5,25 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from azureml_elastic.checkpoint.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.format.catalogue import newest_whole
 from azureml_elastic.checkpoint.format.manifest import FolderName, Manifest
-from azureml_elastic.checkpoint.snapshots.replication import (
-    ReplicaShard,
-    choose_replicas,
-    partners,
-    recover_from_replicas,
-)
+from azureml_elastic.checkpoint.snapshots.replication import partners
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.errors import CheckpointError, Fenced, TableUnavailable
-from azureml_elastic.ipc.agent_interface import WorkerIdentity
-from azureml_elastic.ipc.message import HeldShard
+from azureml_elastic.ipc.agent_interface import HeldCopies, WorkerIdentity
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from tests.support.shards import describe, memory_of
 from tests.support.train import damages
@@ -35,10 +31,12 @@ POLICY = CheckpointPolicy(keep=2, keep_every_steps=1000)
 class HoldingAgent(StandaloneAgent):
     """An agent that holds shards in memory."""
 
+    holds_snapshots = True
+
     def __init__(self, storage):
         super().__init__(storage, WorkerIdentity(1, 0, 2, 0))
         self.storage = storage
-        self.held = []
+        self.shards = []
         self.stack = contextlib.ExitStack()
         self.refusal = None
 
@@ -50,11 +48,15 @@ class HoldingAgent(StandaloneAgent):
         descriptor = memory_of((broken or content) + tail)
         self.stack.callback(os.close, descriptor)
         shard = describe(folder, content, tail, rank, step=step, world_size=world_size)
-        self.held.append(HeldShard(**asdict(shard), path=f"/proc/{os.getpid()}/fd/{descriptor}"))
+        self.shards.append(replace(shard, path=f"/proc/{os.getpid()}/fd/{descriptor}"))
         return content
 
-    def held_shards(self):
-        return self.held
+    def put_all(self, step):
+        for rank in range(2):
+            self.put(step, rank)
+
+    def held(self):
+        return HeldCopies(shards=self.shards)
 
     def commit(self, reference, stall_seconds):
         if self.refusal is not None:
@@ -69,14 +71,20 @@ def agent(tmp_path):
         yield made
 
 
-def run(agent, committed=None):
-    control = damages.Alone()
-    return recover_from_replicas(agent.storage, control, agent, IDENTITY, committed, POLICY, pauses=(0.0,))
+class Groups:
+    """The process groups of a lone rank."""
+
+    identity, control, device = IDENTITY, damages.Alone(), torch.device("cpu")
+
+
+def run(agent):
+    """Return the checkpoint that is restored, if there is one."""
+    source = Checkpoints(POLICY, agent.storage, Groups(), agent, pauses=(0.0,)).find()
+    return None if source is None else source.manifest.reference
 
 
 def test_the_newest_complete_snapshot_is_committed(agent):
-    agent.put(5, 0)
-    agent.put(5, 1)
+    agent.put_all(5)
     first, second = agent.put(7, 0), agent.put(7, 1)
     agent.put(9, 0)  # the node with the other shard is lost
     reference = run(agent)
@@ -90,13 +98,11 @@ def test_the_newest_complete_snapshot_is_committed(agent):
 
 
 def test_snapshots_older_than_the_committed_checkpoint_are_ignored(agent):
-    for rank in range(2):
-        agent.put(7, rank)
+    agent.put_all(7)
     committed = run(agent)
-    assert run(agent, committed) is None
-    for rank in range(2):
-        agent.put(8, rank)
-    newest = run(agent, committed)
+    assert run(agent) == committed
+    agent.put_all(8)
+    newest = run(agent)
     assert newest.step == 8
     assert Manifest.read(agent.storage, newest.directory).parent == committed
 
@@ -110,62 +116,50 @@ def test_a_torn_shard_is_replaced_by_its_replica(agent):
     assert agent.storage.read(reference.directory, "rank-00001.safetensors") == content
 
 
-def test_without_an_intact_replica_the_previous_snapshot_is_committed(agent):
-    for rank in range(2):
-        agent.put(5, rank)
+@pytest.mark.parametrize("damage", ["torn shard", "torn manifest", "released memory"])
+def test_without_an_intact_replica_the_previous_snapshot_is_committed(agent, damage):
+    agent.put_all(5)
     agent.put(7, 0)
-    agent.put(7, 1, broken=bytes(1000))
+    agent.put(7, 1, broken=bytes(1000) if damage == "torn shard" else None)
+    if damage == "torn manifest":
+        descriptor = os.open(agent.shards[2].path, os.O_RDWR)
+        os.pwrite(descriptor, b"x", 1005)
+        os.close(descriptor)
+    elif damage == "released memory":
+        agent.shards[2] = replace(agent.shards[2], path="/proc/self/fd/987654")
     assert run(agent).step == 5
 
 
-def test_a_snapshot_with_a_torn_manifest_is_skipped(agent):
+@pytest.mark.parametrize(
+    ("refusal", "error", "text"),
+    [
+        (Fenced("a newer round has taken over"), Fenced, "newer round"),
+        (TableUnavailable("away"), CheckpointError, "could not be committed: away"),
+    ],
+)
+def test_a_refused_commit_raises(agent, refusal, error, text):
     for rank in range(2):
         agent.put(5, rank)
-        agent.put(7, rank)
-    descriptor = os.open(agent.held[1].path, os.O_RDWR)
-    os.pwrite(descriptor, b"x", 1005)
-    os.close(descriptor)
-    assert run(agent).step == 5
-
-
-def test_a_snapshot_whose_memory_was_released_is_skipped(agent):
-    for rank in range(2):
-        agent.put(5, rank)
-        agent.put(7, rank)
-    agent.held[1] = replace(agent.held[1], path="/proc/self/fd/987654")
-    assert run(agent).step == 5
-
-
-def test_a_refused_commit_raises(agent):
-    for rank in range(2):
-        agent.put(5, rank)
-    agent.refusal = Fenced("a newer round has taken over")
-    with pytest.raises(Fenced, match="newer round"):
-        run(agent)
-    agent.refusal = TableUnavailable("away")
-    with pytest.raises(CheckpointError, match="could not be committed: away"):
+    agent.refusal = refusal
+    with pytest.raises(error, match=text):
         run(agent)
     agent.refusal = None
     assert run(agent).step == 5
 
 
 def test_old_checkpoints_are_removed_and_some_kept_for_good(agent):
-    committed = None
     for step in (990, 1003, 1010, 1020):
-        agent.held.clear()
-        for rank in range(2):
-            agent.put(step, rank)
-        committed = run(agent, committed)
+        agent.shards.clear()
+        agent.put_all(step)
+        run(agent)
     steps = {FolderName.parse(name).step: FolderName.parse(name).kept for name in agent.storage.folders()}
     assert steps == {1003: True, 1010: False, 1020: False}
 
 
 def test_a_snapshot_that_cannot_be_written_leaves_the_committed_checkpoint(agent):
-    for rank in range(2):
-        agent.put(5, rank)
+    agent.put_all(5)
     committed = run(agent)
-    for rank in range(2):
-        agent.put(7, rank)
+    agent.put_all(7)
 
     class Full(LocalStorage):
         def write(self, folder, name, blocks):
@@ -174,37 +168,8 @@ def test_a_snapshot_that_cannot_be_written_leaves_the_committed_checkpoint(agent
             return super().write(folder, name, blocks)
 
     agent.storage = Full(agent.storage.root)
-    assert run(agent, committed) is None
+    assert run(agent) == committed
     assert agent.storage.folders() == [committed.directory]
-
-
-def held(holder, step, rank, world_size, folder="a"):
-    return ReplicaShard(folder, f"rank-{rank}", step, world_size, rank, 10, 0, "", "", holder)
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(0, 2)).map(
-            lambda each: held(each[0], each[1], each[2], 1 + each[1] % 3, f"step-{each[1]}")
-        ),
-        max_size=20,
-    ),
-    st.integers(-1, 4),
-)
-def test_the_chosen_snapshot_is_the_newest_complete_one(every, newer_than):
-    every = [each for each in every if each.rank < each.world_size]
-    whole = {
-        step
-        for step in range(1, 5)
-        if {each.rank for each in every if each.step == step} == set(range(1 + step % 3)) and step > newer_than
-    }
-    chosen = choose_replicas(every, newer_than)
-    if chosen is None:
-        assert not whole
-    else:
-        assert {each.step for each in chosen} == {max(whole)}
-        assert [each.rank for each in chosen] == list(range(chosen[0].world_size))
-        assert set(chosen) <= set(every)
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6))

@@ -15,24 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from azureml_elastic.checkpoint.format.shard_file import Chunk
+from azureml_elastic.checkpoint.load.offers import Kind, Offer
 from azureml_elastic.checkpoint.load.reading import targets_for
 from azureml_elastic.checkpoint.snapshots import transfer
-from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot
-from azureml_elastic.checkpoint.snapshots.transfer import HeldChunks, Region, cut, route, send_to_others
+from azureml_elastic.checkpoint.snapshots.copies import Copy, open_source
+from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot, local_chunks
+from azureml_elastic.checkpoint.snapshots.transfer import HeldChunks, Region, cut, route
 from azureml_elastic.errors import CheckpointDamaged, CheckpointError
+from tests.support.shards import TENSORS
 
 LIMIT_S = 20
-TENSORS = {
-    "nothing first": torch.empty(0),
-    "weights": torch.randn(30, 5),
-    "half": torch.randn(7, dtype=torch.bfloat16),
-    "scalar": torch.tensor(3),
-    "flags": torch.tensor([True, False]),
-    "nothing": torch.empty(0, 4),
-    "strided": torch.arange(12).reshape(3, 4).t(),
-    "large": torch.arange(1000.0),
-    "last": torch.randn(2, dtype=torch.float64),
-}
 
 
 class Links:
@@ -104,14 +96,26 @@ class Later:
         self.wait = action
 
 
+def read(rank, holders, tensors, apart=(), targets=lambda _: {}):
+    """Return the tensors of a whole state by name on a rank; the first holder is the main one."""
+    offers = [Offer(Kind.WHOLE, 7, 1, "", 1, number, holder) for number, holder in enumerate(holders)]
+    held = Snapshot(7, {"model": None}, None, apart=[*apart], tensors=local_chunks(tensors))
+    source = open_source(
+        offers, [Copy(each, lambda: held, 1, None) for each in offers if each.holder == rank.rank], rank
+    )
+    assert source.content.header() == held.header()
+    if rank.rank in holders:
+        source.send(rank)
+        return tensors
+    return source.read(targets(source.state), rank)
+
+
 def run(size, holders, *, tensors=TENSORS, apart=(), targets=lambda _: {}, spoil=lambda *_: None, own=None):
     """Return what each rank has afterwards, and the links; ``own`` is the state of a holder, by its rank."""
     links = Links(size, spoil)
 
     def one(rank):
-        state = (own or {}).get(rank, tensors)
-        held = Snapshot(7, {"model": None}, None, apart=[*apart], tensors=state) if rank in holders else None
-        return send_to_others(held, Rank(links, rank), holders, targets)
+        return read(Rank(links, rank), holders, (own or {}).get(rank, tensors), apart, targets)
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(one, range(size))), links
@@ -125,17 +129,16 @@ def small_pieces(monkeypatch):
 
 
 def require_equal(found, tensors=TENSORS):
-    assert [*found.tensors] == [*tensors]
+    assert [*found] == [*tensors]
     for name, tensor in tensors.items():
-        assert found.tensors[name].dtype == tensor.dtype
-        assert torch.equal(found.tensors[name], tensor), name
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
 
 
 @pytest.mark.parametrize(("size", "holders"), [(2, [0]), (2, [1]), (3, [1, 0]), (4, [2]), (5, [3, 0])])
 def test_every_rank_has_the_state_afterwards(size, holders):
     found, _ = run(size, holders)
     for each in found:
-        assert each.header() == found[holders[0]].header()
         require_equal(each)
 
 
@@ -164,7 +167,7 @@ def test_bytes_arrive_in_the_tensors_that_are_there_and_in_new_ones_where_they_d
     }
     found, _ = run(2, [0], targets=lambda state: present if state == {"model": None} else {})
     require_equal(found[1])
-    same = {name for name in present if found[1].tensors[name].data_ptr() == present[name].data_ptr()}
+    same = {name for name in present if found[1][name].data_ptr() == present[name].data_ptr()}
     assert same == {"weights", "large", "strided"}
 
 
@@ -205,9 +208,8 @@ def test_lasting_damage_is_an_error_on_all_ranks():
     errors = []
 
     def one(links, rank):
-        held = Snapshot(7, {}, None, tensors=TENSORS) if rank < 2 else None
         with pytest.raises(CheckpointDamaged, match=r"step 7 .* 1 piece of it") as error:
-            send_to_others(held, Rank(links, rank), [0, 1], lambda _: {})
+            read(Rank(links, rank), [0, 1], TENSORS)
         errors.append(error)
 
     links = Links(3, spoil)

@@ -179,13 +179,13 @@ def test_a_state_is_kept_until_the_next_round_has_it(channel, table):
     os.close(descriptor)
     channel.begin(2, 1, CheckpointPointer(table, 2, "x"))
     heir = channel.connect(0, 2)
-    (kept,) = heir.client.request({"op": "memory"}, 10)["held"]
+    (kept,) = heir.client.request({"op": "memory"}, 10)["states"]
     assert (kept["step"], kept["round"], kept["rank"]) == (7, 1, 0)
     assert Path(kept["path"]).read_bytes() == b"weights"
     heir.client.send({"op": "restored", "step": 7, "directory": "memory"})
-    assert heir.client.request({"op": "memory"}, 10)["held"] == [kept]
+    assert heir.client.request({"op": "memory"}, 10)["states"] == [kept]
     heir.client.send({"op": "step", "step": 8})
-    assert not heir.client.request({"op": "memory"}, 10).get("held")
+    assert not heir.client.request({"op": "memory"}, 10).get("states")
 
 
 def test_a_descriptor_that_is_gone_is_refused(channel):

@@ -21,6 +21,7 @@ from azureml_elastic.distributed.process_groups import abort_gloo, is_peer_error
 from azureml_elastic.errors import RoundBroken
 from azureml_elastic.train.session.step_checks import OptimizerCopy, UpdateGuard, WeightsWatch
 from tests.support.deferred import DeferredDevice, DeferredSGD, Ended
+from tests.support.train.fake_agent import InterruptibleAgent
 
 RANKS, STEPS = 3, 4
 TIMEOUT_S = 30.0
@@ -33,17 +34,6 @@ KINDS = ("keep", "fill", "broadcast", "gradient", "gradient", "reduce", "reduce"
 COLLECTIVES = [
     step * len(KINDS) + at for step in range(STEPS) for at, kind in enumerate(KINDS) if kind in ("broadcast", "reduce")
 ]
-
-
-class Agent:
-    holds_snapshots = True
-    hands_whole_over = True
-
-    def __init__(self):
-        self.interrupted = threading.Event()
-
-    def wait_interrupted(self, timeout):
-        return self.interrupted.wait(timeout)
 
 
 @dataclass
@@ -126,7 +116,7 @@ class Training(threading.Thread):
     def __init__(self, rank, group, loss, guarded, known):
         super().__init__(daemon=True)
         self.rank, self.group, self.guarded = rank, group, guarded
-        agent = Agent()
+        agent = InterruptibleAgent()
         self.device = LosingDevice(agent, loss, rank, known)
         self.model = Net()
         self.optimizer = DeferredSGD(self.model.parameters(), self.device, lr=0.25, momentum=0.5)
@@ -289,7 +279,7 @@ def device():
 
 @pytest.fixture
 def guard(device):
-    made = UpdateGuard(device, Agent())
+    made = UpdateGuard(device, InterruptibleAgent())
     made.enter(2)
     return made
 
@@ -385,7 +375,7 @@ def test_an_update_that_calls_its_closure_again_is_undone(kind, known):
     """That of another class than ``LBFGS`` from the second step on, in which it is known to do so."""
     model = nn.Linear(3, 1)
     optimizer = kind(model.parameters(), lr=0.1)
-    guard = UpdateGuard(Device(torch.device("cpu")), Agent())
+    guard = UpdateGuard(Device(torch.device("cpu")), InterruptibleAgent())
     guard.attach(TrackedState({"model": model, "optimizer": optimizer}))
     guard.enter(2)
     optimizer.register_step_pre_hook(lambda each, *_: guard.begin_update(each))
@@ -434,7 +424,7 @@ def test_what_an_optimizer_has_is_restored_whatever_has_become_of_it():
 def test_nothing_is_copied_where_nothing_is_handed_over(holds):
     model = nn.Linear(3, 1)
     optimizer = torch.optim.LBFGS(model.parameters())
-    agent = Agent()
+    agent = InterruptibleAgent()
     agent.holds_snapshots = holds
     guard = UpdateGuard(Device(torch.device("cpu")), agent)
     guard.enter(1 if holds else 2)
@@ -444,7 +434,7 @@ def test_nothing_is_copied_where_nothing_is_handed_over(holds):
 
 def test_buffers_of_a_step_that_is_broken_off_are_restored_on_each_device():
     model = nn.BatchNorm1d(3)
-    guard = UpdateGuard(Device(torch.device("cpu")), Agent())
+    guard = UpdateGuard(Device(torch.device("cpu")), InterruptibleAgent())
     guard.attach(TrackedState({"model": model}))
     guard.enter(2)
     for steps in range(3):
