@@ -7,7 +7,9 @@ import os
 import torch
 import xxhash
 
+from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.ipc.message import ShardDescription
+from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 
 TENSORS = {
     "nothing first": torch.empty(0),
@@ -35,6 +37,19 @@ def describe(folder, content, tail=b"", rank=0, **changed):
         "xxh3": xxhash.xxh3_128_hexdigest(content),
     }
     return ShardDescription(**{**fields, **changed})
+
+
+class RefusingAgent(StandaloneAgent):
+    """An agent that refuses commits by an error, if it has one."""
+
+    def __init__(self, storage, refusal=None):
+        super().__init__(storage, WorkerIdentity(1, 0, 2, 0))  # without a SIGTERM handler
+        self.refusal = refusal
+
+    def commit(self, reference, stall_seconds):
+        if self.refusal is not None:
+            raise self.refusal
+        super().commit(reference, stall_seconds)
 
 
 def by_name(snapshot):

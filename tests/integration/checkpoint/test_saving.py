@@ -77,6 +77,11 @@ class One:
     def save(self, step):
         self.checkpoints.begin(step, self.state, None)
 
+    def saved(self, step):
+        """Save, and return the kind of the outcome."""
+        self.save(step)
+        return self.checkpoints.settle().kind
+
     def restored(self):
         """Return the step and the weights that are restored."""
         self.fill(-1.0)
@@ -115,8 +120,7 @@ def test_a_commit_does_not_wait_for_the_removal_of_older_checkpoints(one):
     for step in (1, 2, 3):
         if step == 3:
             one.storage.may.clear()
-        one.save(step)
-        assert one.checkpoints.settle().kind == "committed"
+        assert one.saved(step) == "committed"
     assert steps() == [1, 2, 3]
     one.storage.may.set()
     one.checkpoints.finish()
@@ -126,49 +130,41 @@ def test_a_commit_does_not_wait_for_the_removal_of_older_checkpoints(one):
 def test_a_prepared_plan_is_used(one):
     one.checkpoints.prepare(one.state)
     one.fill(3.0)
-    one.save(1)
-    one.checkpoints.settle()
+    one.saved(1)
     one.fill(4.0)
-    one.save(2)
-    one.checkpoints.settle()
+    one.saved(2)
     assert one.restored() == (2, [4.0, 4.0])
 
 
 def test_a_state_of_another_form_is_planned_anew(one):
-    one.save(1)
-    one.checkpoints.settle()
+    one.saved(1)
     one.model.register_buffer("more", torch.arange(5))
-    one.save(2)
-    one.checkpoints.settle()
+    one.saved(2)
     one.model.more.zero_()
     one.checkpoints.restore(one.state)
     assert one.model.more.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_one_failure_is_tolerated_and_two_raise(one):
-    one.save(1)
-    one.checkpoints.settle()
+    one.saved(1)
     hidden = one.folder.with_name("hidden")
     for step in (2, 3):
         one.checkpoints.require()
         one.folder.rename(hidden)
         one.folder.write_text("no folder")
-        one.save(step)
-        assert one.checkpoints.settle().kind == "failed"
+        assert one.saved(step) == "failed"
         with pytest.raises(CheckpointError, match=f"step {step}: writing failed on 1 rank: rank 0: "):
             one.checkpoints.require(at_once=True)
         one.folder.unlink()
         hidden.rename(one.folder)
     with pytest.raises(CheckpointError, match=r"step 2: .*; step 3: "):
         one.checkpoints.require()
-    one.save(4)
-    assert one.checkpoints.settle().kind == "committed"
+    assert one.saved(4) == "committed"
     one.checkpoints.require(at_once=True)
 
 
 def test_a_full_disk_leaves_nothing_behind(one, monkeypatch):
-    one.save(1)
-    one.checkpoints.settle()
+    one.saved(1)
     before = one.checkpoints.committed()
 
     def full(descriptor, block):
@@ -177,8 +173,7 @@ def test_a_full_disk_leaves_nothing_behind(one, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)  # simulates a full disk
-        one.save(2)
-        assert one.checkpoints.settle().kind == "failed"
+        assert one.saved(2) == "failed"
     assert LocalStorage(one.folder).folders() == [before.directory]
     assert one.checkpoints.committed() == before
 
@@ -193,8 +188,7 @@ def test_a_folder_that_is_removed_during_the_commit_is_no_checkpoint(one):
     assert outcome.kind == "failed"
     assert outcome.text.endswith("was removed while it was committed")
     one.fill(2.0)
-    one.save(2)
-    assert one.checkpoints.settle().kind == "committed"
+    assert one.saved(2) == "committed"
     assert one.restored() == (2, [2.0, 2.0])
 
 
@@ -202,11 +196,9 @@ def test_a_folder_that_is_removed_during_the_commit_is_no_checkpoint(one):
     ("error", "kind"), [(TableUnavailable("away"), "unavailable"), (Fenced("round 9 has taken over"), "fenced")]
 )
 def test_a_refused_commit_leaves_the_previous_checkpoint(one, error, kind):
-    one.save(1)
-    one.checkpoints.settle()
+    one.saved(1)
     one.agent.error = error
-    one.save(2)
-    assert one.checkpoints.settle().kind == kind
+    assert one.saved(2) == kind
     assert one.checkpoints.committed().step == 1
     if kind == "fenced":
         with pytest.raises(Fenced, match="step 2 was not committed: round 9"):
@@ -216,8 +208,7 @@ def test_a_refused_commit_leaves_the_previous_checkpoint(one, error, kind):
 
 
 def test_the_save_of_an_ended_round_commits_nothing_and_the_next_save_waits_for_it(one):
-    one.save(1)
-    one.checkpoints.settle()
+    one.saved(1)
     one.agent.may.clear()
     one.save(2)
     assert one.agent.asked.wait(300)
@@ -226,26 +217,22 @@ def test_the_save_of_an_ended_round_commits_nothing_and_the_next_save_waits_for_
     assert not one.checkpoints.under_way
     one.agent.may.set()
     one.fill(3.0)
-    one.save(3)
-    assert one.checkpoints.settle().kind == "committed"
+    assert one.saved(3) == "committed"
     assert one.restored() == (3, [3.0, 3.0])
 
 
 def test_a_refusal_of_the_former_round_does_not_count_in_the_next_one(one):
     one.agent.error = Fenced("round 9 has taken over")
-    one.save(1)
-    one.checkpoints.settle()
+    one.saved(1)
     one.agent.error = None
     one.checkpoints.enter()
     one.checkpoints.require(at_once=True)
-    one.save(2)
-    assert one.checkpoints.settle().kind == "committed"
+    assert one.saved(2) == "committed"
 
 
 def test_a_run_starts_from_the_earlier_run_until_it_has_a_whole_checkpoint_of_its_own(one, tmp_path):
     one.fill(3.0)
-    one.save(3)
-    assert one.checkpoints.settle().kind == "committed"
+    assert one.saved(3) == "committed"
     earlier = EarlierCheckpoint(LocalStorage(one.folder), one.checkpoints.committed())
     (one.folder / earlier.reference.directory / COMMITTED).unlink()  # as if its writer had died before
     before = sorted(one.folder.rglob("*"))
@@ -261,8 +248,7 @@ def test_a_run_starts_from_the_earlier_run_until_it_has_a_whole_checkpoint_of_it
     assert one.restored() == (3, [3.0, 3.0])
     assert one.checkpoints.newest != Manifest.read(earlier.storage, earlier.reference.directory).reference
     one.fill(5.0)
-    one.save(5)
-    assert one.checkpoints.settle().kind == "committed"
+    assert one.saved(5) == "committed"
     manifest = Manifest.read(LocalStorage(own), one.checkpoints.committed().directory)
     assert manifest.parent is None
     assert sorted(one.folder.rglob("*")) == before
@@ -272,15 +258,13 @@ def test_a_run_starts_from_the_earlier_run_until_it_has_a_whole_checkpoint_of_it
     (own / manifest.directory / next(iter(manifest.files))).write_bytes(b"")
     one.checkpoints = another()
     assert one.restored() == (3, [3.0, 3.0])
-    one.save(4)
-    assert one.checkpoints.settle().kind == "committed"
+    assert one.saved(4) == "committed"
     assert Manifest.read(LocalStorage(own), one.checkpoints.committed().directory).parent is None
 
 
 def test_each_checkpoint_refers_to_its_parent(one):
     for step in (1, 2):
-        one.save(step)
-        one.checkpoints.settle()
+        one.saved(step)
     newest = one.checkpoints.committed()
     manifest = Manifest.read(LocalStorage(one.folder), newest.directory)
     assert manifest.parent.step == 1

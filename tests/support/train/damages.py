@@ -33,6 +33,9 @@ class Alone:
     def from_main(self, value):
         return value
 
+    def from_rank(self, source, value):
+        return value
+
     def together(self, what, action):
         try:
             return [action()]

@@ -17,26 +17,13 @@ from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot, local_chunks
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.checkpoint_reference import Reference
 from azureml_elastic.errors import CheckpointError, Fenced
-from azureml_elastic.ipc.agent_interface import HandedOverState, WorkerIdentity
+from azureml_elastic.ipc.agent_interface import HandedOverState
 from azureml_elastic.node.agent.agent import keep_last_state
-from azureml_elastic.train.agent_client.standalone import StandaloneAgent
+from azureml_elastic.train.agent_client.standalone import POINTER
+from tests.support.shards import RefusingAgent
 from tests.support.train import damages
 
 PARENT = Reference("step-000000000003.round-000001.00000000", 3, "0" * 32)
-
-
-class Agent(StandaloneAgent):
-    """An agent whose commits may be refused."""
-
-    def __init__(self, storage, refusal=None):
-        super().__init__(storage, WorkerIdentity(1, 0, 2, 0))
-        self.refusal = refusal
-        self.commits = []
-
-    def commit(self, reference, stall_seconds):
-        if self.refusal is not None:
-            raise self.refusal
-        self.commits.append(reference)
 
 
 class Notice:
@@ -169,26 +156,26 @@ def test_the_furthest_whole_one_is_committed_by_the_next_start(storage):
     (torn,) = handed_over(storage, 8)
     path = storage.root / torn.directory / "rank-00000.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    agent = Agent(storage)
+    agent = RefusingAgent(storage)
     adopted = adopt_handed_over(storage, damages.Alone(), agent, committed)
-    assert (adopted.step, agent.commits) == (7, [adopted])
+    assert (adopted.step, agent.pointer()) == (7, adopted)
     assert COMMITTED in storage.files(adopted.directory)
     assert adopt_handed_over(storage, damages.Alone(), agent, adopted) is None
 
 
 def test_one_that_is_not_beyond_the_committed_checkpoint_is_left_alone(storage):
     write(storage, 7)
-    agent = Agent(storage)
+    agent = RefusingAgent(storage)
     assert adopt_handed_over(storage, damages.Alone(), agent, commit(storage, 7)) is None
     assert adopt_handed_over(LocalStorage(storage.root / "none"), damages.Alone(), agent, None) is None
-    assert agent.commits == []
+    assert not (storage.root / POINTER).exists()
 
 
 @pytest.mark.parametrize(("refusal", "error"), [(Fenced("round 9"), Fenced), (ValueError("x"), CheckpointError)])
 def test_a_refused_commit_ends_the_start(storage, refusal, error):
     write(storage, 7)
     with pytest.raises(error):
-        adopt_handed_over(storage, damages.Alone(), Agent(storage, refusal), None)
+        adopt_handed_over(storage, damages.Alone(), RefusingAgent(storage, refusal), None)
 
 
 def test_a_run_that_continues_another_one_takes_its_furthest_state(storage):

@@ -16,29 +16,28 @@ from azureml_elastic.checkpoint.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.format.catalogue import newest_whole
 from azureml_elastic.checkpoint.format.manifest import FolderName, Manifest
 from azureml_elastic.checkpoint.snapshots.replication import partners
+from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot, local_chunks
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.errors import CheckpointError, Fenced, TableUnavailable
-from azureml_elastic.ipc.agent_interface import HeldCopies, WorkerIdentity
-from azureml_elastic.train.agent_client.standalone import StandaloneAgent
-from tests.support.shards import describe, memory_of
+from azureml_elastic.ipc.agent_interface import HandedOverState, HeldCopies, WorkerIdentity
+from tests.support.shards import RefusingAgent, describe, memory_of
 from tests.support.train import damages
 
 IDENTITY = WorkerIdentity(0, 0, 1, 9)
 POLICY = CheckpointPolicy(keep=2, keep_every_steps=1000)
 
 
-class HoldingAgent(StandaloneAgent):
-    """An agent that holds shards in memory."""
+class HoldingAgent(RefusingAgent):
+    """An agent that holds shards and states in memory."""
 
     holds_snapshots = True
 
     def __init__(self, storage):
-        super().__init__(storage, WorkerIdentity(1, 0, 2, 0))
+        super().__init__(storage)
         self.storage = storage
-        self.shards = []
+        self.shards, self.states = [], []
         self.stack = contextlib.ExitStack()
-        self.refusal = None
 
     def put(self, step, rank, world_size=2, content=None, broken=None):
         folder = str(FolderName(step, 3, f"{step:08x}"))
@@ -56,12 +55,7 @@ class HoldingAgent(StandaloneAgent):
             self.put(step, rank)
 
     def held(self):
-        return HeldCopies(shards=self.shards)
-
-    def commit(self, reference, stall_seconds):
-        if self.refusal is not None:
-            raise self.refusal
-        super().commit(reference, stall_seconds)
+        return HeldCopies(self.states, self.shards)
 
 
 @pytest.fixture
@@ -77,10 +71,13 @@ class Groups:
     identity, control, device = IDENTITY, damages.Alone(), torch.device("cpu")
 
 
+def find(agent):
+    return Checkpoints(POLICY, agent.storage, Groups(), agent, pauses=(0.0,)).find()
+
+
 def run(agent):
-    """Return the checkpoint that is restored, if there is one."""
-    source = Checkpoints(POLICY, agent.storage, Groups(), agent, pauses=(0.0,)).find()
-    return None if source is None else source.manifest.reference
+    """Return the checkpoint that is restored."""
+    return find(agent).manifest.reference
 
 
 def test_the_newest_complete_snapshot_is_committed(agent):
@@ -128,6 +125,16 @@ def test_without_an_intact_replica_the_previous_snapshot_is_committed(agent, dam
     elif damage == "released memory":
         agent.shards[2] = replace(agent.shards[2], path="/proc/self/fd/987654")
     assert run(agent).step == 5
+
+
+def test_parts_in_memory_are_next_where_a_further_snapshot_is_damaged(agent):
+    agent.put(7, 0)
+    agent.put(7, 1, broken=bytes(1000))
+    content = Snapshot(5, {}, {"at": 5}, tensors=local_chunks({"model/w": torch.ones(3)}))
+    agent.states.append(HandedOverState(f"/proc/{os.getpid()}/fd/{content.to_memory()}", 5, 8, 0, part=0))
+    assert find(agent).content.data == {"at": 5}
+    agent.put(7, 1)
+    assert run(agent).step == 7
 
 
 @pytest.mark.parametrize(
