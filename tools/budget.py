@@ -16,14 +16,14 @@ MODULES = "(modules)"
 
 LIMITS: Mapping[str, int] = {
     "(modules)": 867,
-    "checkpoint": 6_185,
+    "checkpoint": 6_181,
     "cli": 2_849,
     "config": 1_554,
     "distributed": 1_197,
     "engines": 1_726,
     "environment": 610,
     "forks": 3_298,
-    "ipc": 2_239,
+    "ipc": 2_226,
     "ledger": 2_229,
     "local": 4_049,
     "nebula": 396,
@@ -34,8 +34,8 @@ LIMITS: Mapping[str, int] = {
     "submit": 5_740,
     "templates": 79,
     "testing": 4_489,
-    "tests": 74_274,
-    "train": 16_607,
+    "tests": 74_270,
+    "train": 16_506,
 }
 """Lines by package, with those of its templates and of its blank lines; ``(modules)`` are those of the root."""
 

@@ -170,6 +170,20 @@ MUTATIONS = (
         ("runs/test_dying_agents.py",),
     ),
     Mutation(
+        "another-step-than-the-furthest",
+        "checkpoint/load/offers.py",
+        "return whole, offer.step, offer.kind,",
+        "return whole, -offer.step, offer.kind,",
+        ("unit/checkpoint/test_offers.py",),
+    ),
+    Mutation(
+        "an-incomplete-snapshot-chosen",
+        "checkpoint/load/offers.py",
+        "if len({each.part for each in copies}) >= copies[0].parts",
+        "if copies",
+        ("unit/checkpoint/test_offers.py",),
+    ),
+    Mutation(
         "an-older-state-adopted",
         "checkpoint/format/catalogue.py",
         "if name is None or name.step <= after:",
