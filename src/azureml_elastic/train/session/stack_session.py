@@ -419,10 +419,8 @@ def _finish_first(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs
 
     Libraries of metrics open and close groups of their own in the middle of a training.
     """
-    # Between two rounds this library closes the group itself.
-    session, caller = stack_session(), str(sys._getframe(1).f_globals.get("__name__"))  # noqa: SLF001
+    session = stack_session()
     group = args[0] if args else kwargs.get("group")
-    ends_all = group is None or group is dist.group.WORLD
-    if session is not None and ends_all and caller.partition(".")[0] != "azureml_elastic":
+    if session is not None and (group is None or group is dist.group.WORLD):
         session.finish_before_end()
     return wrapped(*args, **kwargs)
