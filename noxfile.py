@@ -40,10 +40,10 @@ GROUPED = ("--dist", "loadgroup", "--no-loadscope-reorder")
 OTHER_SESSIONS = ("--ignore=tests/stacks", "--ignore=tests/trainers")
 TWO, THREE, FOUR = (("-n", str(number), *GROUPED) for number in (2, 3, 4))
 SDK_USERS = (
+    "bodies",
     "compilation",
     "composition",
     "conversion",
-    "fields",
     "paths_on_compute",
     "pools",
     "presets",

@@ -39,17 +39,6 @@ def test_inputs_without_a_usable_value(placement, value, part):
     assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("value", "kind", "sent"),
-    [(True, "boolean", "True"), (3, "integer", "3"), (0.5, "number", "0.5"), ("a b", "string", "a b")],
-)
-def test_literals_keep_their_types(client, components, workspace, value, kind, sent):
-    client.jobs.create_or_update(make(command="python train.py ${{inputs.x}}", inputs={"x": value}))
-    (component,), (body,) = components(), workspace.jobs
-    assert component["inputs"]["x"] == {"type": kind}
-    assert body["properties"]["inputs"]["x"] == {"value": sent, "jobInputType": "literal"}
-
-
 @pytest.mark.parametrize("name", ["azureml:my-env@latest", "my-env@latest"])
 def test_the_label_of_an_environment_is_looked_up_by_the_name_alone(client, workspace, name):
     identifier = (

@@ -1,6 +1,5 @@
 """An existing command job of azure-ai-ml as an elastic one, in one line."""
 
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -101,46 +100,6 @@ def as_command_job(job):
         inputs={"lr": 0.1, "x": Input(type="uri_folder", path="src")},
         resources=JobResourceConfiguration(instance_count=3, properties={"a": {"b": 1}}),
     )
-
-
-def test_everything_is_taken_over(folder):
-    job = ElasticCommandJob.from_command(everything(), resources={"max_instance_count": 4, "placement": "gang"})
-    assert job.resources == ElasticResources(
-        max_instance_count=4,
-        placement="gang",
-        instance_type="Standard_NC6",
-        locations=("westeurope",),
-        docker_args="--ipc host",
-        shm_size="8g",
-    )
-    assert job.distribution == ElasticDistribution(process_count_per_instance=4)
-    assert (job.name, job.description, job.display_name) == ("run-1", "d", "shown")
-    assert (job.experiment_name, job.parent_job_name, job.compute) == ("tried", "above", "gpu")
-    assert (job.tags, job.properties, job.environment_variables) == ({"t": "1"}, {"p": "1"}, {"A": "1"})
-    assert (job.timeout, job.job_tier, job.priority) == (timedelta(minutes=1), "Spot", "high")
-    assert {name: value for name, value in job.inputs.items() if name != "x"} == {
-        "lr": 0.1,
-        "n": 3,
-        "on": True,
-        "s": "a b",
-    }
-    assert plain(job.inputs["x"])["path"] == str(folder / "src")
-    assert (job.outputs["o"].name, job.outputs["p"]) == ("asset", {})
-    assert isinstance(job.identity, UserIdentityConfiguration)
-    assert job.environment.image == "image:1"
-    assert list(job.services) == ["lab", "board"]
-    assert job.services["board"].log_dir == "x"
-
-
-@pytest.mark.parametrize("placement", ["fan_out", "service", "gang"])
-def test_what_was_taken_over_is_submitted(client, sent, placement):
-    given = everything(parent_job_name=None, code="src", inputs={"lr": 0.1})
-    client.jobs.create_or_update(
-        ElasticCommandJob.from_command(given, resources=ElasticResources(max_instance_count=2, placement=placement))
-    )
-    (body,) = sent()
-    for part in ("Standard_NC6", "--ipc host", "PT1M", "UserIdentity", "logDir", "JupyterLab", "Spot", "asset"):
-        assert part in str(body)
 
 
 def test_the_given_job_is_not_changed_and_nothing_is_shared(client):

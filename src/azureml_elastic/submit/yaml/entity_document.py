@@ -109,7 +109,6 @@ def _nodes(held: Mapping[str, Any], dumps: Mapping[str, Any], paths: PathFormat)
             "component": _component(component, dump["component"], paths),
             # The dump has {"path": "${{...}}"}, which is read as data even where the input is a number.
             "inputs": {key: _input(key, value_of(one), dump["inputs"][key], paths) for key, one in node.inputs.items()},
-            "environment": None,  # that of the component again
             **_node(node, dump),
         }
         nodes[name] = {key: _shared(one, parts.setdefault(key, [])) for key, one in _without_empty(fields).items()}
