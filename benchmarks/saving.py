@@ -222,7 +222,7 @@ def _restore(state: State, tracked: TrackedState, ours: Checkpoints, world: Proc
     offers = [Offer(Kind.WHOLE, 1, 1, "", 1, holder, holder) for holder in range(size)]
 
     def read(chosen: list[Offer], content: Snapshot) -> None:
-        copies = [Copy(each, lambda: content, 1, None) for each in chosen if each.holder == rank]
+        copies = [Copy(each, lambda: content, 1, None, 0) for each in chosen if each.holder == rank]
         found = open_source(chosen, copies, world.control)
         assert found is not None
         if copies and len(chosen) < size:
