@@ -39,8 +39,6 @@ _MOUNT_FACTOR = 5.0  # a folder may be a mount, whose first access is slow
 _GPU_SECONDS = 60.0  # of a process that imports torch and computes on each GPU
 _KILL_SECONDS = 3.0  # in addition, if it has to be killed
 _MEMORY_MIB = 512
-_FREE_GPU_MEMORY = 0.5  # share of it; other processes have the rest
-_ECC_ERRORS = 0
 
 
 def check_folders(run: Path, checkpoints: str | None) -> dict[str, Path]:
@@ -100,8 +98,8 @@ def node_checks(
     if gpus:
         until = _GPU_SECONDS + _KILL_SECONDS
         advice = "A process that uses the GPU cannot be killed; restart the machine."
-        add("gpu", partial(check_gpus, gpus, _GPU_SECONDS, _FREE_GPU_MEMORY), until, "fail", advice)
-        add("gpu memory errors", partial(check_ecc, _ECC_ERRORS, _GPU_SECONDS), until, "fail", advice)
+        add("gpu", partial(check_gpus, gpus, _GPU_SECONDS), until, "fail", advice)
+        add("gpu memory errors", partial(check_ecc, _GPU_SECONDS), until, "fail", advice)
     return checks
 
 

@@ -27,6 +27,7 @@ _SIZE = 512
 _LARGEST = 4
 _GIB = 1 << 30
 _TAIL_CHARACTERS = 400
+_FREE_MEMORY = 0.5  # share of a GPU's memory; with less, other processes have the rest
 
 _GPU_ADVICE = "Reset or replace the GPU; see `nvidia-smi` and the kernel's log (Xid) for details."
 
@@ -42,13 +43,12 @@ def count_visible_devices(environment: Environment) -> int:
     return count_devices() if visible is None else visible
 
 
-def check_gpus(expected: int, timeout: float, free: float | None, *, device: str = "cuda") -> list[Finding]:
+def check_gpus(expected: int, timeout: float, *, device: str = "cuda") -> list[Finding]:
     """Compute on every visible GPU.
 
     Args:
         expected: number of GPUs that the driver lists.
         timeout: time limit in seconds, including the import of torch.
-        free: share of each GPU's memory that must be free to avoid a warning; ``None`` disables it.
     """
     name, limit = "gpu", f"{expected} GPUs that compute"
     command = [sys.executable, "-m", _MODULE, "--device", device, "--seconds", str(int(timeout) + 1)]
@@ -60,7 +60,7 @@ def check_gpus(expected: int, timeout: float, free: float | None, *, device: str
     if code != 0 or not documents:
         return [Finding(name, "fail", f"exit code {code}: {errors[-_TAIL_CHARACTERS:].strip()}", limit, _GPU_ADVICE)]
     devices: list[dict[str, Any]] = json.loads(documents[-1])["devices"]
-    findings = [_device_finding(found, free) for found in devices]
+    findings = list(map(_device_finding, devices))
     if len(devices) < expected:
         value = f"torch sees {len(devices)} of {expected}"
         advice = f"{_GPU_ADVICE} A torch that was built for another CUDA, or for none, sees no GPU either."
@@ -68,37 +68,25 @@ def check_gpus(expected: int, timeout: float, free: float | None, *, device: str
     return findings
 
 
-def check_ecc(limit: int, timeout: float) -> list[Finding]:
-    """Read uncorrected memory errors from the driver's tool; without the tool there are no findings.
-
-    Args:
-        limit: accepted number of errors of one GPU.
-    """
+def check_ecc(timeout: float) -> list[Finding]:
+    """Read uncorrected memory errors from the driver's tool; without the tool there are no findings."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
-    wanted = f"at most {limit}"
+    name, wanted = "gpu memory errors", "none"
     query = "--query-gpu=index,ecc.errors.uncorrected.volatile.total"
     code, output, errors = _run([tool, query, "--format=csv,noheader,nounits"], timeout)
     if code is None:
-        return [Finding("gpu memory errors", "fail", f"no answer within {timeout:g} s", wanted, _GPU_ADVICE)]
+        return [Finding(name, "fail", f"no answer within {timeout:g} s", wanted, _GPU_ADVICE)]
     if code != 0:
         message = (errors or output)[-_TAIL_CHARACTERS:].strip()
-        return [Finding("gpu memory errors", "warn", f"not checked: exit code {code}: {message}", wanted)]
+        return [Finding(name, "warn", f"not checked: exit code {code}: {message}", wanted)]
+    counts = [(index, count.strip()) for index, _, count in (line.partition(",") for line in output.splitlines())]
     return [
-        Finding(f"gpu {index} memory errors", "fail" if count > limit else "ok", str(count), wanted, _GPU_ADVICE)
-        for index, count in read_ecc(output).items()
+        Finding(f"gpu {index} memory errors", "fail" if int(count) else "ok", count, wanted, _GPU_ADVICE)
+        for index, count in counts
+        if count.isdigit()  # not "[N/A]"
     ]
-
-
-def read_ecc(output: str) -> dict[int, int]:
-    """Parse lines ``<index>, <errors>``; GPUs that do not count errors are omitted."""
-    counts: dict[int, int] = {}
-    for line in output.splitlines():
-        index, _, count = line.partition(",")
-        with contextlib.suppress(ValueError):  # "[N/A]"
-            counts[int(index)] = int(count)
-    return counts
 
 
 def examine(device: str) -> dict[str, Any]:
@@ -124,15 +112,15 @@ def examine(device: str) -> dict[str, Any]:
     return found
 
 
-def _device_finding(found: dict[str, Any], free: float | None) -> Finding:
+def _device_finding(found: dict[str, Any]) -> Finding:
     name, limit = f"gpu {found['device']}", "the CPU's matrix product"
     if found["error"]:
         return Finding(name, "fail", found["error"][:_TAIL_CHARACTERS], limit, _GPU_ADVICE)
     value = f"computes as the CPU does{', ' + found['name'] if found.get('name') else ''}"
     if found["total"]:
         value += f", {found['free'] / _GIB:.1f} of {found['total'] / _GIB:.1f} GiB free"
-        if free is not None and found["free"] < free * found["total"]:
-            limit, advice = f"{free:.0%} of its memory free", "End the other processes that use this GPU."
+        if found["free"] < _FREE_MEMORY * found["total"]:
+            limit, advice = f"{_FREE_MEMORY:.0%} of its memory free", "End the other processes that use this GPU."
             return Finding(name, "warn", value, limit, advice)
     return Finding(name, "ok", value, limit)
 
