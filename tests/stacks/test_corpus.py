@@ -183,6 +183,18 @@ def test_averages_that_follow_a_collective_that_has_failed_have_each_update_once
     assert_same(found.record, undisturbed("averages").record, {})
 
 
+@pytest.mark.parametrize(
+    ("options", "batches"),
+    [("--accumulate 2", "10"), ("--direct --reduce_first", "5 9")],
+    ids=["in the second batch of a step", "behind repeated steps with a collective before the update"],
+)
+def test_only_a_call_behind_an_update_says_where_the_next_process_goes_on(tmp_path, options, batches):
+    expected = run(f"averages {options}", tmp_path / "expected", nodes=(2, 2))
+    found = run(f"averages {options} --die_before_reducing {batches}", tmp_path / "run", nodes=(2, 2))
+    assert found.report.audit.rolled_back_steps == 0
+    assert_same(found.record, expected.record, {})
+
+
 def test_ranks_that_have_passed_a_collective_go_on_with_those_in_which_it_has_failed(tmp_path):
     """Rank 2 has what rank 1 sends, while rank 1 waits for rank 0, which is gone: both are behind the same step."""
     expected = run("averages --broadcast", tmp_path / "expected", nodes=(3, 3))

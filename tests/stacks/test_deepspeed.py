@@ -13,12 +13,7 @@ from pathlib import Path
 import pytest
 
 from azureml_elastic.config import CheckpointPolicy
-from tests.support.stacks import (
-    FAULTS,
-    assert_same_rates,
-    assert_weights_do_not_depend_on_the_world_size,
-    run_stock,
-)
+from tests.support.stacks import FAULTS, assert_same_rates, assert_weights_do_not_depend_on_the_world_size, run_stock
 
 if "DEEPSPEED_TESTS" not in os.environ:
     pytest.skip("DeepSpeed is not installed", allow_module_level=True)

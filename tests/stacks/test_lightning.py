@@ -8,12 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.stacks import (
-    FAULTS,
-    assert_same_rates,
-    assert_weights_do_not_depend_on_the_world_size,
-    run_stock,
-)
+from tests.support.stacks import FAULTS, assert_same_rates, assert_weights_do_not_depend_on_the_world_size, run_stock
 
 pytest.importorskip("lightning")
 pytest.importorskip("pytorch_lightning")

@@ -165,12 +165,7 @@ def test_lightning(tmp_path):
     [
         ("FSDP", True, 1, None),
         ("FSDP", False, 1, "FSDP version 1 shards the model"),
-        (
-            "FSDP",
-            True,
-            2,
-            "several ranks compute the same samples, by tensor, context or sequence parallelism",
-        ),
+        ("FSDP", True, 2, "several ranks compute the same samples, by tensor, context or sequence parallelism"),
         ("MEGATRON_LM", False, 1, "Megatron-LM has checkpoints of its own"),
     ],
 )

@@ -106,11 +106,7 @@ CASES = [
     ),
     Case("sentence-transformers", "sentence_transformers --loss score", f"{_SENTENCES}, `CosineSimilarityLoss`"),
     Case("setfit", "setfit", "`Trainer`"),
-    Case(
-        "peft",
-        "peft",
-        "`LoraConfig` with `Trainer`, `merge_and_unload()`",
-    ),
+    Case("peft", "peft", "`LoraConfig` with `Trainer`, `merge_and_unload()`"),
     Case("diffusers", "diffusers", "the shape of `train_text_to_image.py`, with `EMAModel`"),
     Case(
         "pytorch-ignite",
@@ -155,11 +151,7 @@ CASES = [
     _lightning("averaging", "`WeightAveraging`", quick=True),
     _lightning("ema", "`EMAWeightAveraging`"),
     _lightning("swa", "`StochasticWeightAveraging`", after=12),
-    _lightning(
-        "accumulation",
-        "`GradientAccumulationScheduler`",
-        steps=25,
-    ),
+    _lightning("accumulation", "`GradientAccumulationScheduler`", steps=25),
     _lightning("finetuning", "`BackboneFinetuning`"),
     _lightning(
         "pruning",

@@ -18,7 +18,9 @@ parser.add_argument("--direct", action="store_true", help="reduce by torch, as l
 parser.add_argument(
     "--broadcast", action="store_true", help="send by torch, so that some ranks have it and others wait"
 )
-parser.add_argument("--die_before_reducing", type=int, help="step in which rank 0 dies once")
+parser.add_argument("--reduce_first", action="store_true", help="reduce by torch before the update, too")
+parser.add_argument("--accumulate", type=int, default=1)
+parser.add_argument("--die_before_reducing", type=int, nargs="*", default=[], help="batches in which rank 0 dies once")
 args = parser.parse_args()
 
 
@@ -53,7 +55,7 @@ def moving(weight):
 
 
 def main():
-    accelerator = Accelerator()
+    accelerator = Accelerator(gradient_accumulation_steps=args.accumulate)
     torch.manual_seed(6)
     model = net = toy.perceptron()
     train_dataloader = DataLoader(toy.Points(), shuffle=True, batch_size=4)
@@ -69,13 +71,16 @@ def main():
     for _ in range(2):
         for x, y in train_dataloader:
             momentum.mul_(0.9).add_(weights[0])  # before the update, as the key encoder of MoCo
-            loss = nn.functional.mse_loss(model(x), y)
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+            with accelerator.accumulate(model):
+                loss = nn.functional.mse_loss(model(x), y)
+                accelerator.backward(loss)
+                if args.reduce_first:
+                    torch.distributed.all_reduce(loss.detach().clone())
+                optimizer.step()
+                optimizer.zero_grad()
             ema.step(net.parameters())
-            if steps + 1 == args.die_before_reducing:
-                toy.die_once(accelerator, args.output_dir / "died")
+            if steps + 1 in args.die_before_reducing:
+                toy.die_once(accelerator, args.output_dir / f"died_{steps}")
             # The step counts already.
             if args.broadcast:
                 torch.distributed.broadcast(loss.detach().clone(), src=1)

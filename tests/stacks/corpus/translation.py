@@ -25,10 +25,7 @@ eval_dataloader = DataLoader(toy.Sentences(18, seed=1), collate_fn=collate, batc
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 max_train_steps = 45
 lr_scheduler = get_scheduler(
-    "linear",
-    optimizer=optimizer,
-    num_warmup_steps=0,
-    num_training_steps=max_train_steps * accelerator.num_processes,
+    "linear", optimizer=optimizer, num_warmup_steps=0, num_training_steps=max_train_steps * accelerator.num_processes
 )
 model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = accelerator.prepare(
     model, optimizer, train_dataloader, eval_dataloader, lr_scheduler

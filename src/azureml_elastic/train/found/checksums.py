@@ -38,14 +38,14 @@ def _of_memory(tensor: torch.Tensor) -> int:
 
 
 def _on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the checksum as a tensor on the device, so that no kernel is waited for."""
+    """Return the checksum as a tensor, int64 (), on the device, so that no kernel is waited for."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     wide = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     bits = flat.view(wide)
     whole = bits.numel() // _ROW * _ROW
-    rows, rest = bits[:whole].view(-1, _ROW), bits[whole:]
+    rows, rest = bits[:whole].view(-1, _ROW), bits[whole:]  # (n, _ROW), and fewer than _ROW
     columns = torch.arange(1, _ROW + 1, device=bits.device)
     numbers = torch.arange(1, len(rows) + 1, device=bits.device) * _STEP
     total = (rows.sum(0, dtype=torch.int64) * columns).sum() + (rows.sum(1, dtype=torch.int64) * numbers).sum()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping, MutableSequence, MutableSet
 from typing import Any
 
 import xxhash
@@ -98,24 +98,23 @@ def _with_lists(value: Any) -> Any:
 
 
 def _set(holder: Any, name: str, value: Any) -> None:
-    """Set an attribute; a list or dictionary is filled in place, as others may refer to it."""
-    if not _fill(_attributes(holder).get(name), value):
+    if not fill(_attributes(holder).get(name), value):
         object.__setattr__(holder, name, value)
 
 
-def _fill(before: Any, value: Any) -> bool:
-    """Fill a container in place; return whether that is possible."""
-    if isinstance(before, dict) and isinstance(value, dict):
-        for key in [key for key in before if key not in value]:
-            del before[key]
-        for key, each in value.items():
-            if not _fill(before.get(key), each):
-                before[key] = each
-    elif isinstance(before, list) and isinstance(value, list):
-        before[:] = value
-    elif isinstance(before, deque) and isinstance(value, list):
+def fill(before: Any, value: Any) -> bool:
+    """Fill a container in place, as others may refer to it, with those in it; return whether that is possible."""
+    if isinstance(before, MutableMapping) and isinstance(value, Mapping):
+        held = {key: before.get(key) for key in value}
+        filled = {key: held[key] if fill(held[key], each) else each for key, each in value.items()}
+        before.clear()
+        before.update(filled)
+    elif isinstance(before, (MutableSequence, deque)) and isinstance(value, list):
         before.clear()
         before.extend(value)
+    elif isinstance(before, MutableSet) and isinstance(value, set):
+        before.clear()
+        before |= value
     else:
         return False
     return True

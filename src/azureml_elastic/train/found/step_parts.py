@@ -25,8 +25,6 @@ _UNSEEN_BYTES = 1 << 28
 
 @dataclass
 class _Begun:
-    """The tensors as they were when the part began."""
-
     tensors: Mapping[str, torch.Tensor]
     versions: Mapping[str, int]
     sums: Mapping[str, int]

@@ -21,7 +21,9 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from azureml_elastic.train.data.map_loader import loader_options
+from azureml_elastic.train.data.drawn_order import DrawnOrder
+from azureml_elastic.train.data.map_loader import WindowLoader, loader_options
+from azureml_elastic.train.session.stack_session import StackSession
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,22 @@ class Source:
     def length(self) -> int:
         """Number of samples of an epoch, or of batches that belong together."""
         return len(self.dataset if self.sampler is None else self.sampler)
+
+    def seed_of(self, loader: Any) -> int:
+        """Return the seed of the random order of a loader of it."""
+        generator = getattr(getattr(loader.batch_sampler, "sampler", None), "generator", None)
+        return self.seed or (0 if generator is None else int(generator.initial_seed()))
+
+    def drawn(self, seed: int, agree: Callable[[Any], Any]) -> DrawnOrder | None:
+        """Return the order of the sampler, if it has one, by a collective that returns rank 0's value."""
+        if self.sampler is None:
+            return None
+        return DrawnOrder(self.sampler, whole_batches=self.whole_batches, seed=seed, agree=agree)
+
+    def windows(self, session: StackSession, **options: Any) -> WindowLoader:
+        """Return a loader of windows over the data, see :meth:`StackSession.windows`."""
+        own = {"shuffle": self.shuffle, "drop_last": self.drop_last, **self.options}
+        return session.windows(self.dataset, **{**own, **options})
 
 
 def obstacle(loader: Any) -> str | None:

@@ -10,30 +10,74 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
 from wrapt import wrap_function_wrapper
+
+from azureml_elastic.train.session.stack_session import stack_session
 
 Wrapped = Callable[..., Any]
 
 Wrappers = Mapping[str, Mapping[str, Wrapped]]
 
 
-def wrap(module: ModuleType, wrappers: Wrappers) -> None:
-    """Wrap functions of a stack's module, which its script has just imported, as a table says by the module's name."""
-    for name, wrapper in next(found for end, found in wrappers.items() if module.__name__.endswith(end)).items():
-        wrap_function_wrapper(module, name, wrapper)
+def attaching(
+    wrappers: Wrappers, further: Mapping[str, Callable[[Any], None]] | None = None
+) -> Callable[[ModuleType], None]:
+    """Return a function that attaches an integration to a module of its stack, which the script has just imported.
+
+    Args:
+        wrappers: functions that are wrapped, by the end of their module's name
+        further: what else is done to a module, by its name
+    """
+
+    def attach(module: ModuleType) -> None:
+        for name, wrapper in next(found for end, found in wrappers.items() if module.__name__.endswith(end)).items():
+            wrap_function_wrapper(module, name, wrapper)
+        if further and module.__name__ in further:
+            further[module.__name__](module)
+
+    return attach
 
 
-def in_loop(method: str, loop_of: Callable[[Any], Any]) -> Wrapped:
+def in_session(wrapper: Callable[..., Any]) -> Wrapped:
+    """Return a wrapper that gets the session before its other arguments, and is called only where there is one."""
+
+    @functools.wraps(wrapper)
+    def within(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+        session = stack_session()
+        return wrapped(*args, **kwargs) if session is None else wrapper(session, wrapped, instance, args, kwargs)
+
+    return within
+
+
+def first_of(reasons: Mapping[str | None, Any]) -> str | None:
+    """Return the first reason that applies, ``None`` if none does."""
+    return next((text for text, applies in reasons.items() if text is not None and applies), None)
+
+
+def in_loop(method: str, loop_of: Callable[[Any], Any], *, with_instance: bool = False) -> Wrapped:
     """Return a wrapper that calls a method of the training loop of an object of the stack, where it has one."""
 
     def wrapper(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
         loop = loop_of(instance)
-        return wrapped(*args, **kwargs) if loop is None else getattr(loop, method)(wrapped, *args, **kwargs)
+        if loop is None:
+            return wrapped(*args, **kwargs)
+        return getattr(loop, method)(wrapped, *((instance,) if with_instance else ()), *args, **kwargs)
 
     return wrapper
+
+
+@contextlib.contextmanager
+def holds(variable: ContextVar[bool]) -> Iterator[None]:
+    """Have a variable be true within the block."""
+    token = variable.set(True)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ class StackSession:
     def __init__(self, run: Run, reference_world_size: int) -> None:
         self._run = run
         self._lifecycle = run.lifecycle
-        self._position = run.position
+        self.position = run.position
         self._state = run.state
         self._steps = run.steps
         self.reference_world_size = reference_world_size
@@ -88,15 +88,6 @@ class StackSession:
         return Path(channel).parent
 
     @property
-    def stands_at(self) -> int | None:
-        """Number of the call that the code of the last step has come to, see :class:`Position`."""
-        return self._position.stands_at
-
-    @stands_at.setter
-    def stands_at(self, call: int | None) -> None:
-        self._position.stands_at = call
-
-    @property
     def over(self) -> bool:
         """Whether the session has ended."""
         return self._run.machine.over
@@ -104,7 +95,7 @@ class StackSession:
     @property
     def epoch(self) -> int:
         """Current epoch, counted from 0."""
-        return max(self._position.epochs)
+        return max(self.position.epochs)
 
     def windows(
         self,
@@ -146,7 +137,7 @@ class StackSession:
                  "accumulation": {str(epoch): number for epoch, number in (by_epoch or {}).items()}}  # fmt: skip
         loader = self._run.loader(dataset, _LOADER, batching, order, options, drawn=drawn)
         assert isinstance(loader, WindowLoader)
-        self._position.in_epochs = True  # the stack has the loop over epochs, and end_epoch() ends each
+        self.position.in_epochs = True  # the stack has the loop over epochs, and end_epoch() ends each
         return loader
 
     def wait_at_most(self, timeout: timedelta | None) -> None:
@@ -165,8 +156,8 @@ class StackSession:
 
     def leave_data(self) -> None:
         """Give up the loader of :meth:`windows`, before anything of it is trained."""
-        self._position.loaders.clear()
-        self._position.in_epochs = False
+        self.position.loaders.clear()
+        self.position.in_epochs = False
         self._steps.complete_loop = None
         self._state.found.repeated = False
 
@@ -231,8 +222,8 @@ class StackSession:
             windows: number of steps of that epoch which are completed
         """
         self._state.steps = steps
-        self._position.epoch = epoch
-        for loader in self._position.loaders.values():
+        self.position.epoch = epoch
+        for loader in self.position.loaders.values():
             loader.cursor = Cursor(epoch, windows * loader.spec.at(epoch).global_batch_size)
         self._run.context.agent.restored(steps, None)
 
@@ -266,7 +257,7 @@ class StackSession:
     @property
     def place(self) -> tuple[int, int]:
         """Epoch of the next step, and the number of steps of that epoch which are completed."""
-        loader = self._position.first
+        loader = self.position.first
         if loader is None:
             return self.epoch, 0
         if loader.spec.over(loader.cursor):
@@ -277,12 +268,12 @@ class StackSession:
     @property
     def trains(self) -> bool:
         """Whether a training of this process uses the session."""
-        return self._state.tracked is not None or bool(self._position.loaders)
+        return self._state.tracked is not None or bool(self.position.loaders)
 
     @property
     def epoch_ending(self) -> bool:
         """Whether the last step of the current epoch is complete, and what follows it in the epoch is not."""
-        return any(loader.spec.over(loader.cursor) for loader in self._position.loaders.values())
+        return any(loader.spec.over(loader.cursor) for loader in self.position.loaders.values())
 
     def complete_step(self, *, changes_state: bool) -> None:
         """Commit a step that the stack has taken; its code that follows may run again in another process.
@@ -303,7 +294,7 @@ class StackSession:
         self._steps.advance_code(changes_state=changes_state)
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the mean of the ranks' numbers, on the device of the value. A collective."""
+        """Return the mean of the ranks' values of one shape, on the device of the value. A collective."""
         if self.world_size == 1:
             return value
         total = value.detach().clone().float()

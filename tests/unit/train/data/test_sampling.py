@@ -242,12 +242,7 @@ def test_impossible_data_are_refused(fields, text):
         DataSpec(**{**good, **fields})
 
 
-@given(
-    spec=SPECS,
-    world_size=st.integers(1, 7),
-    most=st.integers(1, 30),
-    workers=st.none() | st.integers(1, 12),
-)
+@given(spec=SPECS, world_size=st.integers(1, 7), most=st.integers(1, 30), workers=st.none() | st.integers(1, 12))
 def test_equal_counts_give_all_ranks_the_same_micro_batches(spec, world_size, most, workers):
     batching = Batching(FixedGlobalBatch(logical_workers=workers), most, equal_counts=True)
     ranks = [rank_loader(spec, Cursor(), rank, world_size, batching) for rank in range(world_size)]

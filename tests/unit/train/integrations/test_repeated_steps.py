@@ -97,12 +97,12 @@ def test_a_batch_that_the_script_may_only_look_at_is_computed(model):
 
 
 def test_the_history_has_the_losses_of_completed_steps():
-    history = StepHistory(batches=2)
+    history = StepHistory(2, lambda: 0)
     for step in range(3):
         history.add(torch.tensor(float(step), requires_grad=True))
         history.complete_step(step // 2)  # the second batch had no loss
     history.add(torch.tensor(7.0))
-    other = StepHistory(batches=2)
+    other = StepHistory(2, lambda: 0)
     other.load_state_dict(history.state_dict())
     assert [other.loss(0, batch) for batch in range(5)] == [0.0, None, 1.0, None, None]
     assert other.loss(1, 0) == 2.0
@@ -113,7 +113,7 @@ def test_the_history_has_the_losses_of_completed_steps():
 
 
 def test_a_history_that_begins_later_knows_how_many_steps_there_were():
-    history = StepHistory(batches=1)
+    history = StepHistory(1, lambda: 0)
     history.begin_at(2, 3)
     history.add(torch.tensor(1.0))
     history.complete_step(2)

@@ -138,7 +138,7 @@ def test_a_model_that_needs_its_weights_is_computed_by_all_ranks_each_time(caplo
 def test_the_state_is_restored_before_the_first_forward_pass_gathers_weights(model):
     begun = []
     first = FirstForward(lambda: begun.append([type(parameter) for parameter in model.parameters()]))
-    assert first.watch(model)
+    assert first.replace(model)
     with torch.no_grad():
         assert collectives(lambda: model(torch.randn(3, 4))) > 0
     assert not begun

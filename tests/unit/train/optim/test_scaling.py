@@ -93,12 +93,7 @@ def test_without_a_momentum_that_forgets_nothing_is_waited_for(momentum):
     assert ramp_steps(Ramp(steps=7), 12, momentum) == 7
 
 
-@given(
-    policies(["linear", "sqrt", "adascale"], limits=st.floats(1, 20)),
-    LIVES,
-    MOMENTA,
-    st.lists(MOMENTS, min_size=1),
-)
+@given(policies(["linear", "sqrt", "adascale"], limits=st.floats(1, 20)), LIVES, MOMENTA, st.lists(MOMENTS, min_size=1))
 def test_no_factor_is_above_the_limit(policy, lives, momentum, moments):
     scale = Scale(lives[0][0], noise=GradientNoiseScale(moments[0]))
     for number, (size, steps) in enumerate(lives):

@@ -7,7 +7,6 @@ import logging
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
-from types import ModuleType
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -24,8 +23,8 @@ from azureml_elastic.train.integrations.accelerate.training_data import (
 from azureml_elastic.train.integrations.deepspeed.attachment import another_stack_prepares
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
 from azureml_elastic.train.integrations.script_loop.own_schedulers import note_schedulers
-from azureml_elastic.train.integrations.wrapping import Wrapped, Wrappers, in_loop, wrap
-from azureml_elastic.train.session.stack_session import stack_session
+from azureml_elastic.train.integrations.wrapping import Wrapped, Wrappers, attaching, holds, in_loop, in_session
+from azureml_elastic.train.session.stack_session import StackSession, stack_session
 
 _APART = "_azureml_elastic_apart"
 """Attribute of an accelerator that belongs to another stack, such as ``transformers.Trainer``."""
@@ -43,18 +42,8 @@ another_stack_trains: ContextVar[bool] = ContextVar("another_stack_trains", defa
 """Whether ``Trainer.train()`` runs, whose integration sees what its accelerator trains."""
 
 
-def attach(module: ModuleType) -> None:
-    """Attach to a module of accelerate."""
-    wrap(module, WRAPPERS)
-    if module.__name__ == "accelerate.optimizer":
-        _replace_step(module.AcceleratedOptimizer)
-    elif module.__name__ == "accelerate.accelerator":
-        note_schedulers()
-        processes = module.Accelerator.num_processes.fget
-        module.Accelerator.num_processes = property(functools.partial(_num_processes, processes))
-
-
-def _replace_step(optimizer: Any) -> None:
+def _replace_step(module: Any) -> None:
+    optimizer = module.AcceleratedOptimizer
     step = optimizer.step
 
     @functools.wraps(step)
@@ -68,12 +57,11 @@ def _replace_step(optimizer: Any) -> None:
     optimizer.step = stepped
 
 
-def _begin(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+@in_session
+def _begin(session: StackSession, wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
     """Have the session open the process group before the stack would."""
-    session = stack_session()
-    if session is not None:
-        session.wait_at_most(kwargs.get("timeout"))  # of InitProcessGroupKwargs
-    if session is not None and not device_of(session.device).separate:
+    session.wait_at_most(kwargs.get("timeout"))  # of InitProcessGroupKwargs
+    if not device_of(session.device).separate:
         # Without these accelerate takes no notice of the ranks on a machine without a GPU, and each trains apart. A
         # DeepSpeed plugin excludes cpu=True.
         deepspeed = WorkerEnvironment.read().accelerate_uses_deepspeed
@@ -94,16 +82,11 @@ def _begin_local_sgd(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) ->
     return wrapped(*args, **kwargs)
 
 
-def _make_mesh(wrapped: Wrapped, config: Any, args: Any, kwargs: Any) -> Any:
-    session = stack_session()
-    if session is not None and config.device_mesh is None:
+@in_session
+def _make_mesh(session: StackSession, wrapped: Wrapped, config: Any, args: Any, kwargs: Any) -> Any:
+    if config.device_mesh is None:
         fit_to_round(session, config)
     return wrapped(*args, **kwargs)
-
-
-def _scheduler_step(wrapped: Wrapped, scheduler: Any, args: Any, kwargs: Any) -> Any:
-    loop = _data.loop
-    return wrapped(*args, **kwargs) if loop is None else loop.scheduler_step(wrapped, scheduler, *args, **kwargs)
 
 
 def _backward(wrapped: Wrapped, accelerator: Any, args: Any, kwargs: Any) -> Any:
@@ -126,7 +109,7 @@ def _warn_of_own_loop() -> None:
 
 def _unless_silent(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
     """Print or log what was not when the steps before it were trained."""
-    return None if _data.loop is not None and _data.loop.silent else wrapped(*args, **kwargs)
+    return None if _data.loop is not None and _data.loop.loop.silent else wrapped(*args, **kwargs)
 
 
 def _num_processes(wrapped: Callable[[Any], int], accelerator: Any) -> int:
@@ -148,15 +131,12 @@ def _num_processes(wrapped: Callable[[Any], int], accelerator: Any) -> int:
 
 
 def _do_sync(wrapped: Wrapped, accelerator: Any, args: Any, kwargs: Any) -> Any:
-    return None if _data.loop is not None and _data.loop.synchronize() else wrapped(*args, **kwargs)
+    return None if _data.loop is not None and _data.loop.loop.synchronize() else wrapped(*args, **kwargs)
 
 
 def _prepare_deepspeed(wrapped: Wrapped, accelerator: Any, args: Any, kwargs: Any) -> Any:
-    token = another_stack_prepares.set(True)
-    try:
+    with holds(another_stack_prepares):
         return wrapped(*args, **kwargs)
-    finally:
-        another_stack_prepares.reset(token)
 
 
 def _prepare_data_loader(wrapped: Wrapped, accelerator: Any, args: Any, kwargs: Any) -> Any:
@@ -169,8 +149,14 @@ def _prepare_data_loader(wrapped: Wrapped, accelerator: Any, args: Any, kwargs: 
     return _data.prepare(session, accelerator, loader, functools.partial(wrapped, *args, **kwargs))
 
 
-def _in_loop(method: str) -> Wrapped:
-    return in_loop(method, lambda _: _data.loop)
+def _in_loop(method: str, *, with_instance: bool = False) -> Wrapped:
+    return in_loop(method, lambda _: _data.loop, with_instance=with_instance)
+
+
+def _replace_number_of_ranks(module: Any) -> None:
+    note_schedulers()
+    ranks = module.Accelerator.num_processes.fget
+    module.Accelerator.num_processes = property(functools.partial(_num_processes, ranks))
 
 
 WRAPPERS: Wrappers = {
@@ -197,7 +183,11 @@ WRAPPERS: Wrappers = {
     "accelerate.optimizer": {"AcceleratedOptimizer.zero_grad": _in_loop("zero_grad")},
     # Later than the script has made its configuration, and before accelerate compares its sizes with the ranks.
     "accelerate.parallelism_config": {"ParallelismConfig.get_device_mesh": _make_mesh},
-    "accelerate.scheduler": {"AcceleratedScheduler.step": _scheduler_step},
+    "accelerate.scheduler": {"AcceleratedScheduler.step": _in_loop("scheduler_step", with_instance=True)},
     # All that accelerate knows of ranks and devices comes of this object, which the first Accelerator makes.
     "accelerate.state": {"PartialState.__init__": _begin},
 }
+
+attach = attaching(
+    WRAPPERS, {"accelerate.optimizer": _replace_step, "accelerate.accelerator": _replace_number_of_ranks}
+)

@@ -23,16 +23,15 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 from azureml_elastic.errors import UsageError
 from azureml_elastic.plurals import counted
 from azureml_elastic.train.integrations import sources
-from azureml_elastic.train.integrations.accelerate.training_loop import TrainingLoop, batches_of_epoch
+from azureml_elastic.train.integrations.accelerate.training_loop import Prepared, TrainingLoop
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader, ReplacedLoader
+from azureml_elastic.train.integrations.script_loop.states import Repeating, Training
+from azureml_elastic.train.integrations.wrapping import first_of
 from azureml_elastic.train.session.stack_session import StackSession
 
 _LOG = logging.getLogger(__name__)
 
-_SHARDING = {
-    "MEGATRON_LM": "Megatron-LM has checkpoints of its own",
-    "XLA": "the device is an XLA device",
-}
+_SHARDING = {"MEGATRON_LM": "Megatron-LM has checkpoints of its own", "XLA": "the device is an XLA device"}
 
 FULL_RANKS = "_azureml_elastic_full_ranks"
 """Attribute of a trainer's accelerator with the ranks of a run with all nodes, while trl makes a sampler by them."""
@@ -103,6 +102,7 @@ class TrainingData:
         """Return what the script receives for one of its loaders, which accelerate would prepare by a function."""
         divided = functools.cache(prepare)  # prepared once, and only if it is used: it becomes one of accelerate's
         full = functools.cache(functools.partial(self._prepared_for_all_nodes, accelerator, prepare))
+        prepared = Prepared(session, accelerator, loader, divided, full)
         reason = self._obstacle or _obstacle(accelerator, loader)
         if reason is None and self._source is not None and _same_data(loader, self._source):
             assert self.loop is not None
@@ -111,21 +111,21 @@ class TrainingData:
             reason = _ANOTHER
         if reason is not None:
             return self._leave(divided, reason)
-        if sources.source_of(loader, session.reference_world_size).shuffle:
-            return self._adopt(session, accelerator, loader, divided, full)
-        undecided = UndecidedLoader(self, session, accelerator, loader, divided, full)
+        if prepared.source.shuffle:
+            return self._adopt(prepared)
+        undecided = UndecidedLoader(self, prepared)
         if self._first_undecided is None:
             self._first_undecided = undecided
         return undecided
 
-    def for_training(self, loader: UndecidedLoader) -> EpochLoader | None:
+    def for_training(self, prepared: Prepared, *, may_train: bool) -> EpochLoader | None:
         """Return the training data in place of a loader whose iteration begins, ``None`` if it has others."""
-        if loader.source is self._source and self.loop is not None:
+        if prepared.loader is self._source and self.loop is not None:
             return self.loop.loader
-        if loader.may_train and self._obstacle is None and not self._trains_another(loader.session):
-            return self._adopt(loader.session, loader.accelerator, loader.source, loader.divided, loader.full)
+        if may_train and self._obstacle is None and not self._trains_another(prepared.session):
+            return self._adopt(prepared)
         untrained = "no model was in training mode when the iteration began"
-        self._leave(loader.divided, self._obstacle or (untrained if self.loop is None else _ANOTHER))
+        self._leave(prepared.divided, self._obstacle or (untrained if self.loop is None else _ANOTHER))
         return None
 
     def leave_all(self, reason: str) -> None:
@@ -135,13 +135,14 @@ class TrainingData:
 
     def has_length_of_training(self, loader: UndecidedLoader) -> bool:
         """Return whether a loader, which no iteration has shown to be an evaluation's, may be the one of training."""
-        if self.loop is not None or self._trains_another(loader.session):
-            return self.loop is not None and loader.source is self._source
-        return loader is self._first_undecided and bool(loader.accelerator._optimizers)  # noqa: SLF001
+        prepared = loader.prepared
+        if self.loop is not None or self._trains_another(prepared.session):
+            return self.loop is not None and prepared.loader is self._source
+        return loader is self._first_undecided and bool(prepared.accelerator._optimizers)  # noqa: SLF001
 
     def warn_of_left(self, session: StackSession, accelerator: Any) -> None:
         """Warn once for a loader if the batch that is trained now is one of its, and not of the training data."""
-        if self.loop is not None and self.loop.has_batch:
+        if self.loop is not None and isinstance(self.loop.loop.state, Training | Repeating):
             return
         active = accelerator.gradient_state.active_dataloader
         key = self if active is None else active  # batches of no prepared loader are warned of once
@@ -184,78 +185,47 @@ class TrainingData:
         accelerator._dataloaders[:] = [each for each in accelerator._dataloaders if each is not loader]  # noqa: SLF001
         return loader
 
-    def _adopt(
-        self,
-        session: StackSession,
-        accelerator: Any,
-        loader: DataLoader[Any],
-        divided: Callable[[], Any],
-        full: Callable[[], Any],
-    ) -> EpochLoader:
-        source = sources.source_of(loader, session.reference_world_size)
-        self.loop = TrainingLoop(session, accelerator, loader, source, divided, full)
-        self._source = loader
+    def _adopt(self, prepared: Prepared) -> EpochLoader:
+        self.loop, self._source = TrainingLoop(prepared), prepared.loader
         return self.loop.loader
 
 
 class UndecidedLoader(ReplacedLoader):
-    """A loader in no random order: one of training data, if the script iterates over it to train.
-
-    Args:
-        source: the script's loader
-        divided: returns the same as accelerate divides it among the ranks
-        full: returns the same as accelerate would divide it in a run with all nodes
-    """
+    """A loader in no random order: one of training data, if the script iterates over it to train."""
 
     _is_accelerate_prepared = True
 
-    def __init__(
-        self,
-        data: TrainingData,
-        session: StackSession,
-        accelerator: Any,
-        source: DataLoader[Any],
-        divided: Callable[[], Any],
-        full: Callable[[], Any],
-    ) -> None:
+    def __init__(self, data: TrainingData, prepared: Prepared) -> None:
         super().__init__(self._as_accelerate_has_it)
+        self.prepared = prepared
         self._data = data
-        self.session = session
-        self.accelerator = accelerator
-        self.source = source
-        self.divided = divided
-        self.full = full
         self._evaluates = False
 
     @property
-    def may_train(self) -> bool:
-        """Whether a pass that begins now may train: there are an optimizer and a model in training mode."""
-        prepared = self.accelerator
+    def _may_train(self) -> bool:
+        accelerator = self.prepared.accelerator
         return (
             torch.is_grad_enabled()
-            and any(model.training for model in prepared._models)  # noqa: SLF001
-            and bool(prepared._optimizers)  # noqa: SLF001
+            and any(model.training for model in accelerator._models)  # noqa: SLF001
+            and bool(accelerator._optimizers)  # noqa: SLF001
         )
 
     def __len__(self) -> int:
         """Return the number of batches: of training data at the reference world size, as schedules count them."""
-        if self._may_be_training_data:
-            source = sources.source_of(self.source, self.session.reference_world_size)
-            return batches_of_epoch(self.session, self.accelerator, source)
-        return len(self.divided())
+        return self.prepared.batches_of_epoch if self._may_be_training_data else len(self.prepared.divided())
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of a pass."""
-        found = self._data.for_training(self)
+        found = self._data.for_training(self.prepared, may_train=self._may_train)
         self._evaluates = found is None
-        return iter(self.divided() if found is None else found)
+        return iter(self.prepared.divided() if found is None else found)
 
     @property
     def _may_be_training_data(self) -> bool:
         return not self._evaluates and self._data.has_length_of_training(self)
 
     def _as_accelerate_has_it(self) -> Any:
-        return self.full() if self._may_be_training_data else self.divided()
+        return (self.prepared.full if self._may_be_training_data else self.prepared.divided)()
 
 
 def _obstacle(accelerator: Any, loader: DataLoader[Any]) -> str | None:
@@ -270,7 +240,7 @@ def _obstacle(accelerator: Any, loader: DataLoader[Any]) -> str | None:
             whole and accelerator.split_batches
         ),
     }
-    return next((text for text, applies in reasons.items() if text is not None and applies), None)
+    return first_of(reasons)
 
 
 def _same_data(one: DataLoader[Any], other: DataLoader[Any]) -> bool:

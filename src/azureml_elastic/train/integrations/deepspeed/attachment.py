@@ -9,7 +9,6 @@ import json
 import logging
 from contextvars import ContextVar
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch.utils.data
@@ -26,7 +25,7 @@ from azureml_elastic.train.integrations.deepspeed.batch_sizes import (
 )
 from azureml_elastic.train.integrations.deepspeed.training_loop import CheckpointFolders, TrainingLoop
 from azureml_elastic.train.integrations.script_loop.own_schedulers import note_schedulers
-from azureml_elastic.train.integrations.wrapping import Wrapped, Wrappers, in_loop, wrap
+from azureml_elastic.train.integrations.wrapping import Wrapped, Wrappers, attaching, first_of, in_loop, in_session
 from azureml_elastic.train.session.stack_session import StackSession, stack_session
 
 _LOG = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ _LOOP = "_azureml_elastic_loop"
 """Attribute of an engine with its :class:`TrainingLoop`."""
 
 _FOLDERS = "_azureml_elastic_folders"
-"""Attribute of an engine that another stack drives, with its :class:`CheckpointFolders`."""
+"""Attribute of an engine with its :class:`CheckpointFolders`, also where another stack drives it."""
 
 another_stack_prepares: ContextVar[bool] = ContextVar("another_stack_prepares", default=False)
 """Whether accelerate makes the engine, for its own loops or those of ``transformers.Trainer``. Then that stack drives
@@ -47,40 +46,31 @@ _own_calls: list[bool] = []
 """Not empty once the script has called DeepSpeed by itself: a script of another stack keeps its loaders' lengths."""
 
 
-def attach(module: ModuleType) -> None:
-    """Attach to a module of DeepSpeed."""
-    wrap(module, WRAPPERS)
-    if module.__name__ == "deepspeed":
-        note_schedulers()
-        # Scripts divide their data by a DistributedSampler of the present ranks, and count its batches before they make
-        # an engine: no function of DeepSpeed sees such a loader.
-        wrap_function_wrapper(torch.utils.data, "DataLoader.__iter__", _iterate)
-        wrap_function_wrapper(torch.utils.data, "DataLoader.__len__", _length)
+def _wrap_loaders(_: Any) -> None:
+    note_schedulers()
+    # Scripts divide their data by a DistributedSampler of the present ranks, and count its batches before they make an
+    # engine: no function of DeepSpeed sees such a loader.
+    wrap_function_wrapper(torch.utils.data, "DataLoader.__iter__", _iterate)
+    wrap_function_wrapper(torch.utils.data, "DataLoader.__len__", _length)
 
 
 def _loop_of(engine: Any) -> TrainingLoop | None:
     return getattr(engine, _LOOP, None)
 
 
-def _folders_of(engine: Any) -> TrainingLoop | CheckpointFolders | None:
-    return getattr(engine, _LOOP, None) or getattr(engine, _FOLDERS, None)
+def _folders_of(engine: Any) -> CheckpointFolders | None:
+    return getattr(engine, _FOLDERS, None)
 
 
-def _init_distributed(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
-    session = stack_session()
-    if session is not None:
-        _own_calls.append(True)
-        session.wait_at_most(kwargs.get("timeout"))
+@in_session
+def _init_distributed(session: StackSession, wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    _own_calls.append(True)
+    session.wait_at_most(kwargs.get("timeout"))
     return wrapped(*args, **kwargs)
 
 
-# --- engines ---------------------------------------------------------------------------------------------------------
-
-
-def _initialize(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
-    session = stack_session()
-    if session is None:
-        return wrapped(*args, **kwargs)
+@in_session
+def _initialize(session: StackSession, wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     call.apply_defaults()
     given = call.arguments
@@ -120,14 +110,13 @@ def _initialize(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _obstacle(given: dict[str, Any]) -> str | None:
-    """Return why an engine is left to the stack alone, ``None`` if it is not."""
-    reasons = {
+    reasons: dict[str | None, bool] = {
         "the model is a pipeline": any(kind.__name__ == "PipelineModule" for kind in type(given["model"]).__mro__),
         "the ranks are divided among several kinds of parallelism": any(
             given.get(name) is not None for name in ("mpu", "mesh_param")
         ),
     }
-    return next((text for text, applies in reasons.items() if applies), None)
+    return first_of(reasons)
 
 
 def _take_config(given: dict[str, Any]) -> dict[str, Any]:
@@ -156,10 +145,8 @@ def _read_config(config: str) -> dict[str, Any]:
 def _begin(session: StackSession, engine: Any, sizes: BatchSizes) -> None:
     loop = TrainingLoop(session, engine, sizes)
     setattr(engine, _LOOP, loop)
+    setattr(engine, _FOLDERS, loop.folders)
     _loops.append(loop)
-
-
-# --- data ------------------------------------------------------------------------------------------------------------
 
 
 def _iterate(wrapped: Wrapped, loader: Any, args: Any, kwargs: Any) -> Any:
@@ -196,3 +183,5 @@ WRAPPERS: Wrappers = {
         **{f"DeepSpeedEngine.{name}": in_loop(name, _folders_of) for name in ("save_checkpoint", "load_checkpoint")},
     },
 }
+
+attach = attaching(WRAPPERS, {"deepspeed": _wrap_loaders})

@@ -15,13 +15,14 @@ import os
 import pickle  # its errors alone
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
 
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.distributed.device import device_of
@@ -32,6 +33,7 @@ from azureml_elastic.train.integrations.script_loop import state_folders
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
 from azureml_elastic.train.integrations.script_loop.loop import ScriptLoop
 from azureml_elastic.train.integrations.script_loop.own_schedulers import schedulers_of
+from azureml_elastic.train.integrations.script_loop.stack import Stack
 from azureml_elastic.train.integrations.script_loop.state_folders import Place, flush
 from azureml_elastic.train.integrations.wrapping import Wrapped
 from azureml_elastic.train.session.stack_session import StackSession
@@ -44,21 +46,24 @@ _LOG = logging.getLogger(__name__)
 
 
 class CheckpointFolders:
-    """The checkpoint folders of an engine. The methods that take ``wrapped`` are called in place of the engine's."""
+    """The checkpoint folders of an engine. The methods that take ``wrapped`` are called in place of the engine's.
 
-    def __init__(self, session: StackSession, engine: Any) -> None:
+    Args:
+        loop: loop of the script's own; ``None`` where another stack drives the engine, which marks folders by itself
+    """
+
+    def __init__(self, session: StackSession, engine: Any, loop: ScriptLoop | None = None) -> None:
         self._session = session
         self._engine = engine
+        self._loop = loop
 
     @cached_property
     def _objects(self) -> TrackedState:
         return TrackedState({"engine": self._engine})
 
-    # --- writing -----------------------------------------------------------------------------------------------------
-
     def save_checkpoint(
         self,
-        wrapped: Any,
+        wrapped: Wrapped,
         save_dir: Any,
         tag: Any = None,
         client_state: Mapping[str, Any] | None = None,
@@ -66,55 +71,63 @@ class CheckpointFolders:
         *args: Any,
         **kwargs: Any,
     ) -> bool:
-        """Save a checkpoint of an engine that another stack drives, which marks its folders by itself."""
-        del wrapped, args, kwargs
-        folder = self.folder(save_dir, tag)
-        if self._session.is_main:
-            folder.mkdir(parents=True, exist_ok=True)
-        self.write(folder, client_state or {})
-        if save_latest:
-            self.set_latest(folder)
-        return True
-
-    def folder(self, save_dir: Any, tag: Any) -> Path:
-        """Return the folder of a tag, by default of the number of steps."""
-        return Path(save_dir).expanduser() / str(tag if tag is not None else f"global_step{self._engine.global_steps}")
-
-    def write(self, folder: Path, client_state: Mapping[str, Any]) -> None:
-        """Write the engine's state and what the script keeps with it. A collective.
+        """Save a checkpoint for any number of ranks. A collective.
 
         Raises:
             CheckpointError: a rank cannot write it.
             UsageError: the script keeps objects that cannot be read without executing code.
         """
-        content = client_state_bytes(client_state)
+        del wrapped, args, kwargs
+        name = str(tag if tag is not None else f"global_step{self._engine.global_steps}")
+        folder, content, loop, complete = Path(save_dir).expanduser() / name, client_state or {}, self._loop, True
+        if loop is None:
+            if self._session.is_main:
+                folder.mkdir(parents=True, exist_ok=True)
+            self._write(folder, content)
+        else:
+            loop.folders.save(folder, _place_for(loop, content), lambda: self._write(folder, content), make=True)
+            place = state_folders.read(folder)
+            complete = place is not None and place.complete
+        if save_latest and complete and self._session.is_main:
+            self._set_latest(folder)
+        return True
+
+    def _write(self, folder: Path, content: Mapping[str, Any]) -> None:
+        kept = client_state_bytes(content)
         self._session.write_checkpoint(folder / _STATE, self._objects)
         if self._session.is_main:
-            (folder / _CLIENT_STATE).write_bytes(content)
+            (folder / _CLIENT_STATE).write_bytes(kept)
 
-    def set_latest(self, folder: Path) -> None:
+    def _set_latest(self, folder: Path) -> None:
         """Name a folder as the last complete checkpoint beside it."""
-        if not self._session.is_main:
-            return
         temporary = folder.parent / f".{_LATEST}"
         temporary.write_text(folder.name, encoding="utf-8")
         flush(temporary)
         os.replace(temporary, folder.parent / _LATEST)  # noqa: PTH105
         flush(folder.parent)
 
-    # --- reading -----------------------------------------------------------------------------------------------------
+    def load_checkpoint(self, wrapped: Wrapped, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Load a checkpoint, in a loop of the script's own where it is further than the state of the run.
 
-    def load_checkpoint(self, wrapped: Any, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Load a checkpoint of an engine that another stack drives.
+        Returns:
+            The path of the folder, and what the script keeps in it.
 
         Raises:
             CheckpointDamaged: the checkpoint is not complete.
-            UsageError: it does not fit the engine.
+            UsageError: it does not fit the engine, or a part is wanted of a checkpoint that has no parts.
+            ValueError: the folder is not complete, and further than the state of the run.
         """
         folder = self.find(load_dir, tag, **kwargs)
         if folder is None:
             return wrapped(load_dir, tag, *args, **kwargs)
-        self.read(folder)
+
+        def read() -> None:
+            self._session.read_checkpoint(folder / _STATE, self._objects)
+
+        if self._loop is None:
+            read()
+        else:
+            self._loop.folders.load(folder, read)
         return str(folder), self.client_state(folder)
 
     def find(
@@ -142,20 +155,22 @@ class CheckpointFolders:
             )
         return folder
 
-    def read(self, folder: Path) -> None:
-        """Restore the engine. A collective.
-
-        Raises:
-            CheckpointDamaged: the checkpoint is not complete.
-            UsageError: it does not fit the engine.
-        """
-        self._session.read_checkpoint(folder / _STATE, self._objects)
-
     @staticmethod
     def client_state(folder: Path) -> dict[str, Any]:
         """Return what the script keeps in a checkpoint."""
         found: dict[str, Any] = torch.load(folder / _CLIENT_STATE, map_location="cpu", weights_only=True)
         return found
+
+
+def _place_for(loop: ScriptLoop, client_state: Mapping[str, Any]) -> Place:
+    """Return the position, after an epoch's last step in the epoch for which the script takes it.
+
+    A script that saves at the end of epoch 3 with ``{"epoch": 3}`` goes on with epoch 4 by itself.
+    """
+    place = loop.folders.here
+    if loop.training is not None and not place.windows and client_state.get("epoch") == place.epoch - 1:
+        return replace(place, epoch=place.epoch - 1, windows=loop.windows.steps_per_epoch)
+    return place
 
 
 def client_state_bytes(state: Mapping[str, Any]) -> bytes:
@@ -176,50 +191,50 @@ def client_state_bytes(state: Mapping[str, Any]) -> bytes:
     return content.getvalue()
 
 
-class TrainingLoop(ScriptLoop):
-    """The integration's part in a loop. The methods that take ``wrapped`` are called in place of the engine's.
-
-    Args:
-        sizes: batch sizes that the script's configuration means
-    """
+class TrainingLoop(Stack):
+    """The engine's part in a loop. The methods that take ``wrapped`` are called in place of its own."""
 
     unstepped = "engine.step() was not called after the last batch of an optimizer step: call it after each batch."
 
     def __init__(self, session: StackSession, engine: Any, sizes: BatchSizes) -> None:
-        super().__init__(session, sizes.accumulation, sizes.micro_batch)
+        self._loop = ScriptLoop(session, self, accumulation=sizes.accumulation, batch_size=sizes.micro_batch)
+        self._session = session
         self._engine = engine
         self._sizes = sizes
-        self._folders = CheckpointFolders(session, engine)
+        self.folders = CheckpointFolders(session, engine, self._loop)
         self._source: Any = None
         self._loader: EpochLoader | None = None
         self._plain = False  # whether the source is about to be iterated over by itself
         show(engine, sizes)
 
-    def _objects(self) -> Mapping[str, Any]:
+    @override
+    def objects(self) -> Mapping[str, Any]:
         return {"engine": self._engine}
 
-    def _models(self) -> list[nn.Module]:
+    @override
+    def models(self) -> list[nn.Module]:
         return [self._engine]
 
-    def _own_schedulers(self) -> list[Any]:
+    @override
+    def own_schedulers(self) -> list[Any]:
         engine = self._engine
         found = (getattr(engine, name, None) for name in ("optimizer", "basic_optimizer", "client_optimizer"))
         optimizers = [each for each in found if each is not None]
         inner = [each.optimizer for each in optimizers if hasattr(each, "optimizer")]
         return schedulers_of([*optimizers, *inner], [engine.lr_scheduler])
 
-    def _mark(self, *, last: bool) -> None:
+    @override
+    def mark(self, *, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)  # from the first call on, the engine counts no batches
 
-    def _plain_batches(self) -> Iterator[Any]:
+    @override
+    def plain_batches(self) -> Iterator[Any]:
         self._plain = True
         try:
             batches = iter(self._source)
         finally:
             self._plain = False
         yield from batches
-
-    # --- data --------------------------------------------------------------------------------------------------------
 
     def deepspeed_io(self, wrapped: Wrapped, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Return a loader of windows over the data in place of the engine's, where those are the training's."""
@@ -231,8 +246,8 @@ class TrainingLoop(ScriptLoop):
             return loader
         if isinstance(dataset, IterableDataset) or loader.curriculum_learning_enabled:
             reason = "the engine has curriculum learning" if loader.curriculum_learning_enabled else "it has no index"
-            self._warn(f"DeepSpeed divides the samples of {type(dataset).__name__} among the ranks: {reason}. Samples "
-                       "may repeat or be left out after a change of the world size.")  # fmt: skip
+            self._loop.warn(f"DeepSpeed divides the samples of {type(dataset).__name__} among the ranks: {reason}. "
+                            "Samples may repeat or be left out after a change of the world size.")  # fmt: skip
             return loader
         workers = loader.num_local_io_workers or 0
         separate = device_of(self._session.device).separate
@@ -254,8 +269,9 @@ class TrainingLoop(ScriptLoop):
             known = "another loader is the one of the training" if self._loader is not None else (
                 f"its batch size is {loader.batch_size}, and that of the engine {self._sizes.micro_batch}"
             )  # fmt: skip
-            self._warn(f"The script divides the samples of {type(loader.dataset).__name__} among the ranks by itself: "
-                       f"{known}. Samples may repeat or be left out after a change of the world size.")  # fmt: skip
+            self._loop.warn(f"The script divides the samples of {type(loader.dataset).__name__} among the ranks by "
+                            f"itself: {known}. Samples may repeat or be left out after a change of the world "
+                            "size.")  # fmt: skip
             return None
         sampler: Any = loader.sampler
         options = {"seed": sampler.seed, "drop_last": loader.drop_last, **loader_options(loader)}
@@ -270,79 +286,30 @@ class TrainingLoop(ScriptLoop):
             global_batch_size=sizes.global_batch,
             **options,
         )
-        self._source, self._loader = source, self._loader_of(lambda: source, windows)
+        self._source, self._loader = source, self._loop.loader_of(lambda: source, windows)
         return self._loader
 
-    # --- steps -------------------------------------------------------------------------------------------------------
-
     def backward(self, wrapped: Wrapped, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Weigh a micro-batch's loss so that the mean over the ranks is the mean over the samples."""
-        self._train_batch()
-        if self.repeating:
+        """Weigh a micro-batch's loss of shape () so that the mean over the ranks is the mean over the samples."""
+        batch = self._loop.steps.train_batch(loss)
+        if self._loop.repeating:
             return loss
-        if self._micro is None:
-            self._warn("The script trains a batch that the session does not divide among the ranks, as of a loader "
-                       "with a sampler of its own: its samples may repeat or be left out after a change of the nodes"
-                       + (". " if self._begun else ", and the run neither saves nor restores this training. ") +
-                       "Divide it by a DistributedSampler with shuffle=True, or by deepspeed_io().")  # fmt: skip
+        if batch is None:
+            self._loop.warn("The script trains a batch that the session does not divide among the ranks, as of a "
+                            "loader with a sampler of its own: its samples may repeat or be left out after a change of "
+                            "the nodes"
+                            + (". " if self._loop.begun else ", and the run neither saves nor restores this training. ")
+                            + "Divide it by a DistributedSampler with shuffle=True, or by deepspeed_io().")  # fmt: skip
             return wrapped(loss, *args, **kwargs)
-        self._note_loss(loss)
         # The weight stands for DeepSpeed's division by its number of batches, which scripts expect of what is returned.
-        wrapped(loss * self._micro.weight, *args, **{**kwargs, "scale_wrt_gas": False})
-        return loss / self._accumulation if kwargs.get("scale_wrt_gas", True) else loss
+        wrapped(loss * batch.micro.weight, *args, **{**kwargs, "scale_wrt_gas": False})
+        return loss / self._loop.accumulation if kwargs.get("scale_wrt_gas", True) else loss
 
     def step(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
         """Step, and complete the step after the last micro-batch: what follows may fail because a peer is lost."""
-        if self.repeating:
-            self._repeat_update()
+        if self._loop.steps.repeat_update(self._engine):
             return None
         result = wrapped(*args, **kwargs)
-        if self._micro is not None and self._micro.last:
-            self._stepped = True
-            self.complete_step()
+        self._loop.steps.note_update(self._engine)
+        self._loop.steps.complete_step()
         return result
-
-    # --- folders -----------------------------------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self,
-        wrapped: Wrapped,
-        save_dir: Any,
-        tag: Any = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Save a checkpoint for any number of ranks."""
-        del wrapped, args, kwargs
-        folders, content = self._folders, client_state or {}
-        folder = folders.folder(save_dir, tag)
-        self._save(folder, self._place_for(content), lambda: folders.write(folder, content), make=True)
-        place = state_folders.read(folder)
-        if save_latest and place is not None and place.complete:
-            folders.set_latest(folder)
-        return True
-
-    def _place_for(self, client_state: Mapping[str, Any]) -> Place:
-        """Return the position, after an epoch's last step in the epoch for which the script takes it.
-
-        A script that saves at the end of epoch 3 with ``{"epoch": 3}`` goes on with epoch 4 by itself.
-        """
-        place = self._here
-        if self._micro is not None and not place.windows and client_state.get("epoch") == place.epoch - 1:
-            return replace(place, epoch=place.epoch - 1, windows=self._steps_per_epoch)
-        return place
-
-    def load_checkpoint(self, wrapped: Wrapped, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Load a checkpoint where it is further than the state of the run, and return the script's part of it.
-
-        Raises:
-            UsageError: options ask for a part of a checkpoint that has no parts.
-            ValueError: the folder is not complete, and further than the state of the run.
-        """
-        folder = self._folders.find(load_dir, tag, **kwargs)
-        if folder is None:
-            return wrapped(load_dir, tag, *args, **kwargs)
-        self._load(folder, partial(self._folders.read, folder))
-        return str(folder), self._folders.client_state(folder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from azureml_elastic.environment.worker import WorkerEnvironment
@@ -16,16 +15,11 @@ from azureml_elastic.train.integrations.lightning.training_loop import (
     obstacle,
     tensor_parallel_size,
 )
-from azureml_elastic.train.integrations.wrapping import Wrapped, Wrappers, in_loop, wrap
-from azureml_elastic.train.session.stack_session import stack_session
+from azureml_elastic.train.integrations.wrapping import Wrapped, Wrappers, attaching, in_loop, in_session
+from azureml_elastic.train.session.stack_session import StackSession
 
 _LOOP = "_azureml_elastic_loop"
 """Attribute of a trainer with the :class:`TrainingLoop` while it trains."""
-
-
-def attach(module: ModuleType) -> None:
-    """Attach to a module of Lightning."""
-    wrap(module, WRAPPERS)
 
 
 def _in_loop(method: str, trainer_of: Callable[[Any], Any] = lambda instance: instance.trainer) -> Wrapped:
@@ -44,35 +38,34 @@ def _check_folder(wrapped: Wrapped, writer: Any, args: Any, kwargs: Any) -> Any:
     return None if training_loop.continue_file(writer) else wrapped(*args, **kwargs)
 
 
-def _set_up_mesh(wrapped: Wrapped, strategy: Any, args: Any, kwargs: Any) -> Any:
+@in_session
+def _set_up_mesh(session: StackSession, wrapped: Wrapped, strategy: Any, args: Any, kwargs: Any) -> Any:
     """Have the mesh made of the ranks of the round, not of those that the script knows."""
-    session, tensor = stack_session(), tensor_parallel_size(strategy)
-    if session is not None and session.world_size % tensor == 0:
+    tensor = tensor_parallel_size(strategy)
+    if session.world_size % tensor == 0:
         strategy._data_parallel_size = session.world_size // tensor  # noqa: SLF001
     return wrapped(*args, **kwargs)
 
 
 def _process_dataloader(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
-    loop = getattr(args[0], _LOOP, None)
-    return wrapped(*args, **kwargs) if loop is None else loop.process_dataloader(wrapped, *args, **kwargs)
+    return in_loop("process_dataloader", lambda _: getattr(args[0], _LOOP, None))(wrapped, instance, args, kwargs)
 
 
-def _process_evaluation(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+@in_session
+def _process_evaluation(session: StackSession, wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
     loader = wrapped(*args, **kwargs)
-    session = stack_session()
-    if session is not None and session.is_main:
+    if session.is_main:
         warn_of_repeated_samples(loader, session.world_size)
     return loader
 
 
-def _unless_elastic(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
-    return wrapped(*args, **kwargs) if stack_session() is None else None
+@in_session
+def _leave_out(*_: Any) -> None:
+    """Do nothing."""
 
 
-def _initialize(wrapped: Wrapped, trainer: Any, args: Any, kwargs: Any) -> Any:
-    session = stack_session()
-    if session is None:
-        return wrapped(*args, **kwargs)
+@in_session
+def _initialize(session: StackSession, wrapped: Wrapped, trainer: Any, args: Any, kwargs: Any) -> Any:
     if not args:
         kwargs = {**kwargs, **_sizes(session.world_size)}
     result = wrapped(*args, **kwargs)
@@ -103,9 +96,9 @@ def _search(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
             trainer.fit_loop._combined_loader = None  # noqa: SLF001 - that of the search
 
 
-def _run(wrapped: Wrapped, trainer: Any, args: Any, kwargs: Any) -> Any:
-    session = stack_session()
-    if session is None or trainer.state.fn != "fit" or obstacle(session, trainer, *args) is not None:
+@in_session
+def _run(session: StackSession, wrapped: Wrapped, trainer: Any, args: Any, kwargs: Any) -> Any:
+    if trainer.state.fn != "fit" or obstacle(session, trainer, *args) is not None:
         return wrapped(*args, **kwargs)
     loop = TrainingLoop(session, trainer)
     setattr(trainer, _LOOP, loop)
@@ -133,13 +126,11 @@ WRAPPERS: Wrappers = {
         # After the batch's hooks: it validates, advances schedulers that follow a metric, and counts the loggers' step.
         "_TrainingEpochLoop.on_advance_end": _in_loop("end_step"),
         # A broadcast from rank 0 in each batch, to agree on a signal; the ranks agree at step boundaries already.
-        "_TrainingEpochLoop._broadcast_sigterm_tensor": _unless_elastic,
+        "_TrainingEpochLoop._broadcast_sigterm_tensor": _leave_out,
     },
     "strategies.model_parallel": {"ModelParallelStrategy.setup_environment": _set_up_mesh},
     "strategies.strategy": {
-        "Strategy.backward": _in_loop(
-            "backward", lambda strategy: getattr(strategy.lightning_module, "_trainer", None)
-        ),
+        "Strategy.backward": _in_loop("backward", lambda strategy: getattr(strategy.lightning_module, "_trainer", None))
     },
     # The last step before the loops run: model and optimizers are wrapped and on their device.
     "trainer.connectors.checkpoint_connector": {
@@ -149,10 +140,12 @@ WRAPPERS: Wrappers = {
     # Lightning's handler calls a collective from within a signal, and then ends the ranks. Notices come to all ranks at
     # a step boundary instead.
     "trainer.connectors.signal_connector": {
-        "_SignalConnector._sigterm_notifier_fn": _unless_elastic,
-        "_SignalConnector.register_signal_handlers": _unless_elastic,
+        "_SignalConnector._sigterm_notifier_fn": _leave_out,
+        "_SignalConnector.register_signal_handlers": _leave_out,
     },
     "tuner.batch_size_scaling": {"_scale_batch_size": _search},
     "tuner.lr_finder": {"_lr_find": _search},
     "trainer.trainer": {"Trainer.__init__": _initialize, "Trainer._run": _run},
 }
+
+attach = attaching(WRAPPERS)

@@ -11,13 +11,14 @@ import logging
 import numbers
 import sys
 from collections import deque
-from collections.abc import Mapping, MutableMapping, MutableSequence, MutableSet
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+from azureml_elastic.train.found.numbers import fill
 from azureml_elastic.train.integrations.lightning.checkpoint_hooks import callbacks_of
 
 _MOST_ITEMS, _MOST_NUMBERS = 100_000, 1 << 20
@@ -177,14 +178,9 @@ def _left_to_lightning(holder: Any) -> frozenset[str]:
     """Return the names of attributes that Lightning and torch set on each object of a kind."""
     kind = type(holder)
     if kind not in _skipped:
-        base = next(
-            (each for each in kind.__mro__ if each.__name__ in ("LightningModule", "LightningDataModule")), None
-        )
+        base = next((each for each in kind.__mro__ if each.__name__ in _BASES), None)
         base = nn.Module if base is None and issubclass(kind, nn.Module) else base
-        names = set() if base is None else set(vars(base()))
-        _skipped[kind] = frozenset(
-            names | {"training", "_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams"}
-        )
+        _skipped[kind] = frozenset(() if base is None else vars(base())) | _HYPERPARAMETERS | {"training"}
     return _skipped[kind]
 
 
@@ -255,18 +251,5 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _set(holder: Any, name: str, value: Any) -> None:
-    """Set an attribute; a container is filled in place, as others may hold it, and keeps its class."""
-    present = vars(holder).get(name)
-    if isinstance(present, MutableSequence | deque) and isinstance(value, list):
-        present.clear()
-        present.extend(value)
-    elif isinstance(present, MutableMapping) and isinstance(value, Mapping):
-        present.clear()
-        present.update(value)
-    elif isinstance(present, MutableSet) and isinstance(value, set):
-        present.clear()
-        present |= value
-    elif isinstance(value, (list, dict, set)):
-        setattr(holder, name, value.copy())
-    else:
-        setattr(holder, name, value)
+    if not fill(vars(holder).get(name), value):
+        setattr(holder, name, value.copy() if isinstance(value, (list, dict, set)) else value)

@@ -102,7 +102,6 @@ def _bound(hook: Any, trainer: Any, module: Any) -> Callable[[Any], Any]:
 
 
 def _checkpoint(trainer: Any, captured: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what Lightning's checkpoint holds before the hooks."""
     module = trainer.lightning_module
     checkpoint = {
         "epoch": trainer.current_epoch,

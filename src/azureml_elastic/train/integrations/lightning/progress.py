@@ -220,7 +220,6 @@ class Progress:
         }
 
     def _lines(self) -> int:
-        """Return the number of steps that are logged."""
         # After the hooks the line of the step is written, whose number is not counted yet.
         return int(self._trainer.fit_loop.epoch_loop._batches_that_stepped) + (self.stage is Stage.HOOKS)  # noqa: SLF001
 
@@ -312,7 +311,6 @@ class Progress:
 
 
 def _divided_states(callbacks: list[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the parts of the callbacks' states without tensors, and those with tensors."""
     plain: dict[str, Any] = {}
     with_tensors: dict[str, Any] = {}
     for each in callbacks:

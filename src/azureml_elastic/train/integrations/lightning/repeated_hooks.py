@@ -193,7 +193,6 @@ def _of_module(module: nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
 
 
 def _tensors(trainer: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of the module and of callbacks by name."""
     module = trainer.lightning_module
     found = _of_module(module)
     for index, callback in enumerate(callbacks_of(trainer)):

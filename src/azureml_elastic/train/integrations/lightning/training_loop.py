@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.train.data.drawn_order import DrawnOrder
 from azureml_elastic.train.data.map_loader import WindowLoader
 from azureml_elastic.train.integrations import sources
 from azureml_elastic.train.integrations.lightning import progress, repeated_hooks
@@ -22,7 +21,7 @@ from azureml_elastic.train.integrations.lightning.checkpoint_hooks import OWN_KE
 from azureml_elastic.train.integrations.lightning.left_to_lightning import warn_of_new_versions
 from azureml_elastic.train.integrations.lightning.progress import Progress, Stage
 from azureml_elastic.train.integrations.lightning.repeated_hooks import Extent
-from azureml_elastic.train.integrations.wrapping import Wrapped
+from azureml_elastic.train.integrations.wrapping import Wrapped, first_of
 from azureml_elastic.train.session.stack_session import StackSession
 
 _VERSIONS = {"TensorBoardLogger": "_version", "CSVLogger": "_version", "MLFlowLogger": "_run_id"}
@@ -112,7 +111,7 @@ def obstacle(session: StackSession, trainer: Any, model: Any, *_: Any) -> str | 
             'would train a model of its own. Give Trainer(strategy="ddp"), or set AZUREML_ELASTIC_INTEGRATIONS=off.'
         )
     strategy = type(trainer.strategy).__name__
-    reasons = {
+    reasons: dict[str | None, bool] = {
         "another training of this process has used the session": session.trains,
         f"the strategy is {strategy}": strategy not in _STRATEGIES,
         "several ranks compute the same samples, by tensor parallelism": (
@@ -125,7 +124,7 @@ def obstacle(session: StackSession, trainer: Any, model: Any, *_: Any) -> str | 
             kind.__name__ == "ModelPruning" for each in trainer.callbacks for kind in type(each).__mro__
         ),
     }
-    reason = next((text for text, applies in reasons.items() if applies), None)
+    reason = first_of(reasons)
     if reason is not None and session.is_main:
         _LOG.warning(
             "Trainer.fit() does not use the elastic session: %s. Where a node is lost or comes, the script starts "
@@ -181,8 +180,6 @@ class TrainingLoop:
             trainer.num_sanity_val_steps = sanity_steps
             trainer.callbacks = callbacks_of(trainer)
 
-    # --- data and gradients ------------------------------------------------------------------------------------------
-
     def process_dataloader(self, wrapped: Wrapped, trainer: Any, function: Any, stage: Any, loader: Any) -> Any:
         """Return a loader of windows over the training data, where the order of those is known."""
         if stage != "train":
@@ -204,22 +201,15 @@ class TrainingLoop:
                     type(getattr(loader, "sampler", None)).__name__,
                 )
             return wrapped(trainer, function, stage, loader)
-        generator = getattr(loader.sampler, "generator", None)
-        seed = source.seed or (0 if generator is None else generator.initial_seed())
-        drawn = None
-        if source.sampler is not None:
-            agree = self._session.from_main
-            drawn = DrawnOrder(source.sampler, whole_batches=source.whole_batches, seed=seed, agree=agree)
-        self._loader = self._progress.loader = self._session.windows(
-            source.dataset,
+        seed = source.seed_of(loader)
+        self._loader = self._progress.loader = source.windows(
+            self._session,
+            seed=seed,
+            drawn=source.drawn(seed, self._session.from_main),
             batch_size=source.batch_size,
             accumulation=self._accumulation,
-            seed=seed,
             shuffle=source.shuffle or source.sampler is not None,
-            drop_last=source.drop_last,
             by_epoch=self._by_epoch,
-            drawn=drawn,
-            **source.options,
         )
         return self._loader
 
@@ -252,7 +242,7 @@ class TrainingLoop:
         return self._by_epoch[max(begun)] if begun else 1
 
     def backward(self, wrapped: Wrapped, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Weigh a micro-batch's loss so that the mean over the ranks is the mean over the samples."""
+        """Weigh a micro-batch's loss of shape () so that the mean over the ranks is the mean over the samples."""
         self._session.observe(loss)
         if self._loader is not None:
             # The last one yielded is the current one: Lightning fetches nothing ahead of a loader that has a length. It
@@ -264,8 +254,6 @@ class TrainingLoop:
                 if weight.grad is not None:
                     weight.grad.copy_(self._session.mean(weight.grad))
         return result
-
-    # --- steps -------------------------------------------------------------------------------------------------------
 
     def restore_callbacks(self, wrapped: Wrapped) -> None:
         """Give callbacks their state of the run before they and the strategy are set up, as far as it can be had."""

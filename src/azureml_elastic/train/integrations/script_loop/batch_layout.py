@@ -60,11 +60,7 @@ class BatchLayout:
 
     @classmethod
     def learn(cls, collate: Callable[[list[Any]], Any], read: Callable[[], list[Any]]) -> BatchLayout:
-        """Learn the layout from some samples; without any rule if there are too few, or they cannot be collated.
-
-        Args:
-            read: returns the samples
-        """
+        """Learn the layout from some samples; without any rule if there are too few, or they cannot be collated."""
         layout = cls({})
         try:
             samples = read()
@@ -154,12 +150,11 @@ def _rule(whole: Any, parts: Sequence[Any], edges: Sequence[int], again: Any) ->
 
 
 def _other(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
-    """Return the sizes of the dimensions without samples."""
     return (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
 
 
 def _is_cut(whole: torch.Tensor, parts: Sequence[torch.Tensor], edges: Sequence[int], dim: int) -> bool:
-    """Return whether parts are found side by side in a tensor that may be padded at an end of other dimensions."""
+    """Return whether parts stand side by side in a tensor, in dimension ``dim``; others may be padded at an end."""
     for start, part in zip(edges, parts, strict=False):
         piece = whole.narrow(dim, start, part.size(dim))
         if part.dim() != whole.dim() or any(own > all_ for own, all_ in zip(part.shape, piece.shape, strict=True)):
@@ -173,7 +168,6 @@ def _is_cut(whole: torch.Tensor, parts: Sequence[torch.Tensor], edges: Sequence[
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Return whether two values hold the same."""
     if one is other:
         return True
     if type(one) is not type(other):

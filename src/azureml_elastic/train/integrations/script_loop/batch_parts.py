@@ -223,7 +223,7 @@ class DividedArguments:
         return args, kwargs
 
     def labels(self, *, shifted: bool) -> torch.Tensor | None:
-        """Return how many labels each sample has, over which a model's own loss is a mean; ``None`` without any.
+        """Return how many labels each sample has, (samples,), of which a model's loss is a mean; ``None`` without any.
 
         Args:
             shifted: whether the loss leaves out each sequence's first label
@@ -257,8 +257,6 @@ class DividedArguments:
             return True
         return any(self._holds(each, samples) for each in (children(value) or {}).values())
 
-    # --- reading -----------------------------------------------------------------------------------------------------
-
     def _read(self, value: Any, path: Path) -> _Piece:
         known = self.batch.known(value) if self.count == self.batch.samples else None
         if isinstance(value, torch.Tensor):
@@ -279,7 +277,6 @@ class DividedArguments:
         )
 
     def _has_items(self, value: Any, known: _Known | None) -> bool:
-        """Return whether a sequence has an item for each sample."""
         if len(value) != self.count or hasattr(value, "_fields"):
             return False
         if known is not None and known.rule is not None and known.rule.kind is Kind.NESTED:
@@ -296,7 +293,6 @@ class DividedArguments:
         return True
 
     def _is_item(self, value: Any, index: int) -> bool:
-        """Return whether a value holds what belongs to one sample alone."""
         known = self.batch.known(value)
         if known is not None:
             return known.item == index and self.batch.untouched(value)

@@ -59,14 +59,14 @@ class CollectiveResults:
         self._batch, self._call = epoch * _BATCHES + batch, 0
 
     def note(self, result: torch.Tensor) -> None:
-        """Add the result of a call in the current batch."""
+        """Add the result of a call in the current batch; kept are those of shape () or (n,), n up to ``LARGEST``."""
         kept = result.numel() <= LARGEST and result.dim() <= 1 and result.dtype in _DTYPES
         self._new.append((self._batch, result.detach().clone() if kept else None))  # the script may change it in place
         if len(self._new) >= _UNREAD:
             self._read()
 
     def next(self) -> torch.Tensor | None:
-        """Return the result of the next call in the current batch, ``None`` if it is not known."""
+        """Return the result of the next call in the current batch, of shape () or (n,); ``None`` if it is not known."""
         self._read()
         found = bisect_left(self._batches, self._batch) + self._call
         self._call += 1

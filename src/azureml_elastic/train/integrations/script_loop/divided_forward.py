@@ -28,11 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.train.integrations.script_loop.batch_layout import Path
-from azureml_elastic.train.integrations.script_loop.batch_parts import (
-    CurrentBatch,
-    DividedArguments,
-    IndivisibleError,
-)
+from azureml_elastic.train.integrations.script_loop.batch_parts import CurrentBatch, DividedArguments, IndivisibleError
 from azureml_elastic.train.integrations.script_loop.division_check import check, weights_of
 from azureml_elastic.train.integrations.script_loop.hollow_models import is_sharded
 from azureml_elastic.train.integrations.script_loop.part_outputs import OutputLayout, without_caches
@@ -81,7 +77,6 @@ def divide_forward(model: nn.Module, batch: CurrentBatch) -> None:
 
 
 def _obstacle(model: nn.Module, stage: int | None) -> str | None:
-    """Return why the forward of a model is not divided, or ``None``."""
     if any(isinstance(module, _BatchNorm) and module.track_running_stats for module in model.modules()):
         return "batch normalisation would count each part twice"
     if hasattr(model, "_orig_mod"):
@@ -123,8 +118,6 @@ class _Division:
 
 @dataclass
 class _Divisions:
-    """The divided forward passes of a model."""
-
     _known: dict[Hashable, _Division] = field(default_factory=dict)
     _dims: dict[Path, int] = field(default_factory=dict)
     _failed: int = 0

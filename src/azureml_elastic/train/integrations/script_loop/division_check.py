@@ -40,7 +40,7 @@ def check(
     """Compute a forward pass whole and in parts, and return how the outputs of the parts make up those of the whole.
 
     Args:
-        labels: labels of each sample, over which a model's own loss is a mean
+        labels: labels of each sample, (samples,), over which a model's own loss is a mean
 
     Raises:
         IndivisibleError: they do not.
@@ -69,11 +69,7 @@ def check(
 
 
 def _compare(
-    model: nn.Module,
-    compute: _Forward,
-    given: DividedArguments,
-    state: _ModuleState,
-    labels: torch.Tensor | None,
+    model: nn.Module, compute: _Forward, given: DividedArguments, state: _ModuleState, labels: torch.Tensor | None
 ) -> OutputLayout:
     outputs, still, edges = OutputLayout(), _StillDraws(), given.edges
     with still, torch.no_grad():
@@ -231,8 +227,6 @@ def _still(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 class _ModuleState:
-    """What the modules of a model hold besides their parameters."""
-
     def __init__(self, model: nn.Module) -> None:
         self._attributes = [(module, dict(vars(module))) for module in model.modules()]
         self._buffers = [(module, dict(module._buffers)) for module in model.modules()]  # noqa: SLF001

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from azureml_elastic.train.data.map_loader import WindowLoader
+
 if TYPE_CHECKING:
     from azureml_elastic.train.integrations.script_loop.loop import ScriptLoop
 
@@ -40,16 +42,20 @@ class EpochLoader(ReplacedLoader):
 
     _is_accelerate_prepared = True  # accelerate leaves such a loader as it is where a script prepares it once more
 
-    def __init__(self, own: Callable[[], Any], loop: ScriptLoop) -> None:
+    def __init__(self, own: Callable[[], Any], loop: ScriptLoop, windows: WindowLoader) -> None:
         super().__init__(own)
         self._loop = loop
+        self._windows = windows
+        self.left = False  # to the stack, and so iterated over as it divides the data
 
     def __len__(self) -> int:
-        """Return the number of batches of a whole epoch at the reference world size."""
-        return self._loop.batches_per_epoch
+        """Return the number of batches of a whole epoch: at the reference world size, unless the stack divides it."""
+        return len(self._own()) if self.left else self._windows.steps_per_epoch * self._loop.accumulation
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the micro-batches of the rest of the epoch."""
+        if self.left:
+            return iter(self._own())
         self._tell_dataset(self._loop.epoch)
         return self._loop.batches()
 
@@ -61,7 +67,7 @@ class EpochLoader(ReplacedLoader):
     @property
     def remainder(self) -> int:
         """Samples of the epoch beyond whole batches of all ranks; -1 before an iteration, as accelerate has it."""
-        if self._loop.has_drawn_order:
+        if self._windows.is_drawn:
             return 0  # no sample of the last batch is there twice
         own = self._own()
         return -1 if own._drop_last else own.total_dataset_length % own.total_batch_size  # noqa: SLF001

@@ -1,9 +1,9 @@
 """Copies without weights of sharded models, which a rank calls alone.
 
 Each forward pass of a model that FSDP2 shards is a collective, for which the ranks gather the weights. A step that is
-trained already is repeated by each rank alone, so it must not call such a model. A *hollow* copy answers
-in its place: the same modules on one rank, each of whose weights is a single zero in the shape of the whole weight. It
-takes no memory, runs the model's own code, and gives outputs of the right structure and shapes.
+trained already is repeated by each rank alone, so it must not call such a model. A *hollow* copy answers in its place:
+the same modules on one rank, each of whose weights is a zero of shape () that is expanded to that of the whole weight.
+It takes no memory, runs the model's own code, and gives outputs of the right structure and shapes.
 """
 
 from __future__ import annotations
@@ -105,7 +105,6 @@ def _copied(value: Any, copies: Mapping[int, Any]) -> Any:
 
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that a module had before it was sharded."""
     kind = type(module)  # fully_shard() gives a module a new class, of FSDPModule and its own
     while any(base.__name__ == _SHARDED for base in kind.__bases__):
         kind = next(base for base in kind.__bases__ if base.__name__ != _SHARDED)
@@ -119,5 +118,4 @@ def _zeros(parameter: torch.Tensor, dtype: torch.dtype | None, device: torch.dev
 
 
 def _gathers(value: Any) -> bool:
-    """Return whether a value is a hook of the sharding."""
     return callable(value) and str(getattr(value, "__module__", "")).startswith(_SHARDING)

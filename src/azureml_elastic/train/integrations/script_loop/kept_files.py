@@ -24,11 +24,7 @@ _WRITERS = {"torch": ("save", "f"), "safetensors.torch": ("serialize_file", "fil
 
 @functools.cache
 def keep_files(is_past: Callable[[], bool]) -> None:
-    """Keep files that are there from now on while a function returns true; say once where one is not there.
-
-    Args:
-        is_past: returns whether steps later than the current one are trained already
-    """
+    """Keep files that are there from now on while a function returns true; say once where one is not there."""
     warned: list[Path] = []
 
     def write(argument: str, wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:

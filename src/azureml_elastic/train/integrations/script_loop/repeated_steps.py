@@ -22,25 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 from azureml_elastic.plurals import counted
 from azureml_elastic.train.integrations.nested import map_tensors, tensors_of
 from azureml_elastic.train.integrations.script_loop.hollow_models import HollowModel, is_sharded
-from azureml_elastic.train.session.stack_session import StackSession
 
 _LOG = logging.getLogger(__name__)
 
 _LOG_SECONDS = 5.0
 
-
-class Progress:
-    """The number of steps, as a tracked object that the state can be compared by before it is restored."""
-
-    def __init__(self, session: StackSession) -> None:
-        self._session = session
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps completed."""
-        return {"steps": self._session.steps}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Do nothing: the session restores the number."""
+HISTORY = "history"
+"""Name of the tracked :class:`StepHistory`."""
 
 
 class RepetitionLog:
@@ -73,11 +61,7 @@ class RepetitionLog:
 
     @staticmethod
     def warn_of_outputs(steps: int) -> None:
-        """Say which numbers of the interrupted epoch are not those of the whole epoch.
-
-        Args:
-            steps: trained steps of the epoch
-        """
+        """Say which numbers of an epoch are not those of the whole epoch, of which so many steps are trained."""
         _LOG.warning(
             "What the script computes from a model's outputs in this epoch, such as an accuracy, is that of its steps "
             "after the first %d: outputs are not kept. Losses and numbers of samples are those of all steps.",
@@ -93,13 +77,15 @@ class StepHistory:
 
     Args:
         batches: micro-batches of a step
+        completed: returns the number of steps of the whole run, by which its state is compared before it is restored
 
     Attributes:
         entered: epoch of the newest pass over the data; once the last one is over, the run's position is behind it
     """
 
-    def __init__(self, batches: int) -> None:
+    def __init__(self, batches: int, completed: Callable[[], int]) -> None:
         self.entered = 0
+        self._completed = completed
         self._batches = batches
         self._epochs: list[array[float]] = []
         self._counts: list[int] = []  # of the losses of each epoch, with those that are not read yet
@@ -107,7 +93,7 @@ class StepHistory:
         self._open: list[torch.Tensor] = []
 
     def add(self, loss: torch.Tensor) -> None:
-        """Add the loss of a micro-batch of the current step."""
+        """Add the loss of a micro-batch of the current step: one number, of shape () or (1,)."""
         self._open.append(loss.detach().float().reshape(()).clone())  # the script may change it in place
 
     def complete_step(self, epoch: int) -> None:
@@ -143,7 +129,8 @@ class StepHistory:
         self._read()
         losses = array("f", itertools.chain.from_iterable(self._epochs))
         tensor = torch.frombuffer(losses, dtype=torch.float32).clone() if losses else torch.empty(0)
-        return {"losses": tensor, "batches": [len(epoch) for epoch in self._epochs], "entered": self.entered}
+        counts = {"batches": [*map(len, self._epochs)], "entered": self.entered, "steps": self._completed()}
+        return {"losses": tensor, **counts}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over the losses of a state."""
@@ -162,30 +149,6 @@ class StepHistory:
         self._new.clear()
 
 
-class FirstForward:
-    """Calls a function in the first forward pass with gradients of one of some models, before it computes anything."""
-
-    def __init__(self, begin: Callable[[], None]) -> None:
-        self._begin = begin
-        self._replaced = ReplacedCalls(self._call)
-
-    def watch(self, model: nn.Module) -> bool:
-        """Watch a model; return whether it is a new one."""
-        return self._replaced.replace(model)
-
-    def end(self) -> None:
-        """Leave the models as they were."""
-        self._replaced.end()
-
-    def _call(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self._replaced.own(model)(*args, **kwargs)
-        self.end()
-        self._begin()
-        call = model if is_sharded(model) else model.forward  # which may be another one now
-        return call(*args, **kwargs)
-
-
 class ReplacedCalls:
     """Calls of models that others stand for.
 
@@ -199,8 +162,8 @@ class ReplacedCalls:
 
     def __init__(self, call: Callable[[nn.Module, Any, Any], Any]) -> None:
         self._call = call
-        self._models: dict[int, tuple[nn.Module, str]] = {}  # with the name of the attribute that is replaced
-        self._before: dict[int, Any] = {}  # those that the models have of their own
+        # With the name of the attribute that is replaced, and what the model has there of its own.
+        self._models: dict[int, tuple[nn.Module, str, Any]] = {}
 
     def replace(self, model: nn.Module) -> bool:
         """Replace the call of a model; return whether it was not replaced yet."""
@@ -208,8 +171,7 @@ class ReplacedCalls:
             return False
         # nn.Module.__call__ calls the former, where it is set, in place of hooks and forward function.
         name = "_compiled_call_impl" if is_sharded(model) else "forward"
-        self._models[id(model)] = model, name
-        self._before[id(model)] = model.__dict__.get(name)
+        self._models[id(model)] = model, name, model.__dict__.get(name)
         replacement = self._call
 
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -220,20 +182,34 @@ class ReplacedCalls:
 
     def own(self, model: nn.Module) -> Any:
         """Return the call, or the forward function, that a model has by itself."""
-        _, name = self._models[id(model)]
+        _, name, before = self._models[id(model)]
         plain = type(model).forward if name == "forward" else type(model)._call_impl  # noqa: SLF001 - with its hooks
-        return self._before[id(model)] or MethodType(plain, model)
+        return before or MethodType(plain, model)
 
     def end(self) -> None:
         """Give the models theirs again."""
-        for key, (model, name) in self._models.items():
-            before = self._before[key]
+        for model, name, before in self._models.values():
             if before is None:
                 model.__dict__.pop(name, None)
             else:
                 setattr(model, name, before)
         self._models.clear()
-        self._before.clear()
+
+
+class FirstForward(ReplacedCalls):
+    """Calls a function in the first forward pass with gradients of one of the models, before it computes anything."""
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        super().__init__(self._begin_and_call)
+        self._begin = begin
+
+    def _begin_and_call(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.own(model)(*args, **kwargs)
+        self.end()
+        self._begin()
+        call = model if is_sharded(model) else model.forward  # which may be another one now
+        return call(*args, **kwargs)
 
 
 class RepeatedModels:
@@ -328,7 +304,7 @@ class _Loss:
         self._given = 0
 
     def of(self, number: torch.Tensor) -> torch.Tensor:
-        """Return the loss in place of a number that is computed of outputs."""
+        """Return the loss in place of a number of shape () that is computed of outputs."""
         if self._value is None:
             return number.clone()
         self._given += 1
@@ -356,7 +332,7 @@ class _Answer(torch.Tensor):
 
 
 def own_loss(output: Any) -> torch.Tensor | None:
-    """Return the loss among a model's outputs, ``None`` if it computes none."""
+    """Return the loss of shape () among a model's outputs, ``None`` if it computes none."""
     if isinstance(output, Mapping):
         output = output.get("loss")
     elif isinstance(output, (tuple, list)) and output:

@@ -1,4 +1,7 @@
-"""Folders that a training stack writes: on their device, complete on all ranks, and the position that they hold."""
+"""Folders that a training stack writes: on their device, complete on all ranks, and the position that they hold.
+
+Those of a script's own loop are saved and loaded only where that is needed.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+
+from azureml_elastic.train.integrations.script_loop.repeated_steps import HISTORY
+from azureml_elastic.train.session.stack_session import StackSession
+
+if TYPE_CHECKING:
+    from azureml_elastic.train.integrations.script_loop.loop import ScriptLoop
 
 _NAME = "azureml-elastic.json"
 
@@ -80,7 +89,10 @@ def save(
     if together:
         return write_together(folder, write, begin, complete, is_main=rank == 0)
     if rank == 0:
-        return _write_between(folder, write, begin, complete)
+        begin()
+        result = write()
+        _complete(folder, complete)
+        return result
     if make and not folder.is_dir():  # before rank 0 has come to it, or on a disk that rank 0 does not write to
         _make(folder, place, rank)
     return write()
@@ -98,15 +110,6 @@ def write_together(
     if is_main:
         _complete(folder, complete)
     all_arrive()  # were the others to go on and rank 0 lost before this, nobody would write the folder again
-    return result
-
-
-def _write_between(
-    folder: Path, write: Callable[[], Any], begin: Callable[[], Any], complete: Callable[[], Any]
-) -> Any:
-    begin()
-    result = write()
-    _complete(folder, complete)
     return result
 
 
@@ -163,3 +166,84 @@ def _write(folder: Path, place: Place) -> None:
     flush(temporary)
     os.replace(temporary, folder / _NAME)  # noqa: PTH105
     flush(folder)
+
+
+class ScriptFolders:
+    """The folders of a loop.
+
+    Attributes:
+        place: position of the folder that the script has loaded
+    """
+
+    def __init__(self, loop: ScriptLoop, session: StackSession) -> None:
+        self.place: Place | None = None
+        self._loop = loop
+        self._session = session
+        self._reload: Callable[[], Any] | None = None
+
+    @property
+    def here(self) -> Place:
+        """The position in the data after the last step."""
+        return Place(self._session.steps, *self._session.place)
+
+    def save(self, folder: Path, place: Place, write: Callable[[], Any], **options: bool) -> Any:
+        """Have a folder written by :func:`save`, unless the state is that of a later step."""
+        if self.is_saved(folder):
+            return None
+        return save(folder, place, write, rank=self._session.rank, **options)
+
+    def is_saved(self, folder: Path) -> bool:
+        """Return whether a folder that the script saves again, in a step that is trained, is left as it is.
+
+        The round may have ended between a step and the script's saving of it: that of the last step is saved then.
+        """
+        if not (self._loop.repeating or self._loop.repeats):
+            return False
+        saved = read(folder)
+        return self._loop.is_past() or (saved is not None and saved.complete)
+
+    def load(self, folder: Path | None, load: Callable[[], Any], *, holds_more: bool = False) -> Any:
+        """Have a folder loaded where it is further than the state of the run, and take over its position.
+
+        Args:
+            holds_more: whether it is loaded in any case, as it holds what the state does not: the steps since then are
+                repeated, and change that once more
+
+        Raises:
+            ValueError: the folder is not complete, and needed.
+        """
+        if self._loop.begun:
+            return load()
+        steps = self._session.find(HISTORY, "steps")
+        # What rank 0 has read: it alone writes these files, perhaps to a disk of its own.
+        place: Place | None = self._session.from_main(None if folder is None else read(folder))
+        self.place = place
+        if place is not None:
+            self._loop.next_epoch, self._loop.first_window = place.epoch, place.windows
+            self._loop.skippable = place.windows * self._loop.accumulation
+        further = steps is None or (place is not None and place.steps > steps)
+        if not further and (place is None or not holds_more):
+            return None
+        if folder is not None and place is not None and not place.complete:
+            if further:
+                done = f"{set_aside(folder, is_main=self._session.is_main)} now"
+            else:  # nothing of it is needed: the state of the run is as far
+                remove(folder, is_main=self._session.is_main)
+                done = "removed"
+            raise ValueError(
+                f"{folder} is not complete: the process that wrote it ended meanwhile. It is {done}, so that the "
+                "script finds the folder before it when it starts again."
+            )
+        if further:
+            self._reload = load
+        return load()
+
+    def restored(self) -> Place | None:
+        """Load the folder once more that is further than what was restored; return its position, if there is one."""
+        if self._reload is None:
+            return None
+        if self._session.has_state():
+            self._reload()
+        if self.place is not None:
+            self._session.begin_at(self.place.steps, self.place.epoch, self.place.windows)
+        return self.place

@@ -8,13 +8,12 @@ SIGTERM.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from azureml_elastic.distributed.device import device_of
@@ -23,8 +22,8 @@ from azureml_elastic.train.integrations.script_loop.state_folders import flush, 
 from azureml_elastic.train.integrations.transformers.evaluation import evaluating
 from azureml_elastic.train.integrations.transformers.training_data import DATA_METHODS
 from azureml_elastic.train.integrations.transformers.training_loop import METHODS, TrainingLoop, obstacle
-from azureml_elastic.train.integrations.wrapping import Wrapped, Wrappers, replaced, wrap
-from azureml_elastic.train.session.stack_session import stack_session
+from azureml_elastic.train.integrations.wrapping import Wrapped, Wrappers, attaching, holds, in_session, replaced
+from azureml_elastic.train.session.stack_session import StackSession, stack_session
 
 INCOMPLETE = "checkpoint-is-incomplete.txt"
 
@@ -66,23 +65,21 @@ def save(trainer: Any, write: Callable[[], Any]) -> Any:
     return write_together(folder, write, begin, complete, is_main=trainer.args.should_save)
 
 
-def attach(module: ModuleType) -> None:
-    """Attach to a module of transformers."""
-    wrap(module, WRAPPERS)
-    if module.__name__ == "transformers.trainer":
-        for name in (*METHODS, *DATA_METHODS):
-            getattr(module.Trainer, name)  # as for the functions that are wrapped, see wrapping.py
-    elif module.__name__ == _ARGUMENTS:
-        ranks = module.TrainingArguments.world_size.fget
-        module.TrainingArguments.world_size = property(functools.partial(_world_size, ranks))
+def _require_methods(module: Any) -> None:
+    for name in (*METHODS, *DATA_METHODS):
+        getattr(module.Trainer, name)  # as for the functions that are wrapped, see wrapping.py
 
 
-def _begin(wrapped: Wrapped, arguments: Any, args: Any, kwargs: Any) -> Any:
+def _replace_number_of_ranks(module: Any) -> None:
+    ranks = module.TrainingArguments.world_size.fget
+    module.TrainingArguments.world_size = property(partial(_world_size, ranks))
+
+
+@in_session
+def _begin(session: StackSession, wrapped: Wrapped, arguments: Any, args: Any, kwargs: Any) -> Any:
     """Have the session open the process group before the stack would."""
-    session = stack_session()
-    if session is not None:
-        session.wait_at_most(arguments.ddp_timeout_delta)
-    if session is not None and not device_of(session.device).separate and not arguments.deepspeed:
+    session.wait_at_most(arguments.ddp_timeout_delta)
+    if not device_of(session.device).separate and not arguments.deepspeed:
         arguments.use_cpu = True  # without it the ranks of a machine without a GPU train apart
     return wrapped(*args, **kwargs)
 
@@ -98,29 +95,16 @@ def _world_size(wrapped: Callable[[Any], int], arguments: Any) -> int:
     return wrapped(arguments) if session is None else session.reference_world_size
 
 
-def _train(wrapped: Wrapped, trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    session = stack_session()
-    if session is None:
-        return wrapped(*args, **kwargs)
-    with _training(), replaced(trainer, {"_save_checkpoint": functools.partial(_save_checkpoint, trainer)}):
+@in_session
+def _train(session: StackSession, wrapped: Wrapped, trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with holds(another_stack_trains), replaced(trainer, {"_save_checkpoint": partial(_save_checkpoint, trainer)}):
         if obstacle(session, trainer, args, kwargs) is not None:
             return wrapped(*args, **kwargs)
         return TrainingLoop(session, trainer).train(wrapped, *args, **kwargs)
 
 
-@contextlib.contextmanager
-def _training() -> Iterator[None]:
-    token = another_stack_trains.set(True)
-    try:
-        yield
-    finally:
-        another_stack_trains.reset(token)
-
-
-def _evaluation_loop(wrapped: Wrapped, trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    session = stack_session()
-    if session is None:
-        return wrapped(*args, **kwargs)
+@in_session
+def _evaluation_loop(session: StackSession, wrapped: Wrapped, trainer: Any, args: Any, kwargs: Any) -> Any:
     prepared = args[0] if args else kwargs.pop("dataloader")
     # Of the loader that the trainer has prepared, in place of get_eval_dataloader, which subclasses override.
     with evaluating(trainer, prepared, session.from_main) as loader:
@@ -141,14 +125,14 @@ def _load_engine(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any
 
 
 def _save_checkpoint(trainer: Any, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
-    return save(trainer, functools.partial(wrapped, *args, **kwargs))
+    return save(trainer, partial(wrapped, *args, **kwargs))
 
 
 WRAPPERS: Wrappers = {
     # It makes the arguments' device, and with it the process group.
     _ARGUMENTS: {"TrainingArguments.__post_init__": _begin},
     "transformers.trainer_utils": {
-        "get_last_checkpoint": lambda wrapped, instance, args, kwargs: newest(*args, **kwargs),
+        "get_last_checkpoint": lambda wrapped, instance, args, kwargs: newest(*args, **kwargs)
     },
     "transformers.trainer": {
         "Trainer.train": _train,
@@ -157,3 +141,5 @@ WRAPPERS: Wrappers = {
         "deepspeed_load_checkpoint": _load_engine,
     },
 }
+
+attach = attaching(WRAPPERS, {_ARGUMENTS: _replace_number_of_ranks, "transformers.trainer": _require_methods})

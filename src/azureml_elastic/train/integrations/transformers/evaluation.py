@@ -21,6 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from azureml_elastic.train.data.map_loader import loader_options
 from azureml_elastic.train.integrations.nested import map_tensors
+from azureml_elastic.train.integrations.wrapping import first_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def _obstacle(trainer: Any, prepared: Any) -> str | None:
     sampler: Any = getattr(prepared, "batch_sampler", None)
     if arguments.world_size == 1:
         return "there is one rank"
-    reasons = {
+    reasons: dict[str | None, bool] = {
         f"they come from {type(prepared).__name__} over {type(getattr(prepared, 'dataset', None)).__name__}": (
             not isinstance(prepared, DataLoader)
             or type(sampler).__name__ != "BatchSamplerShard"
@@ -68,7 +69,7 @@ def _obstacle(trainer: Any, prepared: Any) -> str | None:
         ),
         "eval_use_gather_object is set": arguments.eval_use_gather_object,
     }
-    reason = next((text for text, applies in reasons.items() if applies), None)
+    reason = first_of(reasons)
     if reason is not None and reason not in _warned and trainer.is_world_process_zero():
         _warned.add(reason)
         _LOG.warning(
@@ -121,7 +122,7 @@ class EvaluationLoader:
         """Return the rows of all ranks' samples of the current round, in the order of the data. A collective."""
         return map_tensors(self._gathered, data)
 
-    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:  # (rows, ...) of this rank -> (rows of all ranks, ...)
         if tensor.ndim == 0:
             tensor = tensor[None]
         if min(self._sizes) == self.batch_size:  # all but the last rounds

@@ -63,7 +63,7 @@ class LabelCount(torch.Tensor):
 
 
 def count_labels(trainer: Any, batch: Mapping[str, Any]) -> torch.Tensor:
-    """Return the number of labels of a micro-batch, counted as the trainer does, without waiting for a GPU."""
+    """Return the number of labels of a micro-batch, (), as the trainer counts them, without waiting for a GPU."""
     labels = batch.get("shift_labels")
     if labels is None:
         labels = batch["labels"]

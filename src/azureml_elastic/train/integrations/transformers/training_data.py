@@ -1,16 +1,24 @@
-"""The training data of a ``Trainer``: how they are divided among the ranks, and what is counted by them."""
+"""The training data of a ``Trainer``: how they are divided among the ranks, and what is counted by them.
+
+Where they cannot be divided by their index, transformers divides them, and the run keeps its position in them: the
+number of batches that all ranks have trained in the epoch. transformers and accelerate give the ranks batch after batch
+of one sequence in turn, so that another number of ranks continues there.
+"""
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import logging
 import math
+from collections.abc import Iterator
 from typing import Any
 
-from azureml_elastic.train.data.drawn_order import DrawnOrder
+from torch.utils.data import DataLoader
+
 from azureml_elastic.train.data.map_loader import WindowLoader
 from azureml_elastic.train.integrations import sources
 from azureml_elastic.train.integrations.accelerate.training_data import FULL_RANKS
-from azureml_elastic.train.integrations.transformers.left_loader import LeftLoader
 from azureml_elastic.train.integrations.wrapping import Wrapped
 from azureml_elastic.train.session.stack_session import StackSession
 
@@ -75,19 +83,13 @@ class TrainingData:
             )
         seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
         seed = seed if source.seed is None else source.seed
-        drawn = None
-        if source.sampler is not None:
-            drawn = DrawnOrder(source.sampler, whole_batches=source.whole_batches, seed=seed, agree=session.from_main)
-        self.loader = session.windows(
-            source.dataset,
+        self.loader = source.windows(
+            session,
+            seed=seed,
+            drawn=source.drawn(seed, session.from_main),
             batch_size=source.batch_size,
             accumulation=self.accumulation,
             batches=None if own_step is None else self.accumulation,
-            seed=seed,
-            shuffle=source.shuffle,
-            drop_last=source.drop_last,
-            drawn=drawn,
-            **source.options,
         )
         arguments.gradient_accumulation_steps = self.loader.micro_batches  # as above
         return self.loader
@@ -121,3 +123,85 @@ class TrainingData:
             # Where the ranks share an epoch unevenly it has some steps less: the training ends by the number of steps.
             epochs = max(epochs, math.ceil(steps / steps_of_epoch)) + 1
         return (epochs, steps_of_epoch, *rest, steps)
+
+
+class LeftLoader:
+    """A loader that transformers divides, from the run's position in the epoch on.
+
+    Args:
+        full: number of ranks of a run with all nodes
+        accumulation: batches of a rank in a step of that run
+        keep_count: whether the trainer counts on that number in a smaller run too
+
+    Attributes:
+        epoch: epoch of the current or next iteration
+        trained: batches of it that all ranks together have trained
+        accumulation: batches of a rank in a step
+        changes: whether the run may have more ranks than this round
+        closed: whether iterations yield nothing, because the training is complete
+    """
+
+    _is_accelerate_prepared = True  # accelerate would divide it once more
+
+    def __init__(self, loader: Any, *, ranks: int, full: int, accumulation: int, keep_count: bool) -> None:
+        self._loader = loader
+        self._ranks = ranks
+        self._full_step = accumulation * full
+        self.changes = ranks != full
+        # No sample is left out: where the ranks cannot share the batches of a step evenly, it has some more.
+        self.accumulation = accumulation if keep_count else math.ceil(self._full_step / ranks)
+        self.epoch = 0
+        self.trained = 0
+        self.closed = False
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the loader."""
+        return getattr(self.__dict__["_loader"], name)
+
+    def __len__(self) -> int:
+        """Return the number of this rank's batches of a whole epoch."""
+        return len(self._loader)
+
+    @property
+    def full_steps(self) -> int:
+        """Steps of an epoch of a run with all nodes."""
+        return max(1, math.ceil(len(self._loader) * self._ranks / self._full_step))
+
+    @property
+    def ended(self) -> bool:
+        """Whether the epoch is known to have no more batches."""
+        try:
+            return self.trained // self._ranks >= len(self._loader)
+        except TypeError:  # without a length
+            return False
+
+    def begin_at(self, epoch: int, trained: int) -> None:
+        """Set the position."""
+        self.epoch, self.trained = epoch, trained
+
+    def end_epoch(self) -> None:
+        """Go on with the next epoch."""
+        self.begin_at(self.epoch + 1, 0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing: the trainer does not know the epoch of data without a length."""
+
+    def count(self) -> None:
+        """Count a batch of each rank as trained."""
+        self.trained += self._ranks
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's batches from the position on."""
+        if self.closed:
+            return iter(())
+        loader = self._loader
+        inner: Any = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
+        for each in (loader, inner):
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(self.epoch)
+        behind = self.trained // self._ranks
+        self.trained = behind * self._ranks
+        if behind and isinstance(loader, DataLoader):
+            skip = importlib.import_module("accelerate.data_loader").skip_first_batches  # which transformers needs
+            loader, behind = skip(loader, behind), 0
+        return itertools.islice(iter(loader), behind, None)

@@ -27,7 +27,7 @@ from azureml_elastic.train.integrations import sources
 from azureml_elastic.train.integrations.accelerate import training_data
 from azureml_elastic.train.integrations.transformers.progress import LabelCount, Progress, Stage, count_labels
 from azureml_elastic.train.integrations.transformers.training_data import DATA_METHODS, TrainingData
-from azureml_elastic.train.integrations.wrapping import Wrapped, replaced
+from azureml_elastic.train.integrations.wrapping import Wrapped, first_of, replaced
 from azureml_elastic.train.session.stack_session import StackSession
 
 _LOG = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def obstacle(session: StackSession, trainer: Any, args: tuple[Any, ...], kwargs:
     """
     arguments = trainer.args
     trial = args[1] if len(args) > 1 else kwargs.get("trial")
-    reasons = {
+    reasons: dict[str | None, bool] = {
         "another training of this process has used the session": session.trains,
         training_data.obstacle(trainer.accelerator): True,
         "transformers has sharded the model when it was loaded": getattr(
@@ -86,7 +86,7 @@ def obstacle(session: StackSession, trainer: Any, args: tuple[Any, ...], kwargs:
             "would train a model of its own. Make the TrainingArguments in the script that the workers run, or set "
             "AZUREML_ELASTIC_INTEGRATIONS=off."
         )
-    reason = next((text for text, applies in reasons.items() if text is not None and applies), None)
+    reason = first_of(reasons)
     if reason is not None and session.is_main:
         _LOG.warning("Trainer.train() does not use the elastic session: %s.", reason)
     return reason
@@ -172,8 +172,6 @@ class TrainingLoop:
         """Return whether a checkpoint folder stands for what the session restores."""
         return Path(str(checkpoint)).name.startswith(_STATE_FOLDER)
 
-    # --- gradients ---------------------------------------------------------------------------------------------------
-
     def get_num_items_in_batch(self, wrapped: Wrapped, batches: list[Any], *args: Any, **kwargs: Any) -> Any:
         """Count the labels of all ranks' micro-batches, without those that have no samples of their own."""
         if self._data.loader is None or not self._data.loader.untrained:  # a batch of an evaluation
@@ -191,7 +189,7 @@ class TrainingLoop:
         return self._labels
 
     def training_step(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
-        """Train a micro-batch, and return its loss so that the mean over the ranks is the mean over the samples.
+        """Train a micro-batch, and return its loss, (), so that the mean over the ranks is the mean over the samples.
 
         The losses of a step add up to that mean on each rank: a rank that is lost leaves nothing that others lack.
         """
@@ -213,7 +211,7 @@ class TrainingLoop:
         return loss
 
     def _add_loss(self, loss: torch.Tensor) -> None:
-        """Add the loss of a step to those that are not logged, as the trainer does."""
+        """Add the loss of a step, (), to those that are not logged, as the trainer does."""
         progress, trainer = self._progress, self._trainer
         if trainer.args.logging_nan_inf_filter:
             steps = 1 + trainer.state.global_step - trainer._globalstep_last_logged  # noqa: SLF001
@@ -228,7 +226,6 @@ class TrainingLoop:
         return norm
 
     def _factor(self) -> float | torch.Tensor:
-        """Return the factor of the loss that was computed of the current micro-batch."""
         assert self._data.loader is not None
         trainer, micro = self._trainer, self._data.loader.untrained[0]
         # As Trainer.training_step decides whether it divides the loss by the number of micro-batches.
@@ -247,8 +244,6 @@ class TrainingLoop:
         if self._data.loader is not None:
             self._last_factor = self._factor()
         return backward(loss * self._last_factor, **kwargs)
-
-    # --- steps -------------------------------------------------------------------------------------------------------
 
     def load(self, wrapped: Wrapped, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
         """Load a part of a checkpoint of the trainer's own; the session restores what the run continues from."""
@@ -312,7 +307,6 @@ class TrainingLoop:
         return trainer.control
 
     def _begin_at(self, steps: int) -> None:
-        """Begin where a checkpoint of another run ends."""
         left, epoch, windows = self._data.left, *divmod(steps, self._steps_of_epoch)
         if left is None:
             self._session.begin_at(steps, epoch, windows)
@@ -436,7 +430,6 @@ class TrainingLoop:
         self._session.end_epoch()
 
     def _after_step(self) -> None:
-        """Log, evaluate and save after a step of the former process."""
         trainer, line = self._trainer, self._progress.line
         loss = torch.tensor(0.0, device=trainer.args.device)
         trainer._maybe_log_save_evaluate(  # noqa: SLF001
@@ -453,7 +446,6 @@ class TrainingLoop:
 
 
 def _without_labels(batch: Any) -> Any:
-    """Return a batch whose labels do not count."""
     if not isinstance(batch, Mapping) or "labels" not in batch:
         return batch
     names = [name for name in ("labels", "shift_labels") if name in batch]

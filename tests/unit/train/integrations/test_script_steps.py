@@ -1,6 +1,6 @@
 """Which optimizers are expected in a step of a script's loop."""
 
-from azureml_elastic.train.integrations.script_loop.step_updates import StepUpdates
+from azureml_elastic.train.integrations.script_loop.script_steps import StepUpdates
 
 CRITIC, GENERATOR = object(), object()
 
