@@ -64,6 +64,9 @@ class Port(Protocol):
     def marked(self, me: Member) -> Member:
         """Return this node's row with the nodes that it cannot reach."""
 
+    def readiness(self) -> ev.ReadinessSeen:
+        """Return how far this node's workers are before it asks for a place."""
+
     def workers(self) -> tuple[Iterable[ev.WorkerVoted], ev.WorkersSeen]:
         """Return the votes of this node's workers, once each, and then all that they have reported."""
 
@@ -146,13 +149,17 @@ class Driver:
         Args:
             woken: whether something may have come, and not only time has passed.
         """
-        node = self._node
+        node, port = self._node, self._port
         self._woken |= woken
         while not node.calls:
             training = node.training
             if training is not None:
                 self._turn_in_round(training)
                 if node.training is training:
+                    return
+            elif node.prepares:
+                self._bring(ev.MustLeave() if port.must_leave() else port.readiness())
+                if node.prepares:
                     return
             elif node.part is Part.JOINING and (event := self._next()) is not None:
                 self._bring(event)

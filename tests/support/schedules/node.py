@@ -103,7 +103,7 @@ class Node:
         self._pauses = PauseDetector(self.now, self.tick)
         self.machine = Recorded(self)
         self.driver = Driver(self.machine, self)
-        self._timer = 0
+        self._timer = self._connections = 0
         self._received: tuple[list, list, list, list] = [], [], [], []
         self._must_look = False
         # on the way into a round
@@ -113,7 +113,8 @@ class Node:
         self.written_version = -2
         # in a round
         self.link: Connection | None = None
-        self.awaits_save = self.has_left = False
+        self.awaits_save = self.has_left = self.has_parked = False
+        self.parked_at: float | None = None
         self.group: Group | None = None
         self.own: list[ev.TrainingEvent] = []
         self.notice: ev.Noticed | None = None
@@ -336,7 +337,9 @@ class Node:
         machine, until = self.machine, self.driver.deadline
         if machine.part is Part.ENDED and machine.ending is not None and self.part is None:
             self._ends(machine.ending)
-        if machine.training is not None:
+        if machine.prepares and not machine.calls:
+            until = self.now + 0.05
+        elif machine.training is not None:
             until = min(self.now + _MONITOR_SECONDS, max(until, self.now + 0.01))
         self._timer += 1
         if until != float("inf"):
@@ -376,6 +379,13 @@ class Node:
     def marked(self, me: Member) -> Member:
         return me
 
+    def readiness(self) -> ev.ReadinessSeen:
+        if self.group is not None and not self.has_parked:
+            self._end_workers(None)
+            self.parked_at, self.has_parked = self.ends_at, True
+        stays = self.parked_at is not None
+        return ev.ReadinessSeen(alive=stays, parked=stays and self.world.now >= self.parked_at)
+
     def workers(self) -> tuple[list[ev.WorkerVoted], ev.WorkersSeen]:
         workers, votes = self.group.report(self)
         return votes, workers
@@ -392,10 +402,10 @@ class Node:
     def perform(self, action: do.Action) -> ev.NodeEvent | None:
         self._may_crash(action)
         match action:
-            case do.PrepareWorkers(first):
-                if not first:
+            case do.ReplaceWorkers():
+                if self.group is not None:
                     self._end_workers(None)
-                return ev.WorkersPrepared()
+                self.parked_at = self.ends_at + self.world.random.uniform(0.05, 1.0)
             case do.LeaveRound():
                 self._disconnect()
             case do.FindRound(before):
@@ -454,8 +464,6 @@ class Node:
                 return ev.RowPrepared(replace(self.me, round=call.round.number, store_port=1), wrote)
             case do.TakeCandidates():
                 return ev.CandidatesTaken(self.hub.watchers.candidates())
-            case do.GetReady():
-                return ev.GotReady(took_time=False)
             case do.QueryMembers():
                 self._query(call.round)
             case do.Connect():
@@ -578,9 +586,11 @@ class Node:
             answer(ev.Entered())
 
         self._disconnect()
-        self.dial(round_.members[0], self._from_leader, connected)
+        self.dial(round_.members[0], partial(self._from_leader, self._connections), connected)
 
     def _disconnect(self) -> None:
+        self._connections += 1
+        self._received[0].clear()  # what came on the connection that ends is dropped
         if self.link is not None:
             self.link.close()
             self.link = None
@@ -641,11 +651,13 @@ class Node:
         self.world.at(self.ends_at, lambda: self.when_running(partial(self._begins, round_)))
 
     def _begins(self, round_: Round) -> None:
-        self.group = self.schedule.group_of(round_)
+        self.group, self.has_parked = self.schedule.group_of(round_), False
         self.group.start(self)
         self._answer(ev.WorkersStarted())
 
-    def _from_leader(self, message: messages.Message | None) -> None:
+    def _from_leader(self, connection: int, message: messages.Message | None) -> None:
+        if connection != self._connections:
+            return
         if message is None:
             given_up = self._pauses.was_given_up(self.silence.smallest(self.now), self.now)
             self.link = None
@@ -692,7 +704,8 @@ class Node:
 
     def _end_workers(self, seconds: float | None) -> None:
         self.ends_at = max(self.ends_at, self.world.now + self.group.end(self, seconds))
-        self.awaits_save = self.has_left = False
+        self.awaits_save = self.has_left = self.has_parked = False
+        self.parked_at: float | None = None
 
     def _send(self, action: do.ToLeader | do.ReportDone | do.Disconnect | do.AwaitEnd) -> None:
         if isinstance(action, do.AwaitEnd):

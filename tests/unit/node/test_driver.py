@@ -25,9 +25,9 @@ class World:
     def __init__(self):
         self.newest = NewestRound()
         self.now, self.performed, self.received = 0.0, [], Received()
-        self.seen = ev.WorkersSeen()
+        self.seen, self.ready = ev.WorkersSeen(), True
         self.answers = {
-            do.PrepareWorkers: ev.WorkersPrepared(),
+            do.ReadRound: ev.RoundRead(Round(1, "open")),
             do.FindRound: ev.Started(Round(1, "open"), {}),
             do.PrepareRow: ev.RowPrepared(replace(ME, round=1, store_port=1)),
             do.StartWorkers: ev.WorkersStarted(),
@@ -58,6 +58,9 @@ class World:
 
     def marked(self, me):
         return me
+
+    def readiness(self):
+        return ev.ReadinessSeen(preloaded=True, ready=self.ready, settled=self.ready)
 
     def workers(self):
         return [], self.seen
@@ -106,9 +109,26 @@ def test_a_node_is_led_from_its_workers_to_its_place():
     world = World()
     node, _ = member(world)
     kinds = [type(action) for action in world.performed]
-    assert kinds[:3] == [do.PrepareWorkers, do.LeaveRound, do.FindRound]
+    assert kinds[:4] == [do.ReadRound, do.RecordReady, do.LeaveRound, do.FindRound]
     assert kinds[-4:] == [do.Enter, do.ReachStore, do.Take, do.StartWorkers]
     assert (node.round, node.rank, node.leads) == (ROUND, 1, False)
+
+
+def test_a_newcomer_waits_for_its_imports_before_it_is_a_spare():
+    world = World()
+    world.answers[do.FindRound] = None
+    node, driver = node_in(world)
+    driver.begin()
+    driver.turn()
+    world.ready, world.performed = False, []
+    driver.answer(ev.Started(replace(ROUND, members=ROUND.members[:1]), {}))
+    driver.turn(woken=True)
+    assert node.prepares
+    assert world.performed == []
+    world.ready = True
+    driver.turn()
+    assert not node.prepares
+    assert world.performed[0] == do.ReadRound(), "the round may be another one by now"
 
 
 def test_nothing_is_brought_while_a_call_is_under_way():

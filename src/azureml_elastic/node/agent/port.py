@@ -91,9 +91,6 @@ _SOONER_SECONDS = 0.01
 
 _LOG = logging.getLogger(__name__)
 
-_ANNOUNCEMENT_SECONDS = 1.0
-"""How long a node whose workers make their imports themselves waits for the announcements of others."""
-
 
 class AgentPort:
     """The world of a node whose agent runs workers; a :class:`~azureml_elastic.node.driver.Port`.
@@ -120,7 +117,6 @@ class AgentPort:
         distribution = identity.plan.distribution
         self._run_id = identity.run_id
         self._distribution = distribution
-        self._expects_others = identity.plan.resources.max_instance_count > 1
         self._rdzv = rendezvous
         self._group = group
         self._processes = group.workers
@@ -133,7 +129,7 @@ class AgentPort:
         self._strikes = strikes
         self._observations = observations
         self._table = table
-        # While a round runs: the ends of processes wake nobody.
+        # The ends of processes wake nobody, nor do imports.
         self._interval = distribution.monitor_interval.total_seconds()
         self._store = self._watched_store = RoundStore()
         self._pids: tuple[int, ...] = ()
@@ -145,6 +141,14 @@ class AgentPort:
         self.view = rendezvous.view
         self.woken = rendezvous.woken
         self.marked = rendezvous.marked
+
+    def readiness(self) -> ev.ReadinessSeen:
+        """See :class:`~azureml_elastic.node.driver.Port`."""
+        workers = self._processes
+        parked, ended = self._group.all(self._channel.workers.parked), bool(workers.exit_codes)
+        return ev.ReadinessSeen(
+            workers.is_preloaded, workers.ready, workers.settled, workers.importing, workers.alive, parked, ended
+        )
 
     def workers(self) -> tuple[list[ev.WorkerVoted], ev.WorkersSeen]:
         """See :class:`~azureml_elastic.node.driver.Port`."""
@@ -181,8 +185,9 @@ class AgentPort:
         Raises:
             NodeLeaving: this node is in no round, and must leave.
         """
-        if self._rdzv.machine.training is None:
-            return self._rdzv.wait(seconds)
+        machine = self._rdzv.machine
+        if machine.training is None:
+            return self._rdzv.wait(min(seconds, self._interval) if machine.prepares else seconds)
         self._rdzv.probe()
         return self._rdzv.queue.wait(min(seconds, self._interval))
 
@@ -194,9 +199,12 @@ class AgentPort:
             NodeLeaving: this node must leave while it is in no round.
         """
         match action:
-            case do.PrepareWorkers(first):
-                self._prepare(first=first)
-                return ev.WorkersPrepared()
+            case do.RecordReady():
+                self._record(NodeReady)
+            case do.ReplaceWorkers():
+                self._group.replace()
+            case do.FailEarly():
+                raise self._group.early_end()
             case do.StartWorkers():
                 self._start(self._rdzv.membership.assignment)
                 return ev.WorkersStarted()
@@ -217,29 +225,6 @@ class AgentPort:
     def close(self) -> None:
         """End the store of the round."""
         self._store.close()
-
-    def _prepare(self, *, first: bool) -> None:
-        """Wait until this node's workers could start, or for a while."""
-        group = self._group
-        if first:
-            self._await_start()
-            self._record(NodeReady)
-        if group.stays:
-            group.get_ready()
-        elif self._processes.importing:  # the others do not wait for this node
-            group.warm_up(settle=False)
-
-    def _await_start(self) -> None:
-        round_ = self._rdzv.read_round()
-        if round_.number > 1 or round_.state == "sealed":
-            self._group.warm_up(settle=round_.state == "sealed")
-        elif self._expects_others:
-            # A round that is sealed before its workers can start begins no earlier, but without the nodes that come a
-            # moment later: each of them has announced itself by then, and the first round waits for these.
-            if self._processes.is_preloaded:
-                self._group.warm_up(settle=False)
-            else:
-                self._rdzv.queue.wait(_ANNOUNCEMENT_SECONDS)
 
     def _start(self, assignment: Assignment) -> None:
         """Give the workers their places in a round."""

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from azureml_elastic.checkpoint.storage.remote import is_azure
 from azureml_elastic.config import Plan
@@ -27,7 +26,6 @@ from azureml_elastic.node.failures.classification import root_cause
 from azureml_elastic.node.host.addresses import interface_of, machine_interfaces
 from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.rendezvous.link import Assignment
-from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
 
@@ -123,15 +121,6 @@ def worker_environments(
 
 _LOG = logging.getLogger(__name__)
 
-_READY_SECONDS = 600.0
-"""How long a newcomer waits for the imports of its preload server, after which it joins without them."""
-
-_WARM_SECONDS = 30.0
-"""How long a newcomer gets ready beyond its script's imports."""
-
-_CHECK_SECONDS = 10.0
-"""Time between two reads of the table by a newcomer that gets ready, in case the run ends meanwhile."""
-
 _NEEDS_SESSION = (
     'recovery="in_process" starts workers before their ranks are known, so RANK and WORLD_SIZE are not set until '
     'train.start() returns. Call it before they are read, or submit with recovery="restart".'
@@ -145,8 +134,7 @@ class WorkerGroup:
 
     Args:
         slots: how many there are.
-        handover_seconds: timeout for workers of the previous round to wait for the next one.
-        interval: longest wait in seconds until the workers are looked at again.
+        node: name of this node.
 
     Attributes:
         workers: the processes.
@@ -158,96 +146,27 @@ class WorkerGroup:
         workers: Workers,
         channel: Channel,
         slots: int,
-        rendezvous: Rendezvous,
+        node: str,
         *,
         stays: bool,
-        handover_seconds: float,
-        interval: float,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.workers = workers
         self._channel = channel
         self._slots = slots
-        self._rdzv = rendezvous
-        self._handover = handover_seconds
-        self._interval = interval
-        self._clock = clock
-        self._warm_since: float | None = None
-        self._ready_at: float | None = None
+        self._node = node
         self.stays = stays
 
     def all(self, local_ranks: frozenset[int]) -> bool:
         """Whether these are all of them."""
         return len(local_ranks) == self._slots
 
-    def warm_up(self, *, settle: bool) -> bool:
-        """Wait until new workers would start fast, before this node asks for a place; other nodes train meanwhile.
-
-        The wait ends early where workers cannot be preloaded, and ten minutes after the first call.
-
-        Args:
-            settle: whether to wait, for up to 30 s, for imports that only make the first steps faster, too.
-
-        Returns:
-            Whether it has waited.
-
-        Raises:
-            RunSucceeded, RunFailed: the run has ended.
-            NodeLeaving: this node must leave.
-        """
-        began = self._clock()
-        self._warm_since = began if self._warm_since is None else self._warm_since
-        check_at = began + _CHECK_SECONDS
-        waited = False
-        while not self.workers.settled:
-            now = self._clock()
-            if self.workers.ready:
-                self._ready_at = now if self._ready_at is None else self._ready_at
-                if not settle or now - self._ready_at >= _WARM_SECONDS:
-                    break
-            elif now - self._warm_since >= _READY_SECONDS:
-                if not waited:
-                    break
-                _LOG.warning(
-                    "The script's imports have not ended within %.0f s; joining without them. The other nodes may have "
-                    "to wait for this one's workers.",
-                    _READY_SECONDS,
-                )
-                break
-            if now >= check_at:
-                self._rdzv.given_up()
-                check_at = now + _CHECK_SECONDS
-            waited = True
-            self._rdzv.wait(self._interval)
-        return waited
-
-    def get_ready(self) -> None:
-        """Have workers that wait for a place: those of the round before, or new ones that have run up to their session.
-
-        A node asks for a place only when they do, so that nobody waits for its imports and its data.
-
-        Raises:
-            RunSucceeded: the run has ended.
-            RunFailed: it has, or a new worker has ended before it came so far.
-            NodeLeaving: this node must leave.
-        """
-        until = time.monotonic() + self._handover
-        while self.workers.alive and not self.all(self._channel.workers.parked) and time.monotonic() < until:
-            self._rdzv.wait(self._interval)
-        # Where the others have gone on without this node, these may be at another place than the furthest step. They
-        # hand their state over to new ones.
-        if not self._rdzv.is_left_out() and self.workers.alive and self.all(self._channel.workers.parked):
-            return
+    def replace(self) -> None:
+        """End the workers, which hand their state over, and start new ones that run up to their session."""
         self.workers.begin_stopping()
         self.workers.finish_stopping()
         self._channel.begin(0, self._slots, None)
         known = {variables.ROUND: "0", "LOCAL_WORLD_SIZE": str(self._slots)}
         self._start({local_rank: {**known, "LOCAL_RANK": str(local_rank)} for local_rank in range(self._slots)})
-        while not self.all(self._channel.workers.parked):
-            self._rdzv.wait(self._interval)
-            # A script without a session ends, or fails, before it parks: nothing would ever come.
-            if self.workers.exit_codes:
-                raise self._early_end()
 
     def enter(
         self,
@@ -282,12 +201,13 @@ class WorkerGroup:
     def _start(self, environments: Mapping[int, Mapping[str, str]]) -> None:
         own = {variables.CHANNEL: self._channel.path}
         if self.stays:
-            prefixes = {local_rank: f"[{self._rdzv.node} worker {local_rank}]: " for local_rank in environments}
+            prefixes = {local_rank: f"[{self._node} worker {local_rank}]: " for local_rank in environments}
         else:
             prefixes = {local_rank: f"[rank{each['RANK']}]: " for local_rank, each in environments.items()}
         self.workers.start({local_rank: {**own, **each} for local_rank, each in environments.items()}, prefixes)
 
-    def _early_end(self) -> RunFailed:
+    def early_end(self) -> RunFailed:
+        """Return how the run fails, as a worker has ended before it could take part."""
         failures = self.workers.failures()
         if not failures:
             return RunFailed(f"A worker ended without train.start(). {_NEEDS_SESSION}", 1)

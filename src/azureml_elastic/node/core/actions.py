@@ -20,14 +20,18 @@ from azureml_elastic.node.core.round import Member, Round
 
 
 @dataclass(frozen=True)
-class PrepareWorkers:
-    """Wait until the workers would start fast, or have them wait for their places: :class:`WorkersPrepared`.
+class RecordReady:
+    """Record in the ledger that the node could train."""
 
-    Args:
-        first: whether the node has been in no round yet.
-    """
 
-    first: bool
+@dataclass(frozen=True)
+class ReplaceWorkers:
+    """End the workers, which hand their state over, and start new ones that run up to their session."""
+
+
+@dataclass(frozen=True)
+class FailEarly:
+    """End the run, as a worker has ended before it could take part."""
 
 
 @dataclass(frozen=True)
@@ -452,12 +456,13 @@ TrainingAction = Sending | WorkersAction | Entry | HangAction | SaveAction | Row
 
 TableCall = ReadRound | ReadRows | Restore | WriteRow | WriteRound | EndRound | ReadKey
 NetworkCall = Connect | TakeCandidates | QueryMembers | ReachStore
-NodeCall = PrepareRow | Enter | GetReady | ReadHeartbeat
+NodeCall = PrepareRow | Enter | ReadHeartbeat
 RendezvousCall = TableCall | NetworkCall | NodeCall
-Call = RendezvousCall | Reopen
+Call = RendezvousCall | Reopen | GetReady
 
 JoinStep = NudgeHeartbeat | Greet | EndWatch | Forward | Offer | NoRoom | Warn | Take | Finish
 JoinAction = Call | JoinStep
 
-BetweenRounds = PrepareWorkers | LeaveRound | FindRound | StartWorkers | LeaveRun | LookAtRow
+Preparing = RecordReady | ReplaceWorkers | FailEarly
+BetweenRounds = Preparing | LeaveRound | FindRound | StartWorkers | LeaveRun | LookAtRow
 Action = BetweenRounds | JoinAction | TrainingAction

@@ -29,8 +29,26 @@ class MustLeave:
 
 
 @dataclass(frozen=True)
-class WorkersPrepared:
-    """The node's workers would start fast, or wait for their places."""
+class ReadinessSeen:
+    """How far the node's workers are before it asks for a place.
+
+    Args:
+        preloaded: whether a preload server makes the script's imports.
+        ready: whether new workers would start with these.
+        settled: whether they would start as fast as they ever will.
+        importing: whether they would wait for the preload server, which has been started again.
+        alive: whether there are workers and all of them run.
+        parked: whether all of them wait for a place.
+        ended: whether one has ended.
+    """
+
+    preloaded: bool = False
+    ready: bool = True
+    settled: bool = True
+    importing: bool = False
+    alive: bool = False
+    parked: bool = False
+    ended: bool = False
 
 
 @dataclass(frozen=True)
@@ -556,4 +574,4 @@ TrainingEvent = (
     | TimePassed
 )
 
-NodeEvent = PlaceWanted | MustLeave | WorkersPrepared | WorkersStarted | Abandoned | JoinEvent | TrainingEvent
+NodeEvent = PlaceWanted | MustLeave | ReadinessSeen | WorkersStarted | Abandoned | JoinEvent | TrainingEvent

@@ -21,6 +21,7 @@ from azureml_elastic.node.core import actions as do
 from azureml_elastic.node.core import events as ev
 from azureml_elastic.node.core.hub_state import HubReports, HubView
 from azureml_elastic.node.core.joiner import Joiner, JoinState
+from azureml_elastic.node.core.preparing import Preparation, Stage
 from azureml_elastic.node.core.round import Limits, Member, NewestRound, Round
 from azureml_elastic.node.core.training import State, Training
 
@@ -88,6 +89,7 @@ class Node:
         self._timings = timings
         self._newest = newest
         self._plan: Plan | None = None
+        self._preparation: Preparation | None = None
         self._opens_session = False
         self.entered = 0.0
         self._is_linked = False
@@ -103,6 +105,13 @@ class Node:
             opens_session: whether the program uses this library.
         """
         self._plan, self._opens_session = plan, opens_session
+        stays = plan.distribution.keeps_processes(opens_session=opens_session)
+        self._preparation = Preparation(self.me.node, plan, self._newest, stays=stays)
+
+    @property
+    def prepares(self) -> bool:
+        """Whether its workers get ready: :class:`~.events.ReadinessSeen` is to be brought again and again."""
+        return self._preparation is not None and self._preparation.stage is not Stage.READY
 
     @property
     def last_round(self) -> int:
@@ -116,8 +125,11 @@ class Node:
 
     @property
     def deadline(self) -> float:
-        """Monotonic seconds at which this node must be looked at though nothing happens; infinite for never."""
-        if self.calls:
+        """Monotonic seconds at which this node must be looked at though nothing happens; infinite for never.
+
+        While it :attr:`prepares` it is looked at every now and then, as nothing tells how far imports are.
+        """
+        if self.calls or self.prepares:
             return float("inf")
         if self.part is Part.JOINING and self.joiner is not None:
             return self.joiner.deadline
@@ -134,9 +146,9 @@ class Node:
         if isinstance(event, ev.MustLeave):
             self.part, self.ending = Part.ENDED, State.LEFT
             return [do.LeaveRun()]
+        if self._preparation is not None and self.prepares:
+            return self._get_ready(self._preparation, event, now)
         match self.part:
-            case Part.PREPARING:
-                return self._return()
             case Part.RETURNING:
                 return self._find()
             case Part.FINDING if isinstance(event, ev.Started):
@@ -164,7 +176,19 @@ class Node:
         if self._plan is None:
             return self._return()
         self.part = Part.PREPARING
-        return self._call(do.PrepareWorkers(first=self.round is None))
+        assert self._preparation is not None
+        actions = self._preparation.begin(self.round)
+        self.calls = bool(actions)
+        return actions
+
+    def _get_ready(self, preparation: Preparation, event: ev.NodeEvent, now: float) -> list[do.Action]:
+        actions = preparation.handle(event, now)
+        if self.prepares:
+            self.calls = any(isinstance(action, do.ReadRound) for action in actions)
+            return actions
+        if self.part is Part.PREPARING:
+            return [*actions, *self._return()]
+        return [*actions, *self._join(ev.GotReady(preparation.waited), now)]
 
     def _return(self) -> list[do.Action]:
         if self.round is None or self._newest.after(self.round) is not None:
@@ -198,6 +222,11 @@ class Node:
         elif actions and isinstance(actions[-1], do.Call):
             # A call takes up to seconds, and one for a version that has passed would be for nothing.
             if self._newest.after(joiner.round) is not None:
+                return actions[:-1]
+            if isinstance(actions[-1], do.GetReady):
+                if self._preparation is None:
+                    return [*actions[:-1], *self._join(ev.GotReady(took_time=False), now)]
+                self._preparation.begin_as_spare(now)
                 return actions[:-1]
             self.calls = True
             if isinstance(call := actions[-1], do.Enter):

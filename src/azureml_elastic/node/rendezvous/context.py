@@ -68,10 +68,6 @@ class Surroundings:
         """Return whether this node leaves, so that a wait ends with ``NodeLeaving``. From then on it does."""
         return False
 
-    def get_ready(self) -> bool:
-        """Wait until the node could train, before it is a spare of a running round; return whether that took time."""
-        return False
-
     def live_strikes(self, *, fresh: bool) -> int:  # noqa: ARG002 - for those who count
         """Return the number of live strikes against the machine.
 

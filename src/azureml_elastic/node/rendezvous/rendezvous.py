@@ -211,6 +211,10 @@ class Rendezvous:
         """See :class:`~azureml_elastic.node.driver.Port`."""
         return self._reachability.marked(me)
 
+    def readiness(self) -> ev.ReadinessSeen:
+        """See :class:`~azureml_elastic.node.driver.Port`. Another agent has the workers."""
+        return ev.ReadinessSeen()
+
     def workers(self) -> tuple[Sequence[ev.WorkerVoted], ev.WorkersSeen]:
         """See :class:`~azureml_elastic.node.driver.Port`. Another agent has them."""
         return (), ev.WorkersSeen()
@@ -352,8 +356,6 @@ class Rendezvous:
                 return ev.MembersAnswered(query_members(self._context, call.round, self.node))
             case do.ReadHeartbeat():
                 return ev.HeartbeatRead(*self._heartbeat.look())
-            case do.GetReady():
-                return ev.GotReady(self._surroundings.get_ready())
         return self._rows.perform(call)
 
     def _perform(self, action: do.JoinStep) -> None:
@@ -440,30 +442,6 @@ class Rendezvous:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-
-    def read_round(self) -> Round:
-        """Read the current round, for a node that has not joined yet: no node waits for it after the first seal."""
-        return self._rows.read_round()
-
-    def given_up(self) -> bool:
-        """Read whether the others have gone on without this node, so that it returns as a new one.
-
-        Raises:
-            RunSucceeded, RunFailed: the run has ended.
-        """
-        round_ = self._rows.read_round()
-        if round_.closed:
-            raise self._end_of(round_)
-        return round_.number > self.machine.last_round > 0 and self.node not in round_.previous
-
-    def is_left_out(self) -> bool:
-        """Return the same as :meth:`given_up` right after this node's round, without a read where its end is known.
-
-        Raises:
-            RunSucceeded, RunFailed: the run has ended.
-        """
-        newer = self._context.latest.after(self.membership.assignment.round) if self.machine.last_round else None
-        return self.given_up() if newer is None or newer.closed else self.node not in newer.previous
 
     def _end_of(self, round_: Round) -> RunSucceeded | RunFailed:
         """Return how the run ended, once it is known that it is a run of this node's program.

@@ -105,8 +105,6 @@ class _Node(Surroundings):
         stack: takes the node apart at its end; the other arguments are those of :func:`run_node`.
     """
 
-    _group: WorkerGroup | None = None
-
     def __init__(
         self,
         identity: NodeIdentity,
@@ -251,11 +249,6 @@ class _Node(Surroundings):
         """Return whether there is a notice, which is final from then on."""
         return self._preemption.commit_to_leave()
 
-    def get_ready(self) -> bool:
-        """Wait for the script's imports before a round ends for this node; return whether that took time."""
-        assert self._group is not None, "a node joins once it has its workers"
-        return self._group.warm_up(settle=False)
-
     def live_strikes(self, *, fresh: bool) -> int:
         """Return the number of live strikes against this machine."""
         return self._strikes.mine(fresh=fresh)
@@ -293,14 +286,12 @@ class _Node(Surroundings):
             handover_seconds=distribution.handover_timeout.total_seconds(),
             stop_seconds=distribution.stop_timeout.total_seconds(),
         )
-        self._group = group = WorkerGroup(
+        group = WorkerGroup(
             workers,
             channel,
             self._slots,
-            rendezvous,
+            identity.node,
             stays=stays,
-            handover_seconds=distribution.handover_timeout.total_seconds(),
-            interval=distribution.monitor_interval.total_seconds(),
         )
         hangs = HangWatch(
             self._watch, StackReporter(channel.folder, identity.folder / "stacks", identity.node, rendezvous.queue)

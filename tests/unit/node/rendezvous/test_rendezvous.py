@@ -15,7 +15,6 @@ from azureml_elastic.node.core.events import HubSent
 from azureml_elastic.node.core.failures import FailureRecord
 from azureml_elastic.node.core.messages import RoundChanged, Watch
 from azureml_elastic.node.core.round import Member, Round, reopened
-from azureml_elastic.node.rendezvous.context import Surroundings
 from azureml_elastic.node.rendezvous.link import FromLink, Link
 from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY, RUN_KEY, member_key
 from tests.support.rendezvous.hubs import PausableRuntime, hub_at, make_context
@@ -77,7 +76,7 @@ def test_nodes_of_another_program_with_the_same_run_id_are_refused(nodes, most):
     assert first.round_end.close(Close(succeeded=True))
     late = nodes.make("node-2", 1, most, program="evaluate")  # has not read the run's key before
     with pytest.raises(UsageError, match="another program"):
-        late.given_up()
+        late.join()
     for program in ("train", None):
         with pytest.raises(RunSucceeded):
             nodes.make("node-3", 1, most, program=program).join()
@@ -125,32 +124,6 @@ def test_a_newcomer_waits_is_seen_and_gets_in(nodes):
     until(lambda: first.status().waiting)
     assert first.status().waiting == {"node-1"}
     assert not first.status().broken
-    first.round_end.reopen(Reopen("joining"))
-    (assignment,) = nodes.rejoin(first)
-    assert assignment.rank == 0
-    assert pending.result(TIMEOUT).rank == 1
-
-
-def test_a_newcomer_that_is_not_ready_is_neither_seen_nor_waited_for(nodes):
-    first = nodes.make("node-0")
-    nodes.join(first)
-    importing, ready = threading.Event(), threading.Event()
-
-    class Importing(Surroundings):
-        def get_ready(self) -> bool:
-            waits = not ready.is_set()
-            importing.set()
-            ready.wait(TIMEOUT)
-            return waits
-
-    (pending,) = nodes.start(nodes.make("node-1", surroundings=Importing()))
-    assert importing.wait(TIMEOUT)
-    first.round_end.reopen(Reopen("a worker failed"))
-    (alone,) = nodes.rejoin(first)  # the newcomer still holds the first round
-    assert [member.node for member in alone.round.members] == ["node-0"]
-    assert first.status().waiting == frozenset()
-    ready.set()
-    until(lambda: first.status().waiting == {"node-1"})
     first.round_end.reopen(Reopen("joining"))
     (assignment,) = nodes.rejoin(first)
     assert assignment.rank == 0
