@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from azureml_elastic.environment import names as variables
-from azureml_elastic.forks import import_loader, optimizer_steps, script_runner, stack_imports, state_lookups
+from azureml_elastic.forks import import_loader, script_runner, stack_imports, state_files
 from azureml_elastic.forks.command import Imports
 from azureml_elastic.forks.import_loader import Rehearsal, leftover_threads, trial_fork, why_unsafe
 from azureml_elastic.forks.import_scan import Findings, early_imports, find_imports
@@ -460,8 +460,7 @@ class _Server:
         run = script_runner.become(program.kind, program.target, program.command_for(os.environ))
         script_runner.adopt_imports(self._printed, self._variables_set)
         import_loader.set_rank(os.environ)
-        state_lookups.record(os.environ)
-        optimizer_steps.count_steps(os.environ)
+        state_files.record(os.environ)
         return run
 
     def _become_detached(self, become: str, content: int, gate: int, *others: int) -> Callable[[], Any]:

@@ -29,6 +29,7 @@ import psutil
 
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.forks.client import ForkedWorker, PreloadServer
+from azureml_elastic.forks.optimizer_steps import ask_to_hold
 from azureml_elastic.forks.process import ForkRefused
 from azureml_elastic.forks.stack_imports import for_plain_start
 from azureml_elastic.node.agent.channel import Channel
@@ -315,6 +316,8 @@ class Workers:
             time.sleep(_POLL_SECONDS)
         # A session ignores SIGTERM, which it leaves to the agent, and exits at once when its connection ends.
         self._channel.workers.cut()
+        workers.terminate()
+        ask_to_hold(self._channel.folder, workers.pids, ask=False)  # those that wait in a step have got it by now
         workers.close(stop_seconds)
 
     def _round_folder(self, environ: Mapping[str, str]) -> Path:
@@ -426,14 +429,16 @@ class WorkerSet:
             if code
         }
 
+    def terminate(self) -> None:
+        """Send SIGTERM to the workers."""
+        self._signal(signal.SIGTERM)
+
     def close(self, timeout: float) -> None:
-        """End the workers, and copy the rest of their output.
+        """Wait for the end of the workers, or kill them, and copy the rest of their output.
 
         Args:
-            timeout: seconds between SIGTERM and SIGKILL.
+            timeout: seconds until SIGKILL.
         """
-        self._signal(signal.SIGTERM)
-        self._signal(signal.SIGCONT)  # those that were stopped between two saves get it now
         until = time.monotonic() + timeout
         for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -31,7 +31,7 @@ from azureml_elastic.node.agent.agent_table import AgentTable
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.earlier_run import with_earlier_checkpoint
 from azureml_elastic.node.agent.event_logs import ObservationLog
-from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch, SaveWatch
+from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch
 from azureml_elastic.node.agent.port import AgentPort, HangWatch
 from azureml_elastic.node.agent.session_watch import SessionWatch
 from azureml_elastic.node.agent.shard_transfer import ShardReceiver, ShardSender
@@ -171,10 +171,7 @@ class _Node(Surroundings):
         sender = ShardSender(memory, rendezvous.authenticator)
         self._channel = Channel(recorder, queue, self._watch, memory, sender)
         stack.callback(self._channel.close)
-        self._newcomers = NewcomerWatch(
-            SaveWatch(self._channel.folder, excluded=identity.folder.absolute()), distribution.newcomer_timeout
-        )
-        stack.callback(self._newcomers.close)
+        self._newcomers = NewcomerWatch(self._channel.folder, distribution.newcomer_timeout)
         # Before the preload server, which hands this to its workers, and before threads that read the environment.
         environment = self._set_inherited_variables(opened, environment)
         self._preload_server: PreloadServer | None = None
@@ -309,7 +306,7 @@ class _Node(Surroundings):
             session,
             self._recorder,
             self._strikes,
-            ObservationLog(self._recorder, excluded=identity.folder.absolute()),
+            ObservationLog(self._recorder),
             self._table,
         )
         return NodeAgent(rendezvous.machine, port, group, channel, preemption)
