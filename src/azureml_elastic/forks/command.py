@@ -134,15 +134,14 @@ def without_threads(environ: Mapping[str, str]) -> dict[str, str]:
     return {**environ, _ARROW_OPTIONS: ",".join(options)}
 
 
+def difference(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the changed variables with their new values, ``None`` for removed ones."""
+    return {name: after.get(name) for name in sorted({*before, *after}) if before.get(name) != after.get(name)}
+
+
 def changed(imported_in: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
     """Return the names of the variables that differ and may have been read at import."""
-    names = {*imported_in, *wanted}
-    return sorted(name for name in names if not is_read_late(name) and imported_in.get(name) != wanted.get(name))
-
-
-def changed_for_torch(imported_in: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
-    """Return the names of the variables that differ and may have been read by torch's import."""
-    return [name for name in changed(imported_in, wanted) if READ_BY_TORCH.match(name)]
+    return [name for name in difference(imported_in, wanted) if not is_read_late(name)]
 
 
 def read_early(environ: Mapping[str, str]) -> dict[str, str]:

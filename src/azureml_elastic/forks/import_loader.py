@@ -31,6 +31,7 @@ from types import FrameType
 
 from azureml_elastic.forks.command import is_per_worker
 from azureml_elastic.forks.import_scan import Import
+from azureml_elastic.forks.optimizer_steps import open_paths
 from azureml_elastic.plurals import counted
 
 _READERS = frozenset(
@@ -117,18 +118,7 @@ def trial_fork() -> str | None:
 
 def open_devices(prefixes: tuple[str, ...]) -> list[str]:
     """Return the open paths of this process that begin with one of the prefixes."""
-    found = set()
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            path = str(descriptor.readlink())
-            if path.startswith(prefixes):
-                found.add(path)
-    return sorted(found)
-
-
-def count_threads() -> int:
-    """Return the number of threads of this process, those that end before a fork included."""
-    return len(os.listdir("/proc/self/task"))  # noqa: PTH208 - after each import
+    return sorted({path for path in open_paths() if path.startswith(prefixes)})
 
 
 def _thread_name(task: Path) -> str:
@@ -138,7 +128,7 @@ def _thread_name(task: Path) -> str:
 
 
 def _native_threads() -> list[Path]:
-    """Return the ``/proc`` folders of all threads that make a fork unsafe: all but the main thread."""
+    """Return the ``/proc`` folders of all threads that make a fork unsafe, if they do not end before it."""
     return [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
 
 
@@ -266,7 +256,7 @@ def import_all(found: Sequence[Import], excluded: Sequence[str], output: Output)
         Unsuitable: an import has read a variable of a single worker, or started threads that a fork would not copy.
     """
     made = 0
-    threads = count_threads()
+    threads = len(_native_threads())
     with watched(os.environ) as read:
         for wanted in found:
             if wanted.package in excluded:
@@ -283,12 +273,12 @@ def import_all(found: Sequence[Import], excluded: Sequence[str], output: Output)
                     raise ImportError(f"{wanted.module} cannot be imported: {error!r}") from error
             if read:
                 raise Unsuitable(wanted.package, f"{wanted.package} reads {read[0]} while it is imported")
-            if count_threads() > threads:
+            if len(_native_threads()) > threads:
                 # Only a fork tells which threads stop for it, as those of OpenBLAS do. It is tried after imports that
                 # have added threads alone: it takes longer than most imports.
                 if started := trial_fork():
                     raise Unsuitable(wanted.package, f"{wanted.package} {started} while it was imported")
-                threads = count_threads()
+                threads = len(_native_threads())
     return made
 
 
@@ -343,38 +333,31 @@ def watched(environ: os._Environ[str]) -> Iterator[list[str]]:
         environ.__class__ = usual
 
 
-def difference(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the changed variables with their new values, ``None`` for removed ones."""
-    return {name: after.get(name) for name in sorted({*before, *after}) if before.get(name) != after.get(name)}
-
-
 _PR_SET_PDEATHSIG = 1
 
 
-class Rehearsal:
-    """A process that imports a package and ends."""
-
-    def __init__(self, package: str) -> None:
-        self._process = os.fork()
-        if self._process == 0:
-            succeeded = False
-            try:
-                succeeded = _import_safely(package)
-            finally:
-                os._exit(0 if succeeded else 1)
-
-    def result(self) -> bool | None:
-        """Return whether the import has succeeded and left this process fit for forks; ``None`` while it goes on."""
-        process, status = os.waitpid(self._process, os.WNOHANG)
-        return None if process == 0 else status == 0
-
-
-def _import_safely(package: str) -> bool:
+def end_with(parent: int) -> None:
+    """Have the kernel end this process, a fork, when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the server's handler waits for workers, which are not this one's
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in (1, 2):
-        os.dup2(nowhere, descriptor)
-    with watched(os.environ) as read:
-        importlib.import_module(package)
-    return not read and trial_fork() is None
+    if os.getppid() != parent:  # it has ended before that
+        os._exit(1)
+
+
+def rehearse(package: str) -> int:
+    """Start a process that imports a package and exits with 0 if it stays fit for forks; return its id."""
+    server = os.getpid()
+    process = os.fork()
+    if process == 0:
+        fit = False
+        try:
+            end_with(server)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the server's handler waits for workers
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for descriptor in (1, 2):
+                os.dup2(nowhere, descriptor)
+            with watched(os.environ) as read:
+                importlib.import_module(package)
+            fit = not read and trial_fork() is None
+        finally:
+            os._exit(0 if fit else 1)
+    return process

@@ -22,7 +22,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -92,10 +92,7 @@ class StepCounter:
 
     Args:
         folder: folder of the agent's socket.
-        begun: function that is called at each backward pass and each step of an optimizer of torch.
-
-    Raises:
-        OSError: the file cannot be made.
+        begun: function that is called at each step that is counted, and perhaps at others.
     """
 
     def __init__(self, folder: Path, begun: Callable[[], None]) -> None:
@@ -111,7 +108,7 @@ class StepCounter:
         self._at_save = b""
         self._saving: set[str] = set()
         self._quiet_from = 0.0
-        register_post_import_hook(self._count_steps, "torch.optim.optimizer")
+        register_post_import_hook(lambda m: m.register_optimizer_step_post_hook(self._on_step), "torch.optim.optimizer")
         register_post_import_hook(self._count_backward_passes, "torch.autograd")
 
     def saves(self, path: str | None) -> None:
@@ -121,14 +118,11 @@ class StepCounter:
             path: file that it is about to open for writing, ``None`` where it has saved.
         """
         if path is not None:
-            self._saving.add(path)
+            self._saving.add(os.path.realpath(path))
             if threading.current_thread() is not threading.main_thread():
                 self._quiet_from = time.monotonic() + _QUIET_SECONDS
         self._at_save = self._shared[: _COUNTS.size]
         _SAVED_AT.pack_into(self._shared, _COUNTS.size, time.time())
-
-    def _count_steps(self, optimizer: ModuleType) -> None:
-        optimizer.register_optimizer_step_post_hook(self._on_step)
 
     def _count_backward_passes(self, autograd: ModuleType) -> None:
         plain = autograd.backward
@@ -136,18 +130,17 @@ class StepCounter:
         @functools.wraps(plain)
         def backward(*args: Any, **kwargs: Any) -> None:
             plain(*args, **kwargs)
-            self._begun()
             if not self._steps_are_seen:
                 self._count(self)
 
         autograd.backward = backward  # type: ignore[attr-defined]  # where Tensor.backward() looks for it
 
     def _on_step(self, optimizer: Any, *_: Any) -> None:
-        self._begun()
         self._steps_are_seen = True
         self._count(optimizer)
 
     def _count(self, of: Any) -> None:
+        self._begun()
         if os.getpid() != self._pid:
             return
         distributed = sys.modules.get("torch.distributed")
@@ -166,7 +159,7 @@ class StepCounter:
     def _trains_on(self) -> None:
         """The script has taken a step after a save."""
         asked = self._shared[_ASKED]
-        if asked and (time.monotonic() < self._quiet_from or _are_open(self._saving)):
+        if asked and (time.monotonic() < self._quiet_from or any(map(self._saving.__contains__, open_paths()))):
             return  # other threads may save during steps
         self._at_save = b""  # who comes later waits for the next save, after which less is lost
         self._saving.clear()
@@ -177,11 +170,8 @@ class StepCounter:
             self._shared[_HELD] = False
 
 
-def _are_open(paths: Iterable[str]) -> bool:
-    """Return whether this process has one of the files open."""
-    wanted = {os.path.realpath(path) for path in paths}
+def open_paths() -> Iterator[str]:
+    """Yield the paths of the files that this process has open."""
     for descriptor in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names alone
         with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{descriptor}") in wanted:  # noqa: PTH115 - as above
-                return True
-    return False
+            yield os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 - as above

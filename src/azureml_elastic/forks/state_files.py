@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from stat import S_ISREG
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from wrapt import register_post_import_hook, wrap_function_wrapper
@@ -54,7 +54,8 @@ _WRITERS = {"torch.serialization": ("_open_zipfile_writer", 0)} | dict.fromkeys(
 )
 """Functions by which compiled code opens files for writing, with the position of the path among their arguments."""
 
-_IMPORTLIB = os.path.dirname(importlib.__file__)  # noqa: PTH120 - a text, to be compared with others
+_IMPORTERS = "<frozen importlib", os.path.dirname(importlib.__file__)  # noqa: PTH120 - a text
+"""Beginnings of the files of functions that list a folder for modules: that of the script, in which many save."""
 
 
 def record(environ: Mapping[str, str]) -> None:
@@ -83,7 +84,9 @@ def read_lookups(folder: Path, pids: Iterable[int]) -> frozenset[str]:
     found: set[str] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
-            found.update(map(os.fsdecode, _path(folder, pid).read_bytes().split(_END)[:-1]))  # the last may be torn
+            found.update(
+                map(os.fsdecode, (folder / f"lookups-{pid}").read_bytes().split(_END)[:-1])
+            )  # the last may be torn
     return frozenset(found)
 
 
@@ -96,21 +99,12 @@ def is_state_file(path: str) -> bool:
     return suffix in _STATE_SUFFIXES or "checkpoint" in name or "ckpt" in name
 
 
-def _is_import(caller: FrameType) -> bool:
-    """Return whether a folder is listed for modules: that of the script always is, in which many save."""
-    return caller.f_code.co_filename.startswith(("<frozen importlib", _IMPORTLIB))
-
-
-def _path(folder: Path, pid: int) -> Path:
-    return folder / f"lookups-{pid}"
-
-
 class _Recorder:
     """Writer of the notes of one process; its forks write none."""
 
     def __init__(self, folder: Path) -> None:
         self._pid = os.getpid()
-        self._notes = _path(folder, self._pid).open("wb", buffering=0)
+        self._notes = (folder / f"lookups-{self._pid}").open("wb", buffering=0)
         self._steps = StepCounter(folder, self._end)
         self._seen: set[str] = set()
         self._looking = True
@@ -143,8 +137,10 @@ class _Recorder:
                 self._note(path)
         elif event in ("os.rename", "os.link", "os.symlink"):
             self._writes(arguments[1])
-        elif self._looking and event in ("os.listdir", "os.scandir") and not _is_import(sys._getframe(1)):  # noqa: SLF001
-            self._note("." if arguments[0] is None else arguments[0], "/")
+        elif self._looking and event in ("os.listdir", "os.scandir"):
+            by = sys._getframe(1).f_code.co_filename  # noqa: SLF001
+            if not by.startswith(_IMPORTERS):
+                self._note("." if arguments[0] is None else arguments[0], "/")
 
     def _wrap_writer(self, module: ModuleType) -> None:
         name, position = _WRITERS[module.__name__]

@@ -190,7 +190,7 @@ class NodeForks(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         if _DOCTOR in arguments:
             raise ForkRefused("the doctor examines what a new process finds")
         with self._lock:
-            # One fork at a time: the client of the fork server sends one request and reads its answer.
+            # One of them starts the server that the others use, or makes the pipe of their run.
             server = self._starting.server_for(environ)
             if server.wait_ready(lambda: _has_ended(link)):
                 _check_library(words[own + 1], server, folder)
