@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -17,18 +16,15 @@ from typing import Any
 
 import psutil
 
-from azureml_elastic.environment import names as variables
-from azureml_elastic.environment.node import NodeEnvironment
-from azureml_elastic.forks.command import (
-    READ_BY_TORCH,
-    Imports,
-    changed,
-    lasting,
-    server_command,
-    without_threads,
-)
+from azureml_elastic.forks.command import Imports, server_command
+from azureml_elastic.forks.import_variables import READ_BY_TORCH, changed, lasting, without_threads
 from azureml_elastic.forks.process import ForkedProcess, ForkRefused, ServerClient, ServerProcess, document
 from azureml_elastic.program.command import Program
+
+_LOG = logging.getLogger(__name__)
+
+_END_SECONDS = 2.0
+"""Limit of the wait for the ends of workers, which the kernel kills with their server."""
 
 
 class ForkedWorker(ForkedProcess):
@@ -72,12 +68,6 @@ class ForkedWorker(ForkedProcess):
         """Record the exit code; the caller holds the condition."""
         self._reported, self.ended_with_server = code, with_server
         self._changes.notify_all()
-
-
-_LOG = logging.getLogger(__name__)
-
-_END_SECONDS = 2.0
-"""Limit of the wait for the ends of workers, which the kernel kills with their server."""
 
 
 class PreloadServer(ServerClient):
@@ -247,50 +237,3 @@ def _end_orphan(pid: int, until: float) -> None:
         except psutil.NoSuchProcess:
             return
         time.sleep(0.002)
-
-
-def start_early(
-    program: Program, environment: NodeEnvironment, start: Callable[..., PreloadServer] = PreloadServer
-) -> PreloadServer | None:
-    """Start the preload server as far as the plan can be read without its models.
-
-    Args:
-        start: function that starts the preload server, with the arguments of :class:`PreloadServer`.
-
-    Returns:
-        The server, or ``None`` where the plan does without one or does not say; it is validated later.
-    """
-    try:
-        plan = json.loads(environment.variables[variables.PLAN])
-        distribution = plan["distribution"]
-        wanted = distribution["preload_workers"] and distribution["framework"] == "pytorch"
-        secret = plan["rendezvous"]["connection_string_variable"]
-    except (KeyError, TypeError, ValueError):
-        return None
-    if not wanted:
-        return None
-    # The workers are forks and could read the server's first environment, so that has no secret in it. Whether they get
-    # the variable is decided once the table is open.
-    withheld = {secret, variables.AZURE_STORAGE_CONNECTION_STRING}
-    return start(program, {name: value for name, value in environment.variables.items() if name not in withheld})
-
-
-def begin_preload(
-    early: PreloadServer | None,
-    program: Program,
-    environ: Mapping[str, str],
-    start: Callable[..., PreloadServer] = PreloadServer,
-) -> PreloadServer:
-    """Give the preload server the workers' environment, in a new process where the early one does not suit.
-
-    Args:
-        start: function that starts the preload server, with the arguments of :class:`PreloadServer`.
-    """
-    server = early
-    if early is not None and not early.suits(program, environ):
-        early.close()
-        server = None
-    if server is None:
-        server = start(program, environ)
-    server.begin(environ)
-    return server

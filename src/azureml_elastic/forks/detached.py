@@ -13,7 +13,8 @@ from typing import Any
 
 import psutil
 
-from azureml_elastic.forks.command import Imports, difference, read_early, server_command, without_threads
+from azureml_elastic.forks.command import Imports, server_command
+from azureml_elastic.forks.import_variables import difference, read_early, without_threads
 from azureml_elastic.forks.link import GO
 from azureml_elastic.forks.process import ForkedProcess, ForkRefused, ServerClient, ServerProcess, document
 

@@ -38,9 +38,11 @@ from typing import Any, NoReturn
 
 from azureml_elastic.environment import names as variables
 from azureml_elastic.forks import import_loader, script_runner, stack_imports, state_files
-from azureml_elastic.forks.command import Imports, difference
-from azureml_elastic.forks.import_loader import end_with, leftover_threads, rehearse, trial_fork, why_unsafe
+from azureml_elastic.forks.command import Imports
+from azureml_elastic.forks.fork_checks import end_with, leftover_threads, trial_fork, why_unsafe
+from azureml_elastic.forks.import_loader import rehearse
 from azureml_elastic.forks.import_scan import Findings, early_imports, find_imports
+from azureml_elastic.forks.import_variables import difference
 from azureml_elastic.forks.link import GO, MOST_BYTES, read_document, receive, send
 from azureml_elastic.program.command import Program
 from azureml_elastic.program.source import opens_session, program_modules

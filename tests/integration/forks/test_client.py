@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 
 from azureml_elastic.forks import client
 from azureml_elastic.forks.client import PreloadServer
-from azureml_elastic.forks.import_loader import open_devices
+from azureml_elastic.forks.fork_checks import open_devices
 from azureml_elastic.forks.process import ForkRefused
 from azureml_elastic.node.failures.classification import FailedWorker
 from azureml_elastic.program.command import Program

@@ -15,8 +15,9 @@ _LOG = logging.getLogger(__name__)
 
 _MAX_NAMED = 3
 
-_FIRST_SECONDS = 1.0
-"""Time for a program that has just begun to look for its files, before it is said what nodes wait for."""
+_SAY_SECONDS = 1.0
+"""Time between two looks for what is to be said, and before the first: a program may just begin to look for its files.
+"""
 
 
 def name_lookups(lookups: Collection[str]) -> str:
@@ -63,7 +64,7 @@ class NewcomerWatch:
         self._clock = clock
         self._pids: Sequence[int] = ()
         self._waiting: frozenset[str] = frozenset()
-        self._since = 0.0
+        self._say_at = 0.0
         self._seen = self._kept = False
         self.waits = ""
 
@@ -77,7 +78,7 @@ class NewcomerWatch:
     def await_save(self, waiting: frozenset[str], pids: Sequence[int]) -> None:
         """Look for saves from now on, unless that is done already."""
         if not self._waiting:
-            self._since, self._pids = self._clock(), tuple(pids)
+            self._say_at, self._pids = self._clock() + _SAY_SECONDS, tuple(pids)
         self._waiting = waiting
 
     def take_saved(self) -> bool:
@@ -87,7 +88,8 @@ class NewcomerWatch:
         """
         if not self._waiting or self._kept:
             return False
-        if self._clock() - self._since >= _FIRST_SECONDS:
+        if (now := self._clock()) >= self._say_at:
+            self._say_at = now + _SAY_SECONDS
             waits = describe_wait(self._waiting, read_lookups(self._folder, self._pids), self._timeout)
             if waits != self.waits:
                 self.waits = waits
