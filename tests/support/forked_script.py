@@ -18,7 +18,9 @@ def become_script(request: Mapping[str, Any], descriptors: list[int], made: Earl
     if request["session"]:
         os.setsid()
     os.chdir(request["folder"])
-    script_runner.adopt_descriptors(stdin, stdout, stderr)
+    os.dup2(stdin, 0)
+    os.close(stdin)
+    script_runner.adopt_descriptors(stdout, stderr)
     if "torch" in sys.modules:
         script_runner.reset_process_state()
     interpreter, *words = request["argv"]

@@ -18,7 +18,7 @@ from typing_extensions import Self
 from azureml_elastic.engines.child import kill_children
 from azureml_elastic.environment.engine import EngineEnvironment, take_engine_key
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
-from azureml_elastic.ipc.worker_messages import Finished, RanksConnected, Stopped
+from azureml_elastic.ipc.worker_messages import Finished, Stopped
 from azureml_elastic.train.agent_client.channel import ChannelAgent
 
 _T = TypeVar("_T")
@@ -174,7 +174,6 @@ class NodeEngine:
             self._wait_for_the_end(place, error)
             return None
         try:
-            self._agent.report(RanksConnected())
             self._engine.enter(place, store)
             while not self._agent.wait_interrupted(_POLL_SECONDS):
                 if self._must_leave:  # in the place of poll(): a node that leaves begins nothing new

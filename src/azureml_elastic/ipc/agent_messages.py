@@ -11,7 +11,6 @@ from azureml_elastic.ipc.worker_messages import Prepare, Vote
 __all__ = [
     "BROADCASTS",
     "REPORTS",
-    "AllPlaced",
     "BroadcastBody",
     "Decision",
     "DumpStacks",
@@ -20,7 +19,6 @@ __all__ = [
     "Leaving",
     "NodeStopped",
     "NodesWait",
-    "Placed",
     "Prepare",
     "RanksConnecting",
     "ReportBody",
@@ -31,11 +29,6 @@ __all__ = [
 @dataclass(frozen=True)
 class Leaving:
     """The node is being preempted and will not be in the next round."""
-
-
-@dataclass(frozen=True)
-class Placed:
-    """All workers of the node have a session and an assignment, and connect to the other ranks."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +50,6 @@ class Decision:
     boundary: Count
     go: bool
     leavers: tuple[Name, ...] = ()
-
-
-@dataclass(frozen=True)
-class AllPlaced:
-    """The workers of all nodes connect to each other from now on."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +83,8 @@ class HangLesson:
     longest_pause: Seconds
 
 
-ReportBody = Vote | NodeStopped | Leaving | Placed | Dumped
-BroadcastBody = Prepare | Decision | AllPlaced | RanksConnecting | NodesWait | DumpStacks | HangLesson
+ReportBody = Vote | NodeStopped | Leaving | Dumped
+BroadcastBody = Prepare | Decision | RanksConnecting | NodesWait | DumpStacks | HangLesson
 
 REPORTS: MessageCodec[ReportBody] = MessageCodec(*get_args(ReportBody))
 BROADCASTS: MessageCodec[BroadcastBody] = MessageCodec(*get_args(BroadcastBody))

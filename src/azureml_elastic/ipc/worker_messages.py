@@ -34,11 +34,6 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class RanksConnected:
-    """All ranks of the round have connected to each other."""
-
-
-@dataclass(frozen=True)
 class Step:
     """The worker has completed a step; ``samples`` over all ranks were trained since its last message of this kind."""
 
@@ -270,19 +265,7 @@ MemoryMessage = HandOver | Memory | HoldShard | RetainSnapshot | DiscardSnapshot
 Request = Pointer | Commit | HandOver | Memory | HoldShard | ReplicateShard
 LastReport = Stopped | Finished | GaveWay
 """Reports of a process that ends, or takes part in no further step of the round."""
-Report = (
-    RanksConnected
-    | Step
-    | Logged
-    | Busy
-    | Free
-    | Expects
-    | Restored
-    | Damaged
-    | RetainSnapshot
-    | DiscardSnapshot
-    | LastReport
-)
+Report = Step | Logged | Busy | Free | Expects | Restored | Damaged | RetainSnapshot | DiscardSnapshot | LastReport
 """What a process reports of its training, without an answer."""
 WorkerMessage = Hello | Vote | Parked | Report | Request
 Reply = Accepted | Refused | PointerReply | MemoryReply

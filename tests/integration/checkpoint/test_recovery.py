@@ -43,8 +43,8 @@ def until_hit(process):
 
 def until_interrupted(agent, world):
     """Wait until the third worker is dead or frozen, and send the end of the round to the others."""
-    received = agent.wait_for_all(ranks_connected=3, step=3 * 8)
-    assert {rank for rank, _ in received["ranks_connected"]} == {0, 1, 2}
+    received = agent.wait_for_all(step=3 * 8)
+    assert {rank for rank, _ in received["step"]} == {0, 1, 2}
     until_hit(world.processes[2])
     agent.interrupt()
 
@@ -79,7 +79,7 @@ def test_survivors_continue_and_a_new_process_joins(agent, tmp_path, fault, norm
     world = World(3, recovering.train_on, *arguments, **environment(agent, 0, victim=2))
     until_interrupted(agent, world)
     agent.expect(2)
-    ((_, restored),) = agent.wait_for_all(ranks_connected=2, restored=1)["restored"]
+    ((_, restored),) = agent.wait_for_all(restored=1)["restored"]
     assert restored["step"] == 8
     world.processes[2].kill()
     outcomes = world.outcomes()
@@ -97,7 +97,7 @@ def test_survivors_continue_and_a_new_process_joins(agent, tmp_path, fault, norm
 def test_a_device_behind_the_host_hands_over_completed_steps_alone(agent, tmp_path, kind):
     arguments = (tmp_path / "c", kind)
     world = World(2, recovering.on_a_deferred_device, *arguments, **environment(agent, 1, victim=1))
-    agent.wait_for_all(ranks_connected=2, step=2 * 2)
+    agent.wait_for_all(step=2 * 2)
     until_hit(world.processes[1])
     if kind != "hooked":  # until the update is queued, the state is that of step 2
         recovering.until((tmp_path / "queued-0").exists)
@@ -117,7 +117,7 @@ def test_a_device_behind_the_host_hands_over_completed_steps_alone(agent, tmp_pa
 @pytest.mark.parametrize("kind", ["closure", "update", "exchanged"])
 def test_weights_are_handed_over_if_they_are_those_of_a_step(agent, tmp_path, kind, capfd):
     world = World(2, recovering.within_an_update, tmp_path / "c", kind, **environment(agent, 1, victim=1))
-    agent.wait_for_all(ranks_connected=2, step=2 * 2)
+    agent.wait_for_all(step=2 * 2)
     until_hit(world.processes[1])
     agent.interrupt(victim=1)
     agent.wait_for_all(gave_way=1, gone=1)
@@ -141,12 +141,12 @@ def test_weights_are_handed_over_if_they_are_those_of_a_step(agent, tmp_path, ki
 def test_after_a_shrink_the_expected_steps_are_reported_again(agent, tmp_path):
     agent.expect(3)
     world = World(3, recovering.with_a_batch_per_worker, tmp_path / "c", 5, **environment(agent, 0, victim=2))
-    begun = agent.wait_for_all(ranks_connected=3, expects=3, step=3 * 4)
+    begun = agent.wait_for_all(expects=3, step=3 * 4)
     assert {message["steps"] for _, message in begun["expects"]} == {48 // (2 * 3)}
     until_hit(world.processes[2])
     agent.interrupt()
     agent.expect(2)
-    again = agent.wait_for_all(ranks_connected=2, expects=2)
+    again = agent.wait_for_all(expects=2)
     remaining = (48 - 4 * 6) // (2 * 2)
     assert {message["steps"] for _, message in again["expects"]} == {4 + remaining}
     outcomes = world.outcomes()

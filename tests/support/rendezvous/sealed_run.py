@@ -117,5 +117,5 @@ class Run:
         assert self.table.get(ROUND_KEY) == self.row
         assert set(self.leader.hub.view().waiting) == set()
         follower = next(node for node in self.nodes if node is not self.leader)
-        follower.membership.link.send(messages.Unreachable("a sign of life"))
+        follower.membership.link.send(messages.Reached("a sign of life"))
         self.exchange()

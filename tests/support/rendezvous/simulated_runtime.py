@@ -192,16 +192,18 @@ class SimulatedClient:
 
 
 class SimulatedListener:
-    """Replaces a listening socket, of which only the port is used."""
+    """Replaces a listening socket, of which only the port is used, until a server has it."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, node: Node) -> None:
         self._port = port
+        self._node = node
+        node.listening.add(port)
 
     def getsockname(self) -> tuple[str, int]:
         return "", self._port
 
     def close(self) -> None:
-        pass
+        self._node.listening.discard(self._port)
 
 
 class SimulatedRuntime(Runtime):
@@ -222,12 +224,13 @@ class SimulatedRuntime(Runtime):
         return SimulatedThread(self._scheduler, self._node, target, name)
 
     def listen(self, interface: str, backlog: int) -> SimulatedListener:
-        return SimulatedListener(next(self._cluster.ports))
+        return SimulatedListener(next(self._cluster.ports), self._node)
 
     def serve(
         self, listener, on_message, on_close=lambda _: None, on_tick=lambda: None, *, tick=1.0, authenticator
     ) -> SimulatedServer:
         port = listener.getsockname()[1]
+        listener.close()
         return SimulatedServer(self._node, port, on_message, on_close, on_tick, tick, authenticator)
 
     def dial(
@@ -257,9 +260,6 @@ class SimulatedRuntime(Runtime):
         node.ends.append(near)
         return SimulatedClient(node, near, on_tick, tick)
 
-    def reach(self, address, broken) -> None:
-        """The port of a store is that of the node of whose hub this one has just been answered."""
-
     def probe(self, addresses, timeout) -> list[OSError | None]:
         scheduler, node = self._scheduler, self._node
         node.step()
@@ -268,7 +268,7 @@ class SimulatedRuntime(Runtime):
         scheduler.wait(scheduler.now + (timeout if any(silent) else 2 * self._cluster.costs.message))
         return [
             TimeoutError("timed out") if blocked
-            else None if not target.dead and port in target.servers
+            else None if not target.dead and (port in target.servers or port in target.listening)
             else ConnectionRefusedError("nothing listens there")
             for blocked, (target, port) in zip(silent, targets, strict=True)
         ]  # fmt: skip

@@ -62,6 +62,7 @@ class Node:
         self.cut = False
         self.clock_offset = 0.0
         self.servers: dict[int, SimulatedServer] = {}
+        self.listening: set[int] = set()
         self.ends: list[End] = []
         self.steps = 0
         self.dies_at: int | None = None

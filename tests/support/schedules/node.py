@@ -470,8 +470,8 @@ class Node:
                 return self._connect(call, self._answer)
             case do.Enter():
                 self._enter(call)
-            case do.ReachStore():
-                self.world.after(0.001, lambda: self.when_running(partial(self._answer, ev.StoreReached())))
+            case do.ReachMembers():
+                self.world.after(0.001, lambda: self.when_running(partial(self._answer, ev.MembersReached())))
             case _:
                 self._call_table(call)
         return None

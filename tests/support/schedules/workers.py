@@ -270,8 +270,6 @@ class Group:
             ev.WorkersSeen(
                 present=mine if worker.running and not codes else none,
                 in_session=True,
-                placed=True,
-                connected=self.connecting,
                 trained=worker.step > self.began,
                 leaving=worker.leaving,
                 step=worker.step,

@@ -36,7 +36,7 @@ class World:
             do.TakeCandidates: ev.CandidatesTaken([]),
             do.Reopen: ev.EndWritten(mine=True),
             do.Enter: ev.Entered(),
-            do.ReachStore: ev.StoreReached(),
+            do.ReachMembers: ev.MembersReached(),
             do.WriteRow: ev.RowWritten(),
         }
 
@@ -110,7 +110,7 @@ def test_a_node_is_led_from_its_workers_to_its_place():
     node, _ = member(world)
     kinds = [type(action) for action in world.performed]
     assert kinds[:4] == [do.ReadRound, do.RecordReady, do.LeaveRound, do.FindRound]
-    assert kinds[-4:] == [do.Enter, do.ReachStore, do.Take, do.StartWorkers]
+    assert kinds[-4:] == [do.Enter, do.ReachMembers, do.Take, do.StartWorkers]
     assert (node.round, node.rank, node.leads) == (ROUND, 1, False)
 
 

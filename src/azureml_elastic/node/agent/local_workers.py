@@ -51,7 +51,6 @@ class RoundState:
         stopped: local ranks that have left at a step boundary.
         finished: local ranks whose training loop has ended.
         gave_way: local ranks that exit because the round is over or cannot go on.
-        connected: whether the ranks of the round have connected to each other.
         step: furthest step that one has completed.
         pace: when and at which step training began.
         votes: answers to proposals, by local rank, that were not taken yet.
@@ -63,7 +62,6 @@ class RoundState:
     stopped: set[int] = field(default_factory=set)
     finished: set[int] = field(default_factory=set)
     gave_way: set[int] = field(default_factory=set)
-    connected: bool = False
     trained: bool = False
     step: int = 0
     pace: Pace | None = None
@@ -227,12 +225,9 @@ class LocalWorkers:
         """
         with self._lock:
             state = self._round
-            workers = [connection.state["worker"] for connection in self._workers.values()]
             return WorkersSeen(
                 present=frozenset(self._workers),
                 in_session=self.in_session,
-                placed=len(workers) == state.size and all(each.round == state.number for each in workers),
-                connected=state.connected,
                 trained=state.trained,
                 leaving=self.leaving,
                 step=state.step,

@@ -198,8 +198,8 @@ class Enter:
 
 
 @dataclass(frozen=True)
-class ReachStore:
-    """Connect to the port of the round's store, as workers will: :class:`StoreReached` or :class:`StoreUnreachable`."""
+class ReachMembers:
+    """Connect to what workers will connect to: ``MembersReached`` or ``MemberUnreachable``."""
 
     round: Round
 
@@ -412,11 +412,6 @@ class WriteStacks:
 
 
 @dataclass(frozen=True)
-class FindPair:
-    """Look for an unreachable pair of nodes that keeps the workers from connecting; ``PairFound`` answers if so."""
-
-
-@dataclass(frozen=True)
 class NoteConnecting:
     """Note that workers have begun to connect to each other."""
 
@@ -435,7 +430,7 @@ class ForgetSaves:
 
 @dataclass(frozen=True)
 class HoldWorkers:
-    """Keep the workers in the step after a save, in which one waits; ``WorkersHeld`` answers if it does."""
+    """Stop the workers unless they save at this moment; ``WorkersHeld`` answers if they are stopped."""
 
 
 @dataclass(frozen=True)
@@ -452,10 +447,10 @@ Entry = Strike | RecordFailure | RecordHang | NoteConnecting | Log
 HangAction = AdoptVerdict | LearnLesson | WriteStacks
 SaveAction = AwaitSave | ForgetSaves | HoldWorkers
 RowAction = Reopen | Close
-TrainingAction = Sending | WorkersAction | Entry | HangAction | SaveAction | RowAction | ReadFailures | FindPair
+TrainingAction = Sending | WorkersAction | Entry | HangAction | SaveAction | RowAction | ReadFailures
 
 TableCall = ReadRound | ReadRows | Restore | WriteRow | WriteRound | EndRound | ReadKey
-NetworkCall = Connect | TakeCandidates | QueryMembers | ReachStore
+NetworkCall = Connect | TakeCandidates | QueryMembers | ReachMembers
 NodeCall = PrepareRow | Enter | ReadHeartbeat
 RendezvousCall = TableCall | NetworkCall | NodeCall
 Call = RendezvousCall | Reopen | GetReady

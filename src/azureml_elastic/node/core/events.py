@@ -263,13 +263,13 @@ class EntryFailed:
 
 
 @dataclass(frozen=True)
-class StoreReached:
-    """The port of the round's store accepts connections."""
+class MembersReached:
+    """The round's store and the other members can be reached."""
 
 
 @dataclass(frozen=True)
-class StoreUnreachable:
-    """The port of the round's store does not accept connections, or the round has broken before it did.
+class MemberUnreachable:
+    """The round's store or another member cannot be reached, or the round has broken before it was known.
 
     Args:
         seen: what is known of the round.
@@ -309,7 +309,7 @@ class EndWritten:
 JoinEvent = (
     Started | TimerFired | NewerRound | Woken | MarksChanged | Connected | ConnectFailed | HubSent | LinkEnded
     | RoundRead | RowsRead | RowsUnavailable | CandidatesTaken | RowPrepared | RowWritten | RoundWritten | RoundTooLarge
-    | HeartbeatRead | KeyRead | Entered | EntryFailed | StoreReached | StoreUnreachable | MembersAnswered
+    | HeartbeatRead | KeyRead | Entered | EntryFailed | MembersReached | MemberUnreachable | MembersAnswered
     | EndWritten | GotReady | MustLeave | Abandoned
 )  # fmt: skip
 
@@ -388,8 +388,6 @@ class WorkersSeen:
     Args:
         present: local ranks that are connected.
         in_session: whether every local worker has, or has had, a session.
-        placed: whether every local worker has a session and an assignment in this round.
-        connected: whether the ranks of the round have connected to each other.
         trained: whether a local worker has completed a step.
         leaving: whether one is connected that ends, or parks, once it is interrupted.
         step: furthest step that one has completed.
@@ -404,8 +402,6 @@ class WorkersSeen:
 
     present: frozenset[int] = frozenset()
     in_session: bool = False
-    placed: bool = False
-    connected: bool = False
     trained: bool = False
     leaving: bool = False
     step: int = 0
@@ -491,13 +487,6 @@ class StoreEnded:
 
 
 @dataclass(frozen=True)
-class PairFound:
-    """Workers will never connect over this unreachable pair of nodes."""
-
-    pair: str
-
-
-@dataclass(frozen=True)
 class Hung:
     """This node's own verdict: the round hangs.
 
@@ -523,12 +512,12 @@ class StacksWritten:
 
 @dataclass(frozen=True)
 class ProgramSaved:
-    """A program without a session has saved while nodes wait, and waits in the next step of its training."""
+    """A program without a session has saved while nodes wait, and has gone on training in this moment."""
 
 
 @dataclass(frozen=True)
 class WorkersHeld:
-    """A worker of this node waits in the step after its save until it is ended."""
+    """This node's workers are stopped between two saves."""
 
 
 @dataclass(frozen=True)
@@ -563,7 +552,6 @@ TrainingEvent = (
     | Noticed
     | StoreUsed
     | StoreEnded
-    | PairFound
     | Hung
     | Learned
     | StacksWritten

@@ -20,24 +20,18 @@ distinguished, because a program that trains well has all three:
 agent decides, and broadcasts that. Every agent collects the stacks of its own workers and reports when it has them.
 When all have, or after a few seconds, rank 0's agent ends the round. An agent whose own verdict comes, much later,
 although rank 0's has not, does so alone: what hangs may be that agent.
-
-**Whether the workers of a round connect to each other within a time limit.** Every rank connects to every other one;
-where two nodes cannot reach each other, gloo waits without an error. The limit counts from when the workers of *all*
-nodes connect, so that the imports of a slow node do not matter. Rank 0's agent collects that from the nodes and
-broadcasts it.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from azureml_elastic.config import Plan
-from azureml_elastic.ipc.agent_messages import AllPlaced, Dumped, DumpStacks, Placed
+from azureml_elastic.ipc.agent_messages import Dumped, DumpStacks
 from azureml_elastic.node.core.actions import (
     AdoptVerdict,
-    FindPair,
     RecordHang,
     ToLeader,
     ToMembers,
@@ -160,47 +154,3 @@ class HangResponse:
         """Return the verdict for which this agent must end the round now: all stacks that can be had are written."""
         over = not self._missing or (self.until is not None and now >= self.until)
         return self._hung if over else None
-
-
-# Nothing ends by this limit alone, only by an unreachable pair that probes have found: a slow start is no harm.
-_CONNECT_SECONDS = 10.0
-
-
-class PeerDiscovery:
-    """One agent's part in one round.
-
-    Attributes:
-        until: monotonic seconds at which the workers should have connected, ``None`` before all can.
-    """
-
-    def __init__(self, nodes: Iterable[str]) -> None:
-        self._missing = set(nodes)
-        self._reported = False
-        self.until: float | None = None
-
-    def look(self, now: float, *, placed: bool, connected: bool) -> list[TrainingAction]:
-        """Report once that the local workers connect to the others, and look why they have not connected for long.
-
-        Args:
-            placed: whether each local worker has a session and an assignment.
-            connected: whether a local worker has reported that the ranks have connected.
-        """
-        actions: list[TrainingAction] = []
-        if placed and not self._reported:
-            self._reported = True
-            actions.append(ToLeader(Placed()))
-        if self.until is not None and not connected and now >= self.until:
-            # Again at each turn: the probes may find the pair later than this.
-            actions.append(FindPair())
-        return actions
-
-    def reported(self, node: str) -> list[TrainingAction]:
-        """Take a node's report, on rank 0's node; all agents get to know the last one."""
-        if node not in self._missing:
-            return []
-        self._missing.remove(node)
-        return [] if self._missing else [ToMembers(AllPlaced())]
-
-    def all_placed(self, now: float) -> None:
-        """Start the time limit: the workers of all nodes connect to each other from now on."""
-        self.until = now + _CONNECT_SECONDS

@@ -20,7 +20,8 @@
   row does not change either, or where it was the only member's and refuses connections now, the spare reopens the round
   without its members.
 - A node that enters connects to rank 0's hub. If its machine does not answer, either that node is gone or this one is
-  cut off; the majority of members decides. In the second case this node stays **outside** and keeps trying.
+  cut off; the majority of members decides. In the second case this node stays **outside** and keeps trying. Then it
+  connects to what its workers will. A member that does not answer ends the round: the next one is without one of both.
 - The row may have gone back in time, which the heartbeat of a later round shows: then it is **restored**.
 """
 
@@ -495,12 +496,13 @@ class Joiner:
                 waiting.tries += 1
                 self.deadline = now + _RETRY_SECONDS[0]
             case ev.Entered():
-                return self._look_for_store()
-            case ev.StoreReached():
-                return self._take_place()
-            case ev.StoreUnreachable(seen=seen) if not seen.over or seen.lost:
+                return self._reach_members()
+            case ev.MembersReached():
+                self.state = JoinState.IN
+                return [do.Take()]
+            case ev.MemberUnreachable(seen=seen) if not seen.over or seen.lost:
                 return [do.Reopen(event.reason, seen.lost, round_failed=not seen.lost)]
-            case ev.StoreUnreachable():  # another node has ended the round
+            case ev.MemberUnreachable():  # another node has ended the round
                 self.state = JoinState.CHOOSING
                 return [do.ReadRound()]
             case ev.TimerFired():
@@ -522,14 +524,9 @@ class Joiner:
                 return self._stay_outside() if runs else self._without_leader(waiting.reason, now)
         return []
 
-    def _look_for_store(self) -> list[do.JoinAction]:
+    def _reach_members(self) -> list[do.JoinAction]:
         self.state = JoinState.ENTERING
-        # Rank 0's node serves it.
-        return [do.ReachStore(self.round)] if self._waiting.rank else self._take_place()
-
-    def _take_place(self) -> list[do.JoinAction]:
-        self.state = JoinState.IN
-        return [do.Take()]
+        return [do.ReachMembers(self.round)]
 
     def _without_leader(self, reason: str, now: float) -> list[do.JoinAction]:
         """End the round without rank 0's node, or have the survivor do so whose turn it is, for a while."""
@@ -566,7 +563,7 @@ class Joiner:
         match event:
             case ev.RowWritten() if waiting.entered:
                 self._has_left = False
-                return self._look_for_store()
+                return self._reach_members()
             case ev.RowWritten():
                 self._has_left = True
                 return [do.ReadHeartbeat()]

@@ -110,13 +110,6 @@ class Report(Message):
 
 
 @dataclass(frozen=True)
-class Unreachable(Message):
-    """The member cannot reach another node, with a description that names both."""
-
-    text: Text
-
-
-@dataclass(frozen=True)
 class Reached(Message):
     """The member can reach the node of this incarnation again."""
 

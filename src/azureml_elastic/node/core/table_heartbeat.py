@@ -78,7 +78,9 @@ class HeartbeatWriter:
         if row is not None and row.round > self._number:
             return Overtaken(given_up=True)
         self.version = None if row is None else row.version
-        look = bool(self._confirmed) and (row is None or row.by != self._me or row.beats < self._confirmed)
+        # A row of an earlier round may have as many beats.
+        known = (self._number, self._confirmed)
+        look = bool(self._confirmed) and (row is None or row.by != self._me or (row.round, row.beats) < known)
         # An answer that was lost leaves the row newer than known: once more at once, else a spare could take the gap
         # for the end of the round.
         self._repeats = not self._repeats

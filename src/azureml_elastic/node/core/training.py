@@ -17,7 +17,7 @@ from azureml_elastic.node.core import actions as do
 from azureml_elastic.node.core import events as ev
 from azureml_elastic.node.core.boundary import BoundaryParticipant, Departure, Leader
 from azureml_elastic.node.core.failures import Failure, FailureRecord
-from azureml_elastic.node.core.hangs import HangResponse, PeerDiscovery
+from azureml_elastic.node.core.hangs import HangResponse
 from azureml_elastic.node.core.pauses import SilenceLimit
 from azureml_elastic.node.core.restarts import KILLED, charge, died_after_training, faulty_members
 from azureml_elastic.node.core.round import Round, turn_of
@@ -117,7 +117,6 @@ class Training:
         self._now = now
         self._out: list[do.TrainingAction] = []
         self._leader = Leader(round_, distribution, opens_session=opens_session, now=now) if rank == 0 else None
-        self._discovery = PeerDiscovery(names)
         self._hangs = HangResponse(round_, node)
         self._seen = ev.RoundSeen()
         self._waiting = frozenset[str]()
@@ -160,7 +159,7 @@ class Training:
 
         What is due already was looked at, and waits for something else to happen.
         """
-        moments = [self._discovery.until, self._hangs.until]
+        moments = [self._hangs.until]
         if self.state in (State.COLLECTING, State.SETTLING, State.CLOSING, State.DEFERRING):
             moments.append(self._until)
         if self._departure.notice is not None:
@@ -237,10 +236,6 @@ class Training:
         match self.state:
             case State.TRAINING | State.AT_BOUNDARY | State.STOPPED | State.DONE:
                 self._look_at_round(event)
-                if isinstance(event, ev.TimePassed) and self.state in _IN_ROUND:
-                    workers = self._workers
-                    placed, connected = workers.placed, workers.connected
-                    self._do(*self._discovery.look(self._now, placed=placed, connected=connected))
                 if self.state in (State.TRAINING, State.AT_BOUNDARY):
                     self._look_at_workers()
             case State.COLLECTING:
@@ -271,8 +266,6 @@ class Training:
             self._end_round(f"{self._node} was preempted", lost=frozenset({self._node}))
         elif self._store_failure is not None:
             self._end_without_store(self._store_failure)
-        elif isinstance(event, ev.PairFound):
-            self._end_round(f"the workers cannot connect: {event.pair}", round_failed=True)
         elif (hung := self._hangs.due(self._now)) is not None:
             # Starting anew costs as much as a failure: a program may hang at the same place each time.
             self._charge(hung.failure, hung.hang.reason, lost=self._boundary.leavers)
@@ -322,8 +315,6 @@ class Training:
                 self._ask(body)
             case messages.Decision():
                 self._decided(body)
-            case messages.AllPlaced():
-                self._discovery.all_placed(self._now)
             case messages.RanksConnecting() if not self.connecting:
                 self._workers_connect()
             case messages.NodesWait(nodes):
@@ -337,8 +328,6 @@ class Training:
         match body:
             case messages.Leaving():
                 self._boundary.leavers |= {node}
-            case messages.Placed():
-                self._do(*self._discovery.reported(node))
             case messages.Dumped():
                 self._hangs.dumped(node)
             case messages.NodeStopped() if self._leader is not None:

@@ -27,15 +27,6 @@ from azureml_elastic.node.driver import EventQueue
 from azureml_elastic.node.host.addresses import Ports
 from azureml_elastic.node.host.identity import new_incarnation
 
-_POLL_SECONDS = 0.05
-
-STORE_SECONDS = 3.0
-"""Timeout of a connection to a round's store: long enough for TCP's second attempt."""
-
-_RETRY_SECONDS = 2.0
-"""Time for which a refused connection is tried again: the hub may report meanwhile that rank 0's node is lost, which
-names the cause."""
-
 
 @dataclass(frozen=True)
 class LocalNode:
@@ -124,32 +115,6 @@ class Runtime:
             OSError: the interface is not of this machine.
         """
         return self._ports.listen(interface, backlog)
-
-    def reach(self, address: tuple[str, int], broken: Callable[[], bool]) -> OSError | None:
-        """Wait until a port accepts connections; return why it does not, ``None`` where it does.
-
-        Args:
-            broken: function that returns whether the round has broken, which ends the attempts.
-        """
-        results: list[OSError | None] = []
-
-        def connect() -> None:
-            # On a thread: the look-up of a name, and a port that a firewall blocks, do not answer for seconds.
-            until = time.monotonic() + _RETRY_SECONDS
-            while not results:
-                try:
-                    socket.create_connection(address, STORE_SECONDS).close()
-                    results.append(None)
-                except OSError as error:
-                    if time.monotonic() >= until:
-                        results.append(error)
-                    time.sleep(_POLL_SECONDS)
-
-        thread = threading.Thread(target=connect, name="store probe", daemon=True)
-        thread.start()
-        while thread.is_alive() and not broken():
-            thread.join(_POLL_SECONDS)
-        return results[0] if results else ConnectionAbortedError(errno.ECONNABORTED, "the round is over")
 
     def probe(self, addresses: Sequence[tuple[str, int]], timeout: float) -> list[OSError | None]:
         """Try to connect to all addresses at once; return the error of each, ``None`` where it succeeded.

@@ -153,8 +153,6 @@ class Hub:
                     actions = self._state.done(link)
                 case messages.Reached() if member is not None:
                     self._state.watchers.reached(message.incarnation, member[0])
-                case messages.Unreachable() if member is not None:
-                    _LOG.warning("%s.", message.text)
                 case messages.Report() if member is not None:
                     name, number = member
                     self._context.queue.post(AgentMessage(number, FromMember(name, message.body)))

@@ -1,47 +1,43 @@
-"""Probes of which members of a running round reach each other, and whether unreachable pairs have recovered.
+"""Probes: on its way into a round each node connects once to what its workers will connect to, before they start.
 
-Agents need to reach rank 0's node only, but workers connect to all other workers, and hang without an error where two
-nodes cannot reach each other. So a second after a round has begun each node connects once to the hub of each other
-member, on a separate thread: in a large round to the next one in the order of ranks and to some others at random. A
-node that was reached once is not probed again. With a port range, hubs do not show whether the ports of workers can be
-reached, since NCCL and gloo use any free port: each node then also listens on such a port.
+Agents need to reach rank 0's node only, but workers connect to the round's store and to all other workers, and hang
+without an error where two nodes cannot reach each other. So each node connects to the store and to all members that it
+has not reached before, in a large round to the next one in the order of ranks and to some others at random. With a port
+range, hubs do not show whether the ports of workers can be reached, since NCCL and gloo use any free port: each node
+then also listens on such a port. A peer that cannot be reached is probed again, on a thread, until it can be.
 """
 
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from functools import partial
 
-from azureml_elastic.errors import NodeLeaving
 from azureml_elastic.ipc import Connection
 from azureml_elastic.node.core.messages import Reached
 from azureml_elastic.node.core.node import Node
 from azureml_elastic.node.core.round import Member, Round
-from azureml_elastic.node.host.addresses import Ports
+from azureml_elastic.node.host.addresses import Ports, format_address
 from azureml_elastic.node.rendezvous.context import Context
-from azureml_elastic.node.rendezvous.link import Assignment, Membership
-from azureml_elastic.node.rendezvous.reachability import Reachability, Target, is_unreachable
+from azureml_elastic.node.rendezvous.link import Membership
+from azureml_elastic.node.rendezvous.reachability import Reachability, Target, UnreachablePair, is_unreachable
 
-_DELAY_SECONDS = 1.0
-"""Time after the start of the round, at which workers are being started."""
+_PROBE_SECONDS = 3.0
+"""Long enough for TCP's second attempt, which follows the first after a second."""
 
-_PROBE_SECONDS = 2.0
-_TRIES = 2
+_REFUSED_SECONDS = 2.0
+"""Time for which a refused connection is tried again: the hub may report meanwhile that the node is lost, which names
+the cause."""
+
+_POLL_SECONDS = 0.05
 
 _RETRY_SECONDS = (5.0, 60.0)
-"""First and longest pause between two attempts at an unreachable pair."""
+"""First and longest pause between two attempts at unreachable peers."""
 
 _ALL = 32
 """Largest round in which every member probes every other one."""
 
 _SAMPLE = 8
-
-_PURPOSES: dict[Target, str] = {
-    "peer_hub": "a member of round {}, to which the workers here connect",
-    "worker_port": "a member of round {}, on a port such as its workers take",
-}
 
 
 def peers_to_probe(
@@ -78,8 +74,12 @@ class DataPort:
         self._server.close()
 
 
+def _reject(connection: Connection, _: object) -> None:
+    connection.close("nothing is served here")
+
+
 class PeerProber:
-    """This node's probes. :meth:`tick` is for one thread, and starts probes on another.
+    """This node's probes. For the agent's thread, except for methods marked thread-safe.
 
     Args:
         context: settings; ``queue`` wakes when an unreachable peer is reached again.
@@ -89,149 +89,109 @@ class PeerProber:
     """
 
     def __init__(self, context: Context, reachability: Reachability, membership: Membership, machine: Node) -> None:
-        self.reachability = reachability
         self._context = context
+        self._reachability = reachability
         self._membership = membership
         self._machine = machine
         self._choose = random.Random(machine.me.node)
         self._reached: set[str] = set()
-        self._next: Assignment | None = None
-        self._next_at = 0.0
-        self._retry_at: dict[tuple[str, Target], tuple[float, float]] = {}
-        self._busy = False
+        self._lock = threading.Lock()
+        self._watches = False
+        self._closed = context.runtime.event()
 
-    def begin(self, assignment: Assignment) -> None:
-        """Plan the probes of a round whose rank 0 this node has reached."""
-        first = assignment.round.members[0]
-        # This node is connected to that hub; a port such as workers take is still to be tried.
-        if not first.data_port:
-            self._reached.add(first.incarnation)
-        self._next, self._next_at = assignment, self._context.clock() + _DELAY_SECONDS
+    def forget(self) -> None:
+        """Have all members probed again: what has ended the last round may be between them."""
+        self._reached.clear()
 
-    def tick(self) -> None:
-        """Start the probes that are due, unless others still run."""
-        # Without a lock: this thread alone sets it, and where the probe's clears it late, the next one only begins
-        # later.
-        if self._busy:
-            return
-        now = self._context.clock()
-        if self._next is not None and now >= self._next_at:
-            assignment, self._next = self._next, None
-            peers = peers_to_probe(assignment.round.members, assignment.rank, self._reached, self._choose)
-            if peers:
-                self._start(partial(self._probe_members, assignment.round, peers))
-                return
-        pairs = self.reachability.pairs()
-        if not pairs:
-            self._retry_at.clear()
-            return
-        due = []
-        for key, pair in pairs.items():
-            at, pause = self._retry_at.setdefault(key, (now + _RETRY_SECONDS[0], _RETRY_SECONDS[0]))
-            if now >= at:
-                pause = min(2 * pause, _RETRY_SECONDS[1])
-                self._retry_at[key] = (now + pause, pause)
-                due.append((key, (pair.peer_host, pair.port)))
-        if due:
-            self._start(partial(self._probe_again, due))
+    def reach(self, round_: Round, rank: int, is_broken: Callable[[], bool]) -> list[str] | None:
+        """Connect to what this node's workers will connect to; return what they cannot reach.
 
-    def _start(self, probe: Callable[[], None]) -> None:
-        self._busy = True
+        Args:
+            is_broken: function that returns whether the round has broken, which ends the attempt.
 
-        def run() -> None:
-            try:
-                probe()
-            finally:
-                self._busy = False
+        Returns:
+            A text for each; ``None`` where the round has broken before it was known.
+        """
+        first = round_.members[0]
+        targets: list[tuple[Member, Target, int]] = [(first, "store", first.store_port)] if rank else []
+        if rank and not first.data_port:
+            self._reached.add(first.incarnation)  # this node is connected to its hub
+        peers = peers_to_probe(round_.members, rank, self._reached, self._choose)
+        targets += [(peer, "member", peer.data_port or peer.hub_port) for peer in peers]
+        if not targets:
+            return []
+        found: list[list[str]] = []
+        done = self._context.runtime.event()
 
-        self._context.runtime.thread(run, "probing").start()
+        def probe() -> None:
+            # To its end, even if the round is over: another member may have been quicker to find its pair, and the next
+            # round is to be without this one, too.
+            found.append(self._probe(round_, targets))
+            done.set()
 
-    def _probe_members(self, round_: Round, peers: list[Member]) -> None:
-        """Probe members that were not reached before, twice."""
-        left: list[tuple[Member, Target, int]] = [(peer, "peer_hub", peer.hub_port) for peer in peers]
-        left += [(peer, "worker_port", peer.data_port) for peer in peers if peer.data_port]
-        errors: dict[tuple[str, Target], OSError] = {}
-        for _ in range(_TRIES):
-            results = self._context.runtime.probe([(peer.host, port) for peer, _, port in left], _PROBE_SECONDS)
-            failed = [(each, error) for each, error in zip(left, results, strict=True) if error is not None]
-            errors = {(peer.incarnation, target): error for (peer, target, _), error in failed if is_unreachable(error)}
-            left = [each for each, error in failed if is_unreachable(error)]
-            if not left:
-                break
-        self._reached.update(peer.incarnation for peer in peers if not errors.keys() & _targets(peer))
-        for peer in peers:
-            for incarnation, target in _targets(peer) - errors.keys():
-                self._recovered(incarnation, target)
-        for peer, target, port in left:
-            if target == "worker_port" and (peer.incarnation, "peer_hub") in errors:
-                continue  # nothing of that machine can be reached
-            # A probe takes seconds: the round may be over by now, and the peer's process with it.
-            if self._both_are_in(round_, peer):
-                purpose = _PURPOSES[target].format(round_.number)
-                error = errors[peer.incarnation, target]
-                self.reachability.failed(peer, purpose, error, _PROBE_SECONDS, target=target, port=port)
+        self._context.runtime.thread(probe, "probing").start()
+        while not done.wait(_POLL_SECONDS) and not is_broken():
+            pass
+        return found[0] if found else None
 
-    def _both_are_in(self, round_: Round, peer: Member) -> bool:
-        """Return whether this node and another one are still in a round."""
-        seen = self._machine.seen
-        is_in = self._machine.last_round == round_.number and self._membership.is_linked
-        return is_in and not seen.over and peer.node not in seen.lost
+    def _probe(self, round_: Round, targets: Sequence[tuple[Member, Target, int]]) -> list[str]:
+        runtime, texts = self._context.runtime, list[str]()
+        until = runtime.clock() + _REFUSED_SECONDS
+        left, failed = targets, list[tuple[tuple[Member, Target, int], OSError]]()
+        while left:
+            errors = runtime.probe([(peer.host, port) for peer, _, port in left], _PROBE_SECONDS)
+            for (peer, target, _), error in zip(left, errors, strict=True):
+                if error is None:
+                    self._recovered(peer.incarnation, target)
+                    self._reached.add(peer.incarnation)
+            failed = [(each, error) for each, error in zip(left, errors, strict=True) if error is not None]
+            left = [each for each, _ in failed] if runtime.clock() < until else []
+            if left:
+                runtime.event().wait(_POLL_SECONDS)
+        for (peer, target, port), error in failed:
+            if is_unreachable(error) and peer.node not in self._machine.seen.lost:
+                self._reached.discard(peer.incarnation)
+                texts.append(str(self._failed(round_, peer, target, port, error)))
+            elif target == "store":
+                where = format_address(peer.host, port)
+                texts.append(f"{self._machine.me.node} cannot reach the store of {peer.node} at {where}: {error}")
+        return texts
 
-    def _probe_again(self, due: list[tuple[tuple[str, Target], tuple[str, int]]]) -> None:
-        errors = self._context.runtime.probe([address for _, address in due], _PROBE_SECONDS)
-        for ((incarnation, target), _), error in zip(due, errors, strict=True):
-            if error is None or not is_unreachable(error):
-                self._recovered(incarnation, target)
+    def _failed(self, round_: Round, peer: Member, target: Target, port: int, error: OSError) -> UnreachablePair:
+        purpose = f"the store of round {round_.number}"
+        if target == "member":
+            which = "on a port such as its workers take" if peer.data_port else "to which the workers here connect"
+            purpose = f"a member of round {round_.number}, {which}"
+        return self._reachability.failed(peer, purpose, error, _PROBE_SECONDS, target=target, port=port)
+
+    def watch(self) -> None:
+        """Probe the peers that cannot be reached, on a thread, until all can be. Thread-safe."""
+        with self._lock:
+            watches, self._watches = self._watches, True
+        if not watches:
+            self._context.runtime.thread(self._watch, "watch for unreachable peers").start()
+
+    def close(self) -> None:
+        """End these probes."""
+        self._closed.set()
+
+    def _watch(self) -> None:
+        pause, longest = _RETRY_SECONDS
+        while not self._closed.wait(pause):
+            pause = min(2 * pause, longest)
+            pairs = self._reachability.pairs()
+            errors = self._context.runtime.probe(
+                [(pair.peer_host, pair.port) for pair in pairs.values()], _PROBE_SECONDS
+            )
+            for (incarnation, target), error in zip(pairs, errors, strict=True):
+                if error is None or not is_unreachable(error):
+                    self._recovered(incarnation, target)
+            with self._lock:
+                self._watches = bool(self._reachability.pairs())
+                if not self._watches:
+                    return
 
     def _recovered(self, incarnation: str, target: Target) -> None:
-        if self.reachability.reached(incarnation, target):
+        if self._reachability.reached(incarnation, target):
             self._membership.send_to_leader(Reached(incarnation))
             self._context.queue.wake()
-
-
-def _targets(peer: Member) -> set[tuple[str, Target]]:
-    return {(peer.incarnation, "peer_hub"), (peer.incarnation, "worker_port")}
-
-
-def _reject(connection: Connection, _: object) -> None:
-    connection.close("nothing is served here")
-
-
-_PROBING_SECONDS = 5.0
-"""Longest sleep while an unreachable node is to be probed again."""
-
-
-@dataclass(frozen=True)
-class Sleeper:
-    """Sleep that other threads can end, and that starts the probes which are due.
-
-    Args:
-        context: clock and queue, which ends a sleep.
-        prober: prober whose due probes are started before each sleep.
-    """
-
-    context: Context
-    prober: PeerProber
-
-    def wait(self, seconds: float) -> bool:
-        """Sleep until woken, at most for this time; return whether the node was woken.
-
-        Raises:
-            NodeLeaving: this node must leave.
-        """
-        self.prober.tick()
-        longest = _PROBING_SECONDS if self.prober.reachability.pairs() else seconds
-        woken = self.context.queue.wait(min(seconds, longest))
-        if self.context.surroundings.must_leave():
-            raise NodeLeaving("the node is leaving the run")
-        return woken
-
-    def sleep(self, seconds: float) -> None:
-        """Sleep for this time, even if woken.
-
-        Raises:
-            NodeLeaving: this node must leave.
-        """
-        until = self.context.clock() + seconds
-        while (left := until - self.context.clock()) > 0:
-            self.wait(left)

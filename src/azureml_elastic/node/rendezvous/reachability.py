@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -27,11 +27,8 @@ from azureml_elastic.node.rendezvous.context import Context
 
 _LOG = logging.getLogger(__name__)
 
-Target = Literal["hub", "store", "peer_hub", "worker_port"]
-"""What could not be reached: a hub that this node needs, the store of a round; or, of a member to which only workers
-connect, its hub or a port such as its workers use."""
-
-_OF_WORKERS = ("peer_hub", "worker_port")
+Target = Literal["hub", "store", "member"]
+"""What could not be reached: a hub that this node needs, the store of a round, or a member to which workers connect."""
 
 _LOG_INTERVAL_SECONDS = 300.0
 """Time after which the same pair is reported again."""
@@ -109,8 +106,6 @@ class Reachability:
         report: callback with each pair that is reported.
 
     Attributes:
-        suspect_workers: whether the last round ended in a way that an unreachable pair of members explains, so that
-            pairs to which only workers connect count, too.
         advice: text that says what to do about an unreachable pair.
     """
 
@@ -129,8 +124,6 @@ class Reachability:
         self._lock = threading.Lock()
         self._pairs: dict[tuple[str, Target], UnreachablePair] = {}
         self._reported: dict[tuple[str, Target], float] = {}
-        self._confirmed: set[tuple[str, Target]] = set()
-        self.suspect_workers = False
         wanted = f"TCP ports {ports[0]}-{ports[1]}" if ports else "all TCP ports"
         self.advice = (
             f"Nodes in different clusters need one virtual network; open {wanted} between them, or set advertise= or "
@@ -176,7 +169,7 @@ class Reachability:
                 self._reported[key] = now
         if is_due:
             # Not under the lock: the report goes to the ledger and to rank 0's hub.
-            _LOG.warning("%s. %s", pair, self._advice_on_workers if target == "worker_port" else self.advice)
+            _LOG.warning("%s. %s", pair, self._advice_on_workers if port == peer.data_port else self.advice)
             self._report(pair)
         return pair
 
@@ -184,7 +177,6 @@ class Reachability:
         """Record a successful connection; return whether the peer was recorded as unreachable before."""
         with self._lock:
             pair = self._pairs.pop((incarnation, target), None)
-            self._confirmed.discard((incarnation, target))
             if pair is not None:
                 self._reported.pop((incarnation, target), None)
         if pair is not None:
@@ -201,26 +193,10 @@ class Reachability:
         with self._lock:
             return dict(self._pairs)
 
-    def confirm(self, incarnations: Collection[str]) -> UnreachablePair | None:
-        """Return a pair with one of these nodes to which only workers connect; it counts until it is reached again.
-
-        Args:
-            incarnations: members whose workers have not connected to each other.
-        """
-        with self._lock:
-            found = [key for key in self._pairs if key[1] in _OF_WORKERS and key[0] in incarnations]
-            self._confirmed.update(found)
-            return self._pairs[found[0]] if found else None
-
     def unreached(self) -> tuple[str, ...]:
         """Return the incarnations of the nodes with which this node cannot be in a round."""
         with self._lock:
-            counting = {
-                peer
-                for peer, target in self._pairs
-                if target not in _OF_WORKERS or self.suspect_workers or (peer, target) in self._confirmed
-            }
-        return tuple(sorted(counting))
+            return tuple(sorted({peer for peer, _ in self._pairs}))
 
     def marked(self, me: Member) -> Member:
         """Return this node's row with the nodes that it cannot reach, and a description of the newest ones."""

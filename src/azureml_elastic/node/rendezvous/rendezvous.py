@@ -23,16 +23,16 @@ from azureml_elastic.node.core import events as ev
 from azureml_elastic.node.core.events import Roster, RoundSeen
 from azureml_elastic.node.core.hub_state import HubView
 from azureml_elastic.node.core.joining import greeting_of, is_landmark
-from azureml_elastic.node.core.messages import Done, Report, RoundChanged, Unreachable
+from azureml_elastic.node.core.messages import Done, Report, RoundChanged
 from azureml_elastic.node.core.node import Node, Part
 from azureml_elastic.node.core.round import Limits, Member, Round, is_same_round, reopened
 from azureml_elastic.node.core.training import Training
 from azureml_elastic.node.driver import Driver, EventQueue, Received
 from azureml_elastic.node.host.addresses import Ports, format_address, listening_address
-from azureml_elastic.node.rendezvous.context import STORE_SECONDS, Context, LocalNode, Runtime, Surroundings
+from azureml_elastic.node.rendezvous.context import Context, LocalNode, Runtime, Surroundings
 from azureml_elastic.node.rendezvous.hub import Hub
 from azureml_elastic.node.rendezvous.link import AgentMessage, Assignment, FromLink, HubWatch, Membership
-from azureml_elastic.node.rendezvous.probing import DataPort, PeerProber, Sleeper
+from azureml_elastic.node.rendezvous.probing import DataPort, PeerProber
 from azureml_elastic.node.rendezvous.reachability import Reachability, UnreachablePair, is_unreachable, query_members
 from azureml_elastic.node.rendezvous.round_end import RoundEnd
 from azureml_elastic.node.rendezvous.rows import RowLook, Rows, RunKey
@@ -46,6 +46,9 @@ _RETRY_TIMEOUT_SECONDS = 1.2
 
 _DECLINE_SECONDS = 1.0
 """Time in which a node that leaves connects to rank 0's hub to send it that it does not enter its round."""
+
+_MAX_REASONS = 2
+"""Largest number of unreachable members that are named as the reason why a round ends."""
 
 _FEW_NODES = 64
 """Largest round whose nodes all get the run's key before they are ready to join; in a larger one the landmarks do."""
@@ -120,9 +123,8 @@ class Rendezvous:
             node.name, node.host, context.clock, node.ports, self._report_unreachable
         )
         self._prober = PeerProber(context, reach, membership, machine)
-        self._sleeper = Sleeper(context, self._prober)
         key = RunKey(table, context.clock, context.authenticator, node.program)
-        self._rows = rows = Rows(table, self._sleeper.sleep, context.latest, key)
+        self._rows = rows = Rows(table, self._sleep, context.latest, key)
         self.hub = hub = Hub(context, hub_listener, membership)
         self._listener: socket.socket | None = None
         self._heartbeat = TableHeartbeat(context, table, hub)
@@ -167,7 +169,6 @@ class Rendezvous:
 
     def status(self) -> RoundSeen:
         """Return what is known of the round, for a node without an agent."""
-        self.probe()
         return self._driver.status()
 
     # --- what the driver asks ----------------------------------------------------------------------------------------
@@ -223,17 +224,22 @@ class Rendezvous:
         """See :class:`~azureml_elastic.node.driver.Port`."""
         return ()
 
-    def probe(self) -> None:
-        """Start the probes that are due."""
-        self._prober.tick()
-
     def wait(self, seconds: float) -> bool:
         """Wait until there may be something to do, at most for this time; return whether there may be.
 
         Raises:
             NodeLeaving: this node is in no round, and must leave.
         """
-        return self._sleeper.wait(seconds)
+        woken = self.queue.wait(seconds)
+        if self._surroundings.must_leave():
+            raise NodeLeaving("the node is leaving the run")
+        return woken
+
+    def _sleep(self, seconds: float) -> None:
+        """Sleep for this time, even if woken; raises as :meth:`wait` does."""
+        until = self.clock() + seconds
+        while (left := until - self.clock()) > 0:
+            self.wait(left)
 
     # --- what the driver has done ------------------------------------------------------------------------------------
 
@@ -259,11 +265,6 @@ class Rendezvous:
                 raise NodeLeaving("the node is leaving the run")
             case do.ToLeader() | do.ToMembers() | do.ReportDone() | do.Disconnect() | do.AwaitEnd():
                 self._send(action)
-            case do.FindPair():
-                # The two nodes are not members of one round again until they reach each other.
-                members = self.membership.assignment.round.members
-                pair = self._reachability.confirm({member.incarnation for member in members})
-                return None if pair is None else ev.PairFound(str(pair))
             case _ if isinstance(action, do.RendezvousCall):
                 return self._call(action) or ev.Abandoned()
             case _ if isinstance(action, do.JoinStep):
@@ -350,8 +351,8 @@ class Rendezvous:
                 return ev.CandidatesTaken(self.hub.candidates())
             case do.Enter():
                 return self._enter(call, self._me)
-            case do.ReachStore():
-                return self._reach_store(call.round)
+            case do.ReachMembers():
+                return self._reach_members(call.round)
             case do.QueryMembers():
                 return ev.MembersAnswered(query_members(self._context, call.round, self.node))
             case do.ReadHeartbeat():
@@ -384,7 +385,6 @@ class Rendezvous:
                 )
             case do.Take():
                 self._rows.persistent = True
-                self._prober.begin(self.membership.assignment)
                 self._watch.close()  # only now, so that the messages sent there have arrived
                 if self.membership.assignment.listener is None:
                     self._close_listener()
@@ -416,21 +416,13 @@ class Rendezvous:
         self._reachability.reached(first.incarnation, "hub")
         return ev.Entered(self.membership.link.refused)
 
-    def _reach_store(self, round_: Round) -> ev.JoinEvent:
-        """Connect to the port of a round's store, which another node serves."""
-        first = round_.members[0]
-        error = self._context.runtime.reach((first.host, first.store_port), lambda: self.status().broken)
-        if error is None:
-            return ev.StoreReached()
-        seen, port = self.status(), first.store_port
-        if seen.broken:
-            return ev.StoreUnreachable("the round's store cannot be reached", seen)
-        reason = f"{self.node} cannot reach the store of {first.node} at {format_address(first.host, port)}: {error}"
-        if is_unreachable(error):
-            purpose = f"the store of round {round_.number}"
-            pair = self._reachability.failed(first, purpose, error, STORE_SECONDS, target="store", port=port)
-            reason = str(pair)
-        return ev.StoreUnreachable(reason, seen)
+    def _reach_members(self, round_: Round) -> ev.JoinEvent:
+        """Connect to what workers will connect to."""
+        texts = self._prober.reach(round_, self.machine.rank, lambda: self.status().broken)
+        if texts is not None and not texts:
+            return ev.MembersReached()
+        seen = self.status()
+        return ev.MemberUnreachable("; ".join((texts or [f"lost {', '.join(sorted(seen.lost))}"])[:_MAX_REASONS]), seen)
 
     @property
     def _me(self) -> Member:
@@ -472,7 +464,8 @@ class Rendezvous:
             self._surroundings.record(events.HostQuarantined, self.machine.last_round, host=host_id, strikes=strikes)
         me = replace(self.machine.me, strikes=strikes)
         failures_before = self.membership.assignment.round.failures if was_member else ()
-        self._reachability.suspect_workers = round_.failed_rounds > 0 or len(round_.failures) > len(failures_before)
+        if round_.failed_rounds or len(round_.failures) > len(failures_before):
+            self._prober.forget()
         return self._reachability.marked(replace(me, round=round_.number, store_port=self._listener.getsockname()[1]))
 
     # --- being a member ----------------------------------------------------------------------------------------------
@@ -500,6 +493,7 @@ class Rendezvous:
 
     def shutdown(self) -> None:
         """Close the hub and the connections."""
+        self._prober.close()
         self._watch.close()
         self._close_listener()
         self.membership.leave()
@@ -509,8 +503,7 @@ class Rendezvous:
             self._data_port.close()
 
     def _report_unreachable(self, pair: UnreachablePair) -> None:
-        """Record a pair and report it to rank 0's node. Thread-safe."""
+        """Record a pair. Thread-safe."""
         fields = {"host": pair.host, "peer": pair.peer, "address": pair.address, "purpose": pair.purpose}
         self._surroundings.record(events.Unreachable, self.machine.last_round, **fields, error=pair.error)
-        if not self.machine.leads:
-            self.membership.send_to_leader(Unreachable(str(pair)))
+        self._prober.watch()

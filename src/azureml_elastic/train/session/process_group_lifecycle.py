@@ -33,7 +33,7 @@ from azureml_elastic.distributed.process_groups import ProcessGroups, is_peer_er
 from azureml_elastic.distributed.stuck_collective import is_stuck
 from azureml_elastic.errors import ElasticError, RoundBroken
 from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, WorkerIdentity
-from azureml_elastic.ipc.worker_messages import GaveWay, RanksConnected, Stopped
+from azureml_elastic.ipc.worker_messages import GaveWay, Stopped
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.optim.learning_rate import LearningRate
 from azureml_elastic.train.session.exit_hooks import leave_quickly
@@ -327,8 +327,6 @@ class ProcessGroupLifecycle:
                 self.world.close(self.models)  # which takes a while; the agents form the next round meanwhile
                 self.world.identity = self._agent.wait_for_place()
                 self.world.open()
-                # Without this an agent that knows of two nodes which cannot reach each other ends the round.
-                self._agent.report(RanksConnected())
                 # From here on the same collectives in the same order as in a new process, which makes its models one by
                 # one, and then tracks them; otherwise the ranks would wait for each other in different ones.
                 for model in self.models:
@@ -373,7 +371,6 @@ class ProcessGroupLifecycle:
                 self.world.close()
                 self.world.identity = self._first_place()
             else:
-                self._agent.report(RanksConnected())
                 return
 
     def _first_place(self) -> WorkerIdentity:

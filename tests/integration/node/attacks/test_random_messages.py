@@ -68,7 +68,7 @@ HUB_FIELDS = (
     "node", "re", "shard", "reason",
 )  # fmt: skip
 AGENT_OPS = (
-    "hello", "step", "restored", "expects", "ranks_connected", "pointer", "commit", "hand_over", "memory", "vote",
+    "hello", "step", "restored", "expects", "pointer", "commit", "hand_over", "memory", "vote",
     "stopped", "parked", "busy", "free", "finished", "damaged", "hold_shard",
     "replicate_shard",    "retain_snapshot", "discard_snapshot", "x",
 )  # fmt: skip

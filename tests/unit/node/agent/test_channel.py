@@ -73,30 +73,6 @@ def test_a_local_rank_that_the_node_does_not_have_is_refused(channel):
     assert not channel.connect(1).closed.wait(0.05)
 
 
-def test_whether_workers_know_their_places_and_have_found_the_other_ranks(channel):
-    first = channel.connect(0)
-    until(lambda: channel.workers.leaving)
-    assert not channel.workers.report().placed, "the other worker still starts"
-    channel.connect(1)
-    until(lambda: channel.workers.report().placed)
-    assert not channel.workers.report().connected
-    first.client.send({"op": "ranks_connected"})
-    until(lambda: channel.workers.report().connected)
-    channel.begin(2, 2, None, keep=True)
-    assert not channel.workers.report().placed, "that was in the round before"
-    assert not channel.workers.report().connected
-    channel.workers.assign({rank: Assign(2, rank, 4, {}) for rank in (0, 1)})
-    assert channel.workers.report().placed
-    assert not channel.workers.report().connected
-
-
-def test_a_worker_that_waits_for_its_place_is_not_there_yet(channel):
-    channel.connect(0)
-    channel.connect(1, 0)
-    until(lambda: channel.workers.in_session)
-    assert not channel.workers.report().placed
-
-
 def test_steps_commits_and_restores_reach_the_ledger(channel, recorder, table, tmp_path, monkeypatch):
     monkeypatch.setattr("azureml_elastic.node.table.checkpoint_pointer._FIRST_WAIT_SECONDS", 30.0)
     worker = channel.connect(0)
@@ -252,7 +228,7 @@ def test_a_worker_says_itself_that_it_has_not_failed(channel):
     leaver.client.send({"op": "gave_way"})
     until(lambda: channel.workers.report().gave_way == {0})
     leaver.client.close()
-    until(lambda: not channel.workers.report().placed)
+    until(lambda: channel.workers.report().present == {1})
     assert channel.workers.report().gave_way == {0}
     channel.begin(2, 2, None)
     assert not channel.workers.report().gave_way

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from azureml_elastic.config import RendezvousTimings
-from azureml_elastic.ipc.agent_messages import AllPlaced, Prepare
+from azureml_elastic.ipc.agent_messages import Prepare, RanksConnecting
 from azureml_elastic.node.core.hub_state import CloseLink, HubState, HubView, SealQueue, Send, SendAll
 from azureml_elastic.node.core.messages import AllDone, Broadcast, Lost, RoundChanged, SealPosition, Watch
 from azureml_elastic.node.core.pauses import SilenceLimit
@@ -151,7 +151,7 @@ def test_a_member_whose_connection_ends_is_lost_at_once_and_the_others_learn_it(
 def test_a_member_that_comes_late_gets_what_was_sent_to_the_others_before():
     """All others stop at a proposed step until it has voted."""
     hub = Hub(SEALED)
-    proposal, later = Broadcast(Prepare(1, 5, "rejoin")), Broadcast(AllPlaced())
+    proposal, later = Broadcast(Prepare(1, 5, "rejoin")), Broadcast(RanksConnecting())
     hub.hello("a")
     assert hub.state.to_members(proposal) == [Send(hub.link("a"), proposal)]
     assert hub.hello("b") == [Send(hub.link("b"), proposal)]

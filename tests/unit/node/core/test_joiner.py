@@ -101,7 +101,7 @@ def test_a_single_node_seals_and_enters():
     assert node.feed(ev.HeartbeatRead(None, 0)) == do.WriteRound(round_)
     assert node.feed(ev.RoundWritten(True)) == do.Enter(round_, 0)
     assert node.actions[0] == do.Forward(round_, to_hub=False)
-    assert node.feed(ev.Entered()) == do.Take()
+    assert node.feed(ev.Entered(), ev.MembersReached()) == do.Take()
     assert node.joiner.state is JoinState.IN
 
 
@@ -381,7 +381,8 @@ def test_a_hub_with_another_key_is_entered_again_after_the_key_was_read():
         assert node.feed(ev.Entered(refused=True)) is None
         assert node.until_deadline() == do.ReadKey()
         assert node.feed(ev.KeyRead(True)) == do.Enter(sealed("a", "me"), 1)
-    assert node.feed(ev.Entered(refused=True), ev.StoreReached()) == do.Take(), "the agent finds the connection broken"
+    # The agent finds the connection broken.
+    assert node.feed(ev.Entered(refused=True), ev.MembersReached()) == do.Take()
 
 
 def test_a_machine_that_refuses_has_lost_its_agent():
@@ -425,7 +426,7 @@ def test_a_node_outside_enters_when_it_can_and_takes_back_that_it_has_left():
     assert node.until_deadline() == do.ReadRound()
     assert node.feed(ev.RoundRead(round_)) == do.Enter(round_, 2, again=True)
     assert node.feed(ev.Entered()) == do.WriteRow(node.row, round_)
-    assert node.feed(ev.RowWritten(), ev.StoreReached()) == do.Take()
+    assert node.feed(ev.RowWritten(), ev.MembersReached()) == do.Take()
 
 
 @pytest.mark.parametrize(
@@ -436,12 +437,12 @@ def test_a_node_outside_enters_when_it_can_and_takes_back_that_it_has_left():
         (ev.RoundSeen(over=True, ended=True), do.ReadRound()),
     ],
 )
-def test_a_round_whose_store_cannot_be_reached_is_ended_unless_it_has(seen, then):
+def test_a_round_whose_store_or_member_cannot_be_reached_is_ended_unless_it_has(seen, then):
     node = Node()
     node.candidate(a=member("a"))
     node.enter(sealed("a", "me"))
     node.feed(ev.Entered())
-    assert node.feed(ev.StoreUnreachable("blocked", seen)) == then
+    assert node.feed(ev.MemberUnreachable("blocked", seen)) == then
 
 
 def test_a_node_outside_of_a_round_that_stops_ends_it():
@@ -548,7 +549,7 @@ def live(rng: random.Random) -> None:
                 do.Connect: [ev.Connected(), ev.ConnectFailed(chance, marked)],
                 do.TakeCandidates: [ev.CandidatesTaken([member("a", number[0])] if chance else [])],
                 do.Enter: [ev.Entered(chance), ev.EntryFailed("x", chance, marked)],
-                do.ReachStore: [ev.StoreReached(), ev.StoreUnreachable("x", ev.RoundSeen(over=chance))],
+                do.ReachMembers: [ev.MembersReached(), ev.MemberUnreachable("x", ev.RoundSeen(over=chance))],
                 do.QueryMembers: [ev.MembersAnswered([rng.choice((True, False, None))])],
                 do.Reopen: [ev.EndWritten(mine=True)],
                 do.GetReady: [ev.GotReady(chance)],

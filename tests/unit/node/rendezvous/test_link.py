@@ -9,7 +9,7 @@ import pytest
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc import MessageClient, MessageServer, listen
-from azureml_elastic.ipc.agent_messages import AllPlaced
+from azureml_elastic.ipc.agent_messages import RanksConnecting
 from azureml_elastic.node.core.events import HubSent, LinkEnded
 from azureml_elastic.node.core.messages import CODEC, MemberHello, RoundChanged
 from azureml_elastic.node.core.round import Member, Round
@@ -57,7 +57,7 @@ def test_a_paused_hub_gives_up_only_members_that_stay_silent():
         silent.send(CODEC.encode(MemberHello(1)))
 
         def has_come():
-            hub.broadcast(AllPlaced())
+            hub.broadcast(RanksConnecting())
             return received.is_set() and any(isinstance(each, AgentMessage) for each in context.queue.take())
 
         until(has_come)

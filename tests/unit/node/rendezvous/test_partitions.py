@@ -9,7 +9,7 @@ import random
 import pytest
 
 from azureml_elastic.config import RendezvousTimings
-from azureml_elastic.node.core import actions as do
+from azureml_elastic.node.core.failures import FailureRecord
 from azureml_elastic.node.core.round import Limits, Round
 from azureml_elastic.node.rendezvous.row_keys import member_key
 from tests.support.rendezvous.simulation import Cluster
@@ -74,8 +74,9 @@ def test_a_node_that_is_cut_off_is_left_out_and_disturbs_nobody(cluster, victim)
     others = {name(number) for number in range(5)} - {name(victim)}
     assert run_to(nodes, others, 60.0) <= 10.0
     rounds = len(nodes.rounds())
+    pass_time(nodes, 10.0)  # the one that is left out learns of it
     writes = nodes.most_writes()
-    pass_time(nodes, 300.0)
+    pass_time(nodes, 290.0)
     assert in_round(nodes) == others
     assert len(nodes.rounds()) == rounds, "the round that works goes on"
     assert nodes.most_writes() == writes
@@ -111,7 +112,7 @@ def test_one_that_gets_through_in_time_stays_a_member_and_is_waited_for_again(cl
     nodes = cluster(0, 0)
     for number in range(3):
         nodes.add(name(number), Limits(3, 3), arrives_at=number // 2)  # the first two have met when the third one comes
-    nodes.at(0.5, lambda: nodes.block(name(1), name(0)))
+    nodes.at(0.5, lambda: nodes.block(name(1), name(0), both=False))
     nodes.at(5.0, nodes.blocked.clear)
     assert 5.0 <= run_to(nodes, {name(0), name(1), name(2)}, 60.0) <= 8.0
     assert [round_.number for round_ in nodes.rounds() if round_.state == "sealed"] == [1]
@@ -145,65 +146,67 @@ def test_below_the_minimum_the_run_fails_after_its_limit_and_says_who_cannot_rea
     nodes.run(lambda: bool(nodes.rounds()) and nodes.rounds()[-1].state == "failed", 120.0)
     message = nodes.rounds()[-1].message
     assert message.startswith("4 rounds in a row broke because nodes could not reach each other")
-    assert "node-02 (host-of-node-02) cannot reach node-00 (host-of-node-00:" in message
+    assert "node-00 (host-of-node-00) cannot reach node-02 (host-of-node-02:" in message
     assert "connection timed out after" in message
     warnings = [record for record in caplog.records if "node-02 (host-of-node-02) cannot reach" in record.getMessage()]
     assert warnings
 
 
-def test_a_pair_of_members_that_cannot_reach_each_other_is_named_while_the_round_goes_on(cluster, caplog):
+@pytest.mark.parametrize("both", [True, False], ids=["both ways", "one way"])
+def test_of_a_pair_of_members_one_stays_out_until_they_reach_each_other(cluster, caplog, both):
     nodes = cluster(4, 2)
-    nodes.block(name(2), name(3))
-    assert nodes.settle(60.0, 4) <= 10.0
-    pass_time(nodes, 8.0)
-    assert len([round_ for round_ in nodes.rounds() if round_.state == "sealed"]) == 1
-    for one, other in ((2, 3), (3, 2)):
-        expected = f"{name(one)} (host-of-{name(one)}) cannot reach {name(other)} (host-of-{name(other)}:"
-        texts = [record.getMessage() for record in caplog.records if expected in record.getMessage()]
-        assert any(text.startswith(expected) and "to which the workers here connect" in text for text in texts)
-        assert len(texts) == 2, "by the node itself, and by rank 0's node, which received it"
-    nodes.verify()
-
-
-def test_such_a_pair_is_separated_when_the_round_has_failed(cluster):
-    nodes = cluster(4, 2)
-    nodes.block(name(2), name(3))
-    nodes.settle(60.0, 4)
-    pass_time(nodes, 8.0)
-    leader = next(node for node in nodes.nodes if node.rendezvous.machine.leads)
-    leader.break_round(round_failed=True)
-    run_to(nodes, {name(0), name(1), name(2)}, 60.0)
-    nodes.verify()
-
-
-def test_a_pair_whose_workers_have_met_the_gap_stays_apart_until_it_has_closed(cluster):
-    nodes = cluster(4, 2)
-    nodes.block(name(2), name(3))
-    nodes.settle(60.0, 4)
-    pass_time(nodes, 8.0)
-    found = nodes.nodes[2].rendezvous.perform(do.FindPair())
-    assert name(3) in found.pair
-    nodes.nodes[2].break_round(round_failed=True)
+    nodes.block(name(2), name(3), both=both)
     three = {name(0), name(1), name(2)}
-    run_to(nodes, three, 60.0)
+    assert run_to(nodes, three, 60.0) <= 10.0
+    assert "node-02 (host-of-node-02) cannot reach node-03 (host-of-node-03:" in caplog.text
+    rounds = len(nodes.rounds())
     nodes.nodes[0].break_round()
-    pass_time(nodes, 8.0)
-    assert in_round(nodes) == three, "whatever ended the round"
+    pass_time(nodes, 100.0)
+    assert in_round(nodes) == three
+    assert len(nodes.rounds()) == rounds + 2, "whatever ended the round"
     nodes.blocked.clear()
     mended = nodes.scheduler.now
     assert nodes.settle(TIMEOUT_S, 4) - mended <= 70.0
     nodes.verify()
 
 
-def test_such_a_pair_stays_together_when_the_round_has_ended_for_another_reason(cluster):
+def test_below_the_minimum_a_pair_of_members_is_named_when_the_run_fails(cluster):
+    nodes = cluster(3, 3, timings=RendezvousTimings(max_failed_rounds=3))
+    nodes.block(name(1), name(2))
+    nodes.run(lambda: bool(nodes.rounds()) and nodes.rounds()[-1].state == "failed", 120.0)
+    message = nodes.rounds()[-1].message
+    assert message.startswith("3 rounds in a row broke because nodes could not reach each other")
+    assert "cannot reach node-0" in message
+
+
+@pytest.mark.parametrize("both", [True, False], ids=["both ways", "one way"])
+def test_a_pair_that_is_separated_while_a_round_runs_is_found_when_that_has_failed(cluster, both):
     nodes = cluster(4, 2)
+    assert nodes.settle(60.0, 4) <= 10.0
+    nodes.block(name(3), name(2), both=both)
+    nodes.nodes[0].break_round(failures=(FailureRecord("hang", "hang", 7, name(0), 0, 1),))
+    run_to(nodes, {name(0), name(1), name(2)}, 60.0)
+    nodes.verify()
+
+
+def test_many_pairs_are_found_in_one_failed_round(cluster):
+    """All but rank 0 are in two groups: one member alone would find the pairs of its own."""
+    nodes = cluster(12, 2)
+    for one, other in itertools.product(range(1, 7), range(7, 12)):
+        nodes.block(name(one), name(other))
+    run_to(nodes, {name(number) for number in range(7)}, 30.0)
+    assert sum(round_.state == "sealed" for round_ in nodes.rounds()) <= 3
+    nodes.verify()
+
+
+def test_a_pair_that_was_reached_before_costs_a_later_round_nothing(cluster):
+    nodes = cluster(4, 2)
+    assert nodes.settle(60.0, 4) <= 10.0
     nodes.block(name(2), name(3))
-    nodes.settle(60.0, 4)
-    pass_time(nodes, 8.0)
-    victim = nodes.nodes[1]
-    nodes.at(nodes.scheduler.now + 0.1, victim.kill)
+    victim, lost_at = nodes.nodes[1], nodes.scheduler.now + 0.1
+    nodes.at(lost_at, victim.kill)
     nodes.run(lambda: victim.dead, 1.0)
-    run_to(nodes, {name(0), name(2), name(3)}, 60.0)
+    assert run_to(nodes, {name(0), name(2), name(3)}, 60.0) - lost_at <= 1.0
     nodes.verify()
 
 

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from azureml_elastic.node.core.actions import Reopen
 from azureml_elastic.node.core.events import HubSent
 from azureml_elastic.node.core.joining import is_leader_unreachable
 from azureml_elastic.node.core.messages import SealPosition, Watch
+from azureml_elastic.node.core.node import Node
 from azureml_elastic.node.core.round import Limits, Member, Round
 from azureml_elastic.node.core.sealing import (
     describe_partitions,
@@ -30,11 +32,13 @@ from azureml_elastic.node.core.sealing import (
     select_members,
 )
 from azureml_elastic.node.host.addresses import Ports
+from azureml_elastic.node.rendezvous import probing
 from azureml_elastic.node.rendezvous.context import LocalNode, Runtime
-from azureml_elastic.node.rendezvous.link import Assignment, FromLink, Link
-from azureml_elastic.node.rendezvous.probing import peers_to_probe
+from azureml_elastic.node.rendezvous.link import Assignment, FromLink, Link, Membership
+from azureml_elastic.node.rendezvous.probing import PeerProber, peers_to_probe
 from azureml_elastic.node.rendezvous.reachability import (
     Reachability,
+    UnreachablePair,
     describe_absence,
     describe_error,
     is_unreachable,
@@ -210,11 +214,71 @@ def test_errors_are_described():
     assert describe_error(socket.gaierror(-2, "Name or service not known"), 5.0).startswith("its name has no address")
 
 
-def test_a_store_behind_a_firewall_is_given_up_in_seconds(silent):
-    began = time.monotonic()
-    assert isinstance(Runtime().reach((HERE, silent), lambda: False), TimeoutError)
-    assert 3.0 <= time.monotonic() - began < 15
-    assert isinstance(Runtime().reach((HERE, silent), lambda: True), ConnectionAbortedError)
+@pytest.fixture
+def prober():
+    """A prober of rank 1 in a round of three nodes of this machine, and its pairs."""
+    context = make_context(node="x")
+    machine = Node(member("x"), context.limits, context.timings, context.latest)
+    pairs: list[UnreachablePair] = []
+    reach = Reachability("x", HERE, context.clock, report=pairs.append)
+    made = PeerProber(context, reach, Membership(context, machine), machine)
+    yield made, reach, pairs
+    made.close()
+
+
+@pytest.mark.parametrize("target", ["store", "hub", "data port"])
+def test_a_port_behind_a_firewall_is_given_up_in_seconds_and_named(prober, silent, target):
+    probes, reach, pairs = prober
+    with socket.create_server((HERE, 0)) as listener:
+        port = listener.getsockname()[1]
+        store = silent if target == "store" else port
+        hub, data = silent if target == "hub" else port, silent if target == "data port" else 0
+        first = Member("a", "i-a", host=HERE, hub_port=port, store_port=store)
+        round_ = Round(
+            3, "sealed", members=(first, member("x"), Member("z", "i-z", host=HERE, hub_port=hub, data_port=data))
+        )
+        began = time.monotonic()
+        texts = probes.reach(round_, 1, lambda: False)
+        assert 3.0 <= time.monotonic() - began < 15
+        (pair,) = pairs
+        assert texts == [str(pair)]
+        assert (pair.peer, pair.port) == ("a" if target == "store" else "z", silent)
+        assert reach.unreached() == (f"i-{pair.peer}",)
+        purposes = {"hub": "to which the workers here connect", "data port": "on a port such as its workers take"}
+        assert pair.purpose.endswith(purposes.get(target, "the store of round 3"))
+
+
+def test_who_was_reached_is_not_probed_again_until_a_round_has_failed(prober, silent):
+    probes, _, pairs = prober
+    with socket.create_server((HERE, 0)) as listener:
+        port = listener.getsockname()[1]
+        first = Member("a", "i-a", host=HERE, hub_port=port, store_port=port)
+        there = Member("z", "i-z", host=HERE, hub_port=port)
+        assert probes.reach(Round(3, "sealed", members=(first, member("x"), there)), 1, lambda: False) == []
+        gone = replace(there, hub_port=silent)
+        assert probes.reach(Round(4, "sealed", members=(first, member("x"), gone)), 1, lambda: False) == []
+        assert probes.reach(Round(4, "sealed", members=(member("x"), gone)), 0, lambda: False) == []
+        probes.forget()
+        assert probes.reach(Round(5, "sealed", members=(member("x"), gone)), 0, lambda: False) == [str(*pairs)]
+
+
+def test_probes_end_with_the_round_and_their_result_counts_all_the_same(prober, silent):
+    probes, reach, _ = prober
+    peer = Member("z", "i-z", host=HERE, hub_port=silent)
+    assert probes.reach(Round(3, "sealed", members=(member("x"), peer)), 0, lambda: True) is None
+    until(lambda: reach.unreached() == ("i-z",))
+
+
+def test_a_peer_is_watched_until_it_can_be_reached(prober, silent, monkeypatch):
+    monkeypatch.setattr(probing, "_RETRY_SECONDS", (0.05, 0.1))
+    probes, reach, _ = prober
+    with socket.socket() as listener:
+        listener.bind((HERE, 0))  # it refuses, which shows that its machine can be reached
+        port = listener.getsockname()[1]
+        reach.failed(Member("y", "i-y", host=HERE, hub_port=port), "rank 0", TimeoutError(), 3.0)
+        for _ in range(2):
+            probes.watch()
+        until(lambda: not reach.unreached())
 
 
 # --- gaps ------------------------------------------------------------------------------------------------------------
@@ -245,35 +309,17 @@ def test_an_unreachable_pair_is_reported_once_with_both_names_and_advice(caplog)
     assert len(reports) == 3, "a pair that fails again is reported again"
 
 
-def test_a_pair_of_members_counts_only_when_the_round_has_failed():
+def test_the_row_of_a_node_names_those_that_it_cannot_reach():
     reach = Reachability("node-x", "10.0.0.4", time.monotonic)
     me = member("x")
-    reach.failed(member("y"), "a member", TimeoutError(), 2.0, target="peer_hub")
     assert reach.marked(me) is me
-    reach.suspect_workers = True
+    reach.failed(member("y"), "a member", TimeoutError(), 2.0, target="member")
     assert reach.marked(me).unreached == ("i-y",)
     assert reach.marked(me).reason.startswith("node-x (10.0.0.4) cannot reach y (10.0.0.y:29400), a member")
     reach.failed(member("z"), "the store", TimeoutError(), 3.0, target="store", port=29402)
     assert reach.unreached() == ("i-y", "i-z")
-
-
-def test_a_pair_that_workers_have_met_counts_until_it_is_reached_again():
-    reach = Reachability("node-x", "10.0.0.4", time.monotonic)
-    reach.failed(member("a"), "rank 0", TimeoutError(), 5.0)
-    reach.reached("i-a", "hub")
-    reach.failed(member("a"), "rank 0", TimeoutError(), 5.0)
-    assert reach.confirm({"i-a", "i-y"}) is None, "agents handle hubs themselves"
-    pair = reach.failed(member("y"), "a member", TimeoutError(), 2.0, target="worker_port", port=40000)
-    assert reach.confirm({"i-a"}) is None, "the other one is not in the round"
-    assert reach.unreached() == ("i-a",)
-    assert reach.confirm({"i-a", "i-y"}) == pair
-    assert reach.unreached() == ("i-a", "i-y")
-    reach.failed(member("y"), "a member", TimeoutError(), 2.0, target="worker_port", port=40000)
-    assert reach.unreached() == ("i-a", "i-y"), "whatever ends the next round"
-    reach.reached("i-y", "worker_port")
-    assert reach.confirm({"i-a", "i-y"}) is None
-    reach.failed(member("y"), "a member", TimeoutError(), 2.0, target="worker_port", port=40000)
-    assert reach.unreached() == ("i-a",), "a new failure has to be confirmed again"
+    reach.reached("i-y", "member")
+    assert reach.marked(me).unreached == ("i-z",)
 
 
 def test_a_node_that_connected_before_the_round_receives_which_members_cannot_reach_it():
@@ -429,15 +475,7 @@ def test_no_thread_stays_behind(tmp_path, caplog):
     nodes = [Rendezvous(table, LocalNode(f"node-{k}", HERE), Limits(3, 3), RendezvousTimings()) for k in range(3)]
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(Rendezvous.join, nodes))
-    limit = time.monotonic() + 10
-    while any(len(node._prober._reached) < 2 + node.machine.leads for node in nodes):
-        assert time.monotonic() < limit
-        for node in nodes:
-            assert not node.status().broken
-        time.sleep(0.02)
-    while any(thread.name == "probing" for thread in threading.enumerate()):
-        assert time.monotonic() < limit
-        time.sleep(0.02)
+    until(lambda: not any(thread.name == "probing" for thread in threading.enumerate()))
     assert "cannot reach" not in caplog.text
     for node in nodes:
         node.shutdown()
