@@ -18,9 +18,7 @@ def become_script(request: Mapping[str, Any], descriptors: list[int], made: Earl
     if request["session"]:
         os.setsid()
     os.chdir(request["folder"])
-    os.dup2(stdin, 0)
-    os.close(stdin)
-    script_runner.adopt_descriptors(stdout, stderr)
+    script_runner.adopt_descriptors(stdin, stdout, stderr)
     if "torch" in sys.modules:
         script_runner.reset_process_state()
     interpreter, *words = request["argv"]

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from azureml_elastic.environment import names as variables
-from azureml_elastic.forks.command import Imports, read_early
+from azureml_elastic.forks.command import Imports
 from azureml_elastic.forks.detached import ForkServer
+from azureml_elastic.forks.import_variables import read_early
 from azureml_elastic.forks.process import ForkedProcess
 from azureml_elastic.local.fork_start import ForkStart, start_server
 from azureml_elastic.local.node_start import AgentProcess, NodeStart

@@ -1,15 +1,8 @@
 """Imports of the preload server, made as the script would make them.
 
 Output of the imports and their changes of the environment are recorded, for each worker to repeat. A package is left
-to the workers if its import reads ``RANK`` or another variable of a single worker for more than logging (see below), or
-starts threads that a fork would not copy.
-
-**Modules whose import reads the rank, and keeps it for nothing but the choice of the process that logs.** They are
-imported by the preload server all the same, and each worker sets its own rank after the fork. The attributes are those
-of ``lightning_utilities/core/rank_zero.py`` and ``torchmetrics/utilities/prints.py``.
-
-**Checks whether the preload server may be forked.** A fork copies one thread: locks held by other threads stay locked
-in the child. A process that has opened a GPU driver leaves its children an unusable one.
+to the workers if its import reads ``RANK`` or another variable of a single worker for more than logging, or starts
+threads that a fork would not copy.
 """
 
 from __future__ import annotations
@@ -21,27 +14,26 @@ import os
 import pkgutil
 import signal
 import sys
-import threading
-import time
 import warnings
 from collections.abc import Container, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
-from azureml_elastic.forks.command import is_per_worker
+from azureml_elastic.forks.fork_checks import end_with, native_threads, trial_fork
 from azureml_elastic.forks.import_scan import Import
-from azureml_elastic.plurals import counted
+from azureml_elastic.forks.import_variables import is_per_worker
 
 _READERS = frozenset(
-    {
-        "lightning.fabric.utilities.rank_zero",
-        "lightning_fabric.utilities.rank_zero",
-        "torchmetrics.utilities.prints",
-    }
+    {f"{fabric}.utilities.rank_zero" for fabric in ("lightning.fabric", "lightning_fabric")}
+    | {"torchmetrics.utilities.prints"}
 )
+"""Modules whose import reads the rank, and keeps it for nothing but the choice of the process that logs. They are
+imported all the same, and each worker sets its own rank after the fork."""
+
 _RANKS = {"lightning_utilities.core.rank_zero": "RANK", "torchmetrics.utilities.prints": "LOCAL_RANK"}
-"""Variable of the rank that the function ``rank_zero_only`` of a module has as an attribute."""
+"""Variable of the rank that the function ``rank_zero_only`` of a module has as an attribute: see
+``lightning_utilities/core/rank_zero.py`` and ``torchmetrics/utilities/prints.py``."""
 
 _BETWEEN = frozenset({"os", "collections.abc"})
 
@@ -63,83 +55,6 @@ def set_rank(environ: Mapping[str, str]) -> None:
         function = getattr(sys.modules.get(module), "rank_zero_only", None)
         if function is not None and hasattr(function, "rank") and variable in environ:
             function.rank = int(environ[variable])
-
-
-_DEVICES = ("/dev/nvidia", "/dev/kfd")
-_SETTLE_SECONDS = 0.2
-"""Time for which a joined thread may remain in ``/proc``."""
-
-
-def why_unsafe() -> str | None:
-    """Return what the imports have done so that this process must not be forked, or ``None``.
-
-    Native threads are checked after a fork, by :func:`leftover_threads`.
-    """
-    threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-    if threads:
-        return f"started {counted(len(threads), 'thread')} ({', '.join(threads)})"
-    if devices := open_devices(_DEVICES):
-        return f"opened {', '.join(devices)}"
-    cuda = sys.modules.get("torch.cuda")
-    if cuda is not None and cuda.is_initialized():
-        return "initialised CUDA"
-    return None
-
-
-def leftover_threads() -> str | None:
-    """Return, just after a fork, which threads the imports have started and are left, or ``None``.
-
-    Thread pools with fork handlers, such as OpenBLAS's, stop before a fork and restart on demand.
-    """
-    until = time.monotonic() + _SETTLE_SECONDS
-    while (threads := _native_threads()) and time.monotonic() < until:
-        time.sleep(0.002)
-    if not threads:
-        return None
-    names = sorted({name for name in map(_thread_name, threads) if name})
-    return f"started {counted(len(threads), 'native thread')} ({', '.join(names)})"
-
-
-def trial_fork() -> str | None:
-    """Fork a process that exits at once, and return what the imports have done that made it unsafe, or ``None``."""
-    reason = why_unsafe()
-    if reason is not None:
-        return reason
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python warns of threads, which are counted below
-        child = os.fork()
-    if child == 0:
-        os._exit(0)
-    reason = leftover_threads()
-    os.waitpid(child, 0)
-    return reason
-
-
-def open_devices(prefixes: tuple[str, ...]) -> list[str]:
-    """Return the open paths of this process that begin with one of the prefixes."""
-    found = set()
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            path = str(descriptor.readlink())
-            if path.startswith(prefixes):
-                found.add(path)
-    return sorted(found)
-
-
-def count_threads() -> int:
-    """Return the number of threads of this process, those that end before a fork included."""
-    return len(os.listdir("/proc/self/task"))  # noqa: PTH208 - after each import
-
-
-def _thread_name(task: Path) -> str:
-    with contextlib.suppress(OSError):  # it has ended meanwhile
-        return (task / "comm").read_text(encoding="utf-8", errors="replace").strip()
-    return ""
-
-
-def _native_threads() -> list[Path]:
-    """Return the ``/proc`` folders of all threads that make a fork unsafe: all but the main thread."""
-    return [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
 
 
 BASICS = (Import("torch"), Import("torch.distributed"))
@@ -266,7 +181,7 @@ def import_all(found: Sequence[Import], excluded: Sequence[str], output: Output)
         Unsuitable: an import has read a variable of a single worker, or started threads that a fork would not copy.
     """
     made = 0
-    threads = count_threads()
+    threads = len(native_threads())
     with watched(os.environ) as read:
         for wanted in found:
             if wanted.package in excluded:
@@ -283,12 +198,12 @@ def import_all(found: Sequence[Import], excluded: Sequence[str], output: Output)
                     raise ImportError(f"{wanted.module} cannot be imported: {error!r}") from error
             if read:
                 raise Unsuitable(wanted.package, f"{wanted.package} reads {read[0]} while it is imported")
-            if count_threads() > threads:
+            if len(native_threads()) > threads:
                 # Only a fork tells which threads stop for it, as those of OpenBLAS do. It is tried after imports that
                 # have added threads alone: it takes longer than most imports.
                 if started := trial_fork():
                     raise Unsuitable(wanted.package, f"{wanted.package} {started} while it was imported")
-                threads = count_threads()
+                threads = len(native_threads())
     return made
 
 
@@ -343,38 +258,21 @@ def watched(environ: os._Environ[str]) -> Iterator[list[str]]:
         environ.__class__ = usual
 
 
-def difference(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the changed variables with their new values, ``None`` for removed ones."""
-    return {name: after.get(name) for name in sorted({*before, *after}) if before.get(name) != after.get(name)}
-
-
-_PR_SET_PDEATHSIG = 1
-
-
-class Rehearsal:
-    """A process that imports a package and ends."""
-
-    def __init__(self, package: str) -> None:
-        self._process = os.fork()
-        if self._process == 0:
-            succeeded = False
-            try:
-                succeeded = _import_safely(package)
-            finally:
-                os._exit(0 if succeeded else 1)
-
-    def result(self) -> bool | None:
-        """Return whether the import has succeeded and left this process fit for forks; ``None`` while it goes on."""
-        process, status = os.waitpid(self._process, os.WNOHANG)
-        return None if process == 0 else status == 0
-
-
-def _import_safely(package: str) -> bool:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the server's handler waits for workers, which are not this one's
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in (1, 2):
-        os.dup2(nowhere, descriptor)
-    with watched(os.environ) as read:
-        importlib.import_module(package)
-    return not read and trial_fork() is None
+def rehearse(package: str) -> int:
+    """Start a process that imports a package and exits with 0 if it stays fit for forks; return its id."""
+    server = os.getpid()
+    process = os.fork()
+    if process == 0:
+        fit = False
+        try:
+            end_with(server)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the server's handler waits for workers
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for descriptor in (1, 2):
+                os.dup2(nowhere, descriptor)
+            with watched(os.environ) as read:
+                importlib.import_module(package)
+            fit = not read and trial_fork() is None
+        finally:
+            os._exit(0 if fit else 1)
+    return process

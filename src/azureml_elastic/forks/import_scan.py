@@ -23,7 +23,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-from azureml_elastic.forks.command import READ_BY_TORCH, is_read_late
+from azureml_elastic.forks.import_variables import READ_BY_TORCH, is_read_late
 from azureml_elastic.program.source import dotted_name, parse_quietly, text_of
 
 UNKNOWN = "?"

@@ -7,8 +7,7 @@ name, whose descriptor is sent::
     client: {"op": "fork", "id": 7, "folder": "/home"}  with a document, the worker's environment, and stdout, stderr
     client: {"op": "detach", "id": 7, "become": "..."}  with a document, a gate and what the function needs, see below
     client: {"op": "store", "id": 7, "host": "10.0.0.4", "port": 29400}   with a listening socket and a connection
-    server: {"op": "started", "id": 7, "pid": 4711}  or  {"op": "serving", "id": 7, "pid": 4711}  for a store,
-            or  {"op": "declined", "id": 7, "reason": "..."}
+    server: {"op": "started", "id": 7, "pid": 4711}  or  {"op": "declined", "id": 7, "reason": "..."}
     server: {"op": "ended", "pid": 4711, "code": -9}    a worker or store, a zombie, which reserves its id, until
     client: {"op": "reap", "pid": 4711}
     server: {"op": "ready", "seconds": 2.1, "imports": 12, "excluded": {}}  or  {"op": "unsafe", "reason": "..."}

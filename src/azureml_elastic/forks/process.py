@@ -1,4 +1,4 @@
-"""Processes on the client's side: the fork server that it has started, and what was forked."""
+"""The client's side of a fork server: its process, what is asked of it, and what was forked."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
-from azureml_elastic.forks.link import MOST_BYTES, receive
+from azureml_elastic.forks.link import MOST_BYTES, receive, send
 
 _END_SECONDS = 2.0
+
+_ANSWER_SECONDS = 15.0
+"""Time limit of a request, which waits for at most one import; see ``LATER`` in :mod:`.import_loader`."""
 
 
 class ForkRefused(Exception):
@@ -163,3 +167,136 @@ class ServerProcess:
         """Close this end of the link, and what the server has written."""
         self.link.close()
         self._errors.close()
+
+
+class ServerClient:
+    """Sends requests to a fork server, which starts at once, and takes in its messages on a thread. Thread-safe.
+
+    Args:
+        start: function that starts the server's process.
+        name: what the server is called in reasons.
+    """
+
+    def __init__(self, start: Callable[[], ServerProcess], name: str) -> None:
+        self._start_process = start
+        self._name = name
+        self._changes = threading.Condition(threading.RLock())
+        self._ready = self._closed = False
+        self._refusal: str | None = None
+        self._requests = 0
+        self._lost_requests = 0  # those up to this one were sent to a process that has ended
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._process: ServerProcess | None = None
+        self.since = time.monotonic()
+        """Monotonic seconds at which the process was started."""
+        self._reader: threading.Thread | None = None
+        if self._start():
+            self._reader = threading.Thread(target=self._read, name="fork-server", daemon=True)
+            self._reader.start()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id; ``None`` if the process could not be started."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def ready(self) -> bool:
+        """Whether a process can be forked now."""
+        with self._changes:
+            return self._ready and self._refusal is None
+
+    @property
+    def refusal(self) -> str | None:
+        """Reason why nothing can be forked any more, or ``None``."""
+        with self._changes:
+            return self._refusal
+
+    def close(self) -> None:
+        """End the process and its running workers."""
+        with self._changes:
+            self._closed = True
+            self._refusal = self._refusal or "it was closed"
+            self._changes.notify_all()
+        if self._process is not None and self._reader is not None:
+            self._process.disconnect()
+            self._reader.join()  # which ends with the server
+            self._process.close()
+
+    def _request(self, operation: str, descriptors: Sequence[int], **fields: Any) -> int:
+        """Have the server fork a process; return its id.
+
+        Raises:
+            ForkRefused: the process must be started plainly.
+        """
+        with self._changes:
+            if not self.ready:
+                raise ForkRefused(self._refusal or "its imports are not done")
+            self._requests += 1
+            number = self._requests
+        self._send({"op": operation, "id": number, **fields}, descriptors)
+        with self._changes:
+            in_time = self._changes.wait_for(
+                lambda: number in self._answers or number <= self._lost_requests or self._refusal is not None,
+                _ANSWER_SECONDS,
+            )
+            answer = self._answers.pop(number, {})
+            if not in_time:
+                self._refuse(f"{self._name} did not answer within {_ANSWER_SECONDS:g} s")
+                assert self._process is not None
+                # It might still fork, and nobody would know of that process.
+                self._process.kill()
+            if "pid" not in answer:
+                raise ForkRefused(answer.get("reason") or self._refusal or f"{self._name} has ended")
+            return int(answer["pid"])
+
+    def _send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+        assert self._process is not None
+        try:
+            send(self._process.link, message, descriptors)
+        except OSError as error:
+            raise ForkRefused(self.refusal or f"{self._name} cannot be reached: {error}") from error
+
+    def _refuse(self, reason: str) -> None:
+        """Refuse all further requests, for the first reason."""
+        with self._changes:
+            self._refusal = self._refusal or reason
+            self._changes.notify_all()
+
+    def _start(self) -> bool:
+        """Start the process, and return whether it runs."""
+        try:
+            process = self._start_process()
+        except ForkRefused as refusal:
+            self._refuse(str(refusal))
+            return False
+        with self._changes:
+            if self._process is not None:
+                self._process.close()
+            self._process, self.since = process, time.monotonic()
+            if self._closed:  # meanwhile
+                process.disconnect()
+        return True
+
+    def _read(self) -> None:
+        running = True
+        while running:
+            assert self._process is not None
+            while message := self._process.receive():
+                with self._changes:
+                    self._receive(message)
+                    self._changes.notify_all()
+            running = self._end(self._process)
+
+    def _receive(self, message: dict[str, Any]) -> None:
+        """Take in a message; the caller holds the condition."""
+        if message["op"] == "ready":
+            self._ready = True
+        elif message["op"] == "unsafe":
+            self._refuse(message["reason"])
+        elif "id" in message:
+            self._answers[message["id"]] = message
+
+    def _end(self, process: ServerProcess) -> bool:
+        """Record the end of the process; return whether another one was started in its place."""
+        self._refuse(f"{self._name} {process.wait()[1]}")
+        return False

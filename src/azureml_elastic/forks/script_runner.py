@@ -31,9 +31,9 @@ _NAMES_OF_MAIN = frozenset(
 _STANDARD_ERROR = 2
 
 
-def adopt_descriptors(stdout: int, stderr: int) -> None:
-    """Make these descriptors standard output and standard error."""
-    for source, target in ((stdout, 1), (stderr, 2)):
+def adopt_descriptors(*streams: int) -> None:
+    """Make these descriptors standard output and standard error, or before them standard input."""
+    for target, source in enumerate(streams, start=_STANDARD_ERROR + 1 - len(streams)):
         os.dup2(source, target)
         os.close(source)
     _reopen(sys.__stdin__, 0, "rb")

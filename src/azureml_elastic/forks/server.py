@@ -21,7 +21,6 @@ client are handled by signal handlers, which Python also runs during an import.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import gc
@@ -38,15 +37,16 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from azureml_elastic.environment import names as variables
-from azureml_elastic.forks import import_loader, optimizer_steps, script_runner, stack_imports, state_lookups
+from azureml_elastic.forks import import_loader, script_runner, stack_imports, state_files
 from azureml_elastic.forks.command import Imports
-from azureml_elastic.forks.import_loader import Rehearsal, leftover_threads, trial_fork, why_unsafe
+from azureml_elastic.forks.fork_checks import end_with, leftover_threads, trial_fork, why_unsafe
+from azureml_elastic.forks.import_loader import rehearse
 from azureml_elastic.forks.import_scan import Findings, early_imports, find_imports
+from azureml_elastic.forks.import_variables import difference
 from azureml_elastic.forks.link import GO, MOST_BYTES, read_document, receive, send
 from azureml_elastic.program.command import Program
 from azureml_elastic.program.source import opens_session, program_modules
 
-_PR_SET_PDEATHSIG = 1
 _IDLE_SECONDS = 0.1
 """Idle time after which the server imports the modules that torch imports later."""
 
@@ -119,9 +119,9 @@ class _Server:
         self._unsafe: str | None = None
         self._later = [] if self._program is None and not imports.at_once else list(import_loader.LATER)
         self._later_packages: list[str] = []
-        self._rehearsal: Rehearsal | None = None
+        self._rehearsal = 0
+        """Process that imports the next one of these, 0 for none."""
         self._quiet_until = time.monotonic() + _IDLE_SECONDS
-        self._prctl = ctypes.CDLL(None).prctl
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
         # Detached processes take over from the client what it ignores; signals that are meant for workers go to all.
         self._ignored = () if imports.at_once else _IGNORED
@@ -159,7 +159,7 @@ class _Server:
                 unsuitable = {**self._excluded, error.package: str(error)}
             except ImportError:
                 pass  # of torch, and raised again once the agent listens
-            self._variables_set |= import_loader.difference(before, os.environ)
+            self._variables_set |= difference(before, os.environ)
         request, descriptors = receive(self._link)
         if request is None:
             self._end()
@@ -202,7 +202,7 @@ class _Server:
                 self._start_again({**self._excluded, error.package: str(error)})
         if self._program is not None and self._program.kind == "module":
             sys.argv[0] = "-m"
-        self._variables_set |= import_loader.difference(before, os.environ)
+        self._variables_set |= difference(before, os.environ)
         self._printed = self._output.read()
         self._import_modules()
         if self._imports.at_once:
@@ -277,13 +277,13 @@ class _Server:
         if self._later:
             name = self._later.pop(0)
         else:
-            self._rehearsal = self._rehearsal or Rehearsal(self._later_packages[0])
-            result = self._rehearsal.result()
-            if result is None:
+            self._rehearsal = self._rehearsal or rehearse(self._later_packages[0])
+            process, status = os.waitpid(self._rehearsal, os.WNOHANG)
+            if process == 0:
                 self._quiet_until = time.monotonic() + _IDLE_SECONDS
                 return
-            self._rehearsal, name = None, self._later_packages.pop(0)
-            if not result:
+            self._rehearsal, name = 0, self._later_packages.pop(0)
+            if status != 0:
                 return
         import_loader.import_later(name, self._output)
         gc.collect()
@@ -375,22 +375,15 @@ class _Server:
     def _fork_store(self, request: dict[str, Any], listener: int, control: int) -> None:
         """Have a process serve the store of a round: the one that was forked in advance, or a new one."""
         self._serves_stores = True
-        order = {"host": request["host"], "port": request["port"]}
-        spare, self._spare_store = self._spare_store, None
-        if spare is not None:
-            child, link = spare
-            with link, contextlib.suppress(OSError):
-                send(link, order, [listener, control])
-                self._send(op="serving", id=request["id"], pid=child)
-                return
         try:
-            child, link = self._fork_waiting_store()
-        except OSError as error:
+            child, link = self._spare_store or self._fork_waiting_store()
+            self._spare_store = None
+            with link:
+                send(link, {"host": request["host"], "port": request["port"]}, [listener, control])
+        except OSError as error:  # it cannot be forked, or the one that was has ended
             self._decline(request, f"it cannot fork: {error.strerror or error}")
-            return
-        with link:
-            send(link, order, [listener, control])
-        self._send(op="serving", id=request["id"], pid=child)
+        else:
+            self._send(op="started", id=request["id"], pid=child)
 
     def _fork_spare_store(self) -> None:
         """Fork the process that will serve the store of the next round."""
@@ -416,10 +409,9 @@ class _Server:
             raise
         if child == 0:
             try:
-                self._end_with(server)
+                end_with(server)
                 ours.close()
-                self._restore_signals()
-                self._close_descriptors()
+                self._leave_server()
                 for number in _IGNORED:
                     signal.signal(number, signal.SIG_IGN)  # for the agent to act on, which ends this process
                 from azureml_elastic.forks.store_server import serve_when_asked
@@ -447,7 +439,7 @@ class _Server:
     def _become_worker(
         self, program: Program, server: int, environment: int, stdout: int, stderr: int
     ) -> Callable[[], Any]:
-        self._end_with(server)
+        end_with(server)
         # The agent signals the whole group, so that it reaches what the worker has started; the error file is written
         # by leaders of sessions alone.
         os.setsid()
@@ -460,8 +452,7 @@ class _Server:
         run = script_runner.become(program.kind, program.target, program.command_for(os.environ))
         script_runner.adopt_imports(self._printed, self._variables_set)
         import_loader.set_rank(os.environ)
-        state_lookups.record(os.environ)
-        optimizer_steps.count_steps(os.environ)
+        state_files.record(os.environ)
         return run
 
     def _become_detached(self, become: str, content: int, gate: int, *others: int) -> Callable[[], Any]:
@@ -481,22 +472,12 @@ class _Server:
     def _leave_server(self) -> None:
         """Undo, in a fork, what the server has changed of its process."""
         self._restore_signals()
-        self._close_descriptors()
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-
-    def _close_descriptors(self) -> None:
-        """Close the server's own descriptors, in a fork."""
         self._link.close()
         if self._spare_store is not None:
             self._spare_store[1].close()
         for descriptor in (self._woken, self._wake):
             os.close(descriptor)
-
-    def _end_with(self, server: int) -> None:
-        """Have the kernel end this fork when the server ends."""
-        self._prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != server:  # it has ended before that
-            os._exit(1)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     # --- signals -----------------------------------------------------------------------------------------------------
 

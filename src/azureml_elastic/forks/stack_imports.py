@@ -59,13 +59,15 @@ ATTACHMENTS = {
 """Name of the integration, by module of the stack."""
 
 _CHECKS = {
-    "torch.distributed.rendezvous": "attach_to_rendezvous",
-    "torch.multiprocessing.spawn": "attach_to_spawn",
+    "torch.distributed.rendezvous": ("azureml_elastic.distributed.launch_check", "attach_to_rendezvous"),
+    "torch.multiprocessing.spawn": ("azureml_elastic.distributed.launch_check", "attach_to_spawn"),
 }
-"""Function of the check of ranks and addresses, by module of torch."""
+"""The check of ranks and addresses, by module of torch."""
 
-_TRACKING = {"mlflow.tracking._tracking_service.client": "attach_to_client"}
-"""Function that lets a script log its parameters again after a restart, by module of MLflow; for all scripts."""
+_TRACKING = {
+    "mlflow.tracking._tracking_service.client": ("azureml_elastic.train.mlflow_parameters", "attach_to_client")
+}
+"""What lets a script log its parameters again after a restart, by module of MLflow; for all scripts."""
 
 _registered: set[str] = set()
 
@@ -77,11 +79,10 @@ def register(environ: Mapping[str, str] = os.environ) -> None:
     """Attach the integrations to all stacks that this process imports; those that are not switched off."""
     if variables.CHANNEL not in environ:
         return
-    _register({name: ("azureml_elastic.train.mlflow_parameters", function) for name, function in _TRACKING.items()})
-    if is_off(environ):
-        return
-    _register({name: (f"{_INTEGRATIONS}.{stack}.attachment", "attach") for name, stack in ATTACHMENTS.items()})
-    _register({name: ("azureml_elastic.distributed.launch_check", function) for name, function in _CHECKS.items()})
+    _register(_TRACKING)
+    if not is_off(environ):
+        _register({name: (f"{_INTEGRATIONS}.{stack}.attachment", "attach") for name, stack in ATTACHMENTS.items()})
+        _register(_CHECKS)
 
 
 def is_off(environ: Mapping[str, str]) -> bool:

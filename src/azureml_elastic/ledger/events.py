@@ -127,10 +127,7 @@ class TrainsWithoutSession(_Event):
 
 
 class StateSaved(_Event):
-    """Last save of a round by a script without a session, as the next round's node of rank 0 has found it.
-
-    The time is that of the file, and of its storage's clock.
-    """
+    """Last save of a round by a script without a session; the time is when it began."""
 
     kind: Literal["state_saved"] = "state_saved"
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from azureml_elastic.forks import script_runner, stack_imports
-from azureml_elastic.forks.command import INTERPRETER, read_early
+from azureml_elastic.forks.command import INTERPRETER
+from azureml_elastic.forks.import_variables import read_early
 from azureml_elastic.forks.link import read_document, receive, send
 from azureml_elastic.forks.process import ForkedProcess, document
 from azureml_elastic.forks.server import EarlierImports, serve
@@ -45,9 +46,7 @@ def become_node(request: Mapping[str, Any], descriptors: list[int], made: Earlie
     # First: from now on the launcher finds this process by its marker, whatever fails below.
     _mark(os.environ[MARKER])
     os.setsid()
-    os.dup2(stdin, 0)
-    os.close(stdin)
-    script_runner.adopt_descriptors(stdout, stderr)
+    script_runner.adopt_descriptors(stdin, stdout, stderr)
     script_runner.reset_process_state()
     if request["network"] is not None:
         _enter_network(request["network"])

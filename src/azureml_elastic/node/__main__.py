@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import ElasticError, UsageError
-from azureml_elastic.forks.client import PreloadServer, start_early
+from azureml_elastic.forks.client import PreloadServer
 from azureml_elastic.log_lines import write_log_lines
+from azureml_elastic.node.startup.preload import start_early
 from azureml_elastic.node.startup.shared_outputs import SharedOutputs
 from azureml_elastic.output_encoding import accept_all_characters
 from azureml_elastic.program.command import parse_program

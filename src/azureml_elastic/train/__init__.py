@@ -24,10 +24,11 @@ try:
 except ImportError as error:
     raise MissingExtra(error.name or "torch", "node") from error
 
+from azureml_elastic.forks.state_files import saved
 from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, EXIT_TERMINATED
 from azureml_elastic.train.data.loader import ElasticLoader
 from azureml_elastic.train.data.shard_loader import Shards
 from azureml_elastic.train.optim.learning_rate import Schedule
 from azureml_elastic.train.session.session import Session, start
 
-__all__ = ["EXIT_AGENT_LOST", "EXIT_TERMINATED", "ElasticLoader", "Schedule", "Session", "Shards", "start"]
+__all__ = ["EXIT_AGENT_LOST", "EXIT_TERMINATED", "ElasticLoader", "Schedule", "Session", "Shards", "saved", "start"]

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 
 from azureml_elastic.forks import client
 from azureml_elastic.forks.client import PreloadServer
-from azureml_elastic.forks.import_loader import open_devices
+from azureml_elastic.forks.fork_checks import open_devices
 from azureml_elastic.forks.process import ForkRefused
 from azureml_elastic.node.failures.classification import FailedWorker
 from azureml_elastic.program.command import Program
@@ -101,8 +101,9 @@ def test_the_id_of_an_ended_store_is_nobodys(monkeypatch):
         ours, theirs = socket.socketpair()
         with socket.create_server(("127.0.0.1", 0)) as listener, theirs:
             port = listener.getsockname()[1]
-            assert process.fork_store("127.0.0.1", port, listener.fileno(), theirs.fileno())
+            store = process.fork_store("127.0.0.1", port, listener.fileno(), theirs.fileno())
         ours.close()
+        assert store.wait(60) == 0
         ended = []
         monkeypatch.setattr(client, "_end_orphan", lambda pid, _until: ended.append(pid))
         process.close()

@@ -108,11 +108,13 @@ def saving(tmp_path, monkeypatch):
     workers = WorkerSet(parse_program([sys.executable, "worker.py"]), tmp_path / "output", environments, {})
     workers.start(None)
     yield workers
+    workers.terminate()
     workers.close(0)
 
 
 def test_the_wait_for_a_worker_that_saves_ends_when_it_does(saving):
     until(lambda: Path("ready0").exists() and Path("ready1").exists())
+    saving.terminate()
     closing = threading.Thread(target=saving.close, args=(3600,))
     closing.start()
     until(lambda: Path("saving").exists() and saving.exit_codes == {1: -15})
@@ -125,6 +127,7 @@ def test_the_wait_for_a_worker_that_saves_ends_when_it_does(saving):
 
 def test_a_worker_that_saves_for_longer_than_it_may_is_killed(saving):
     until(lambda: Path("ready0").exists() and Path("ready1").exists())
+    saving.terminate()
     saving.close(0.1)
     assert saving.exit_codes == {0: -9, 1: -15}
 

@@ -207,7 +207,7 @@ def test_a_program_that_is_not_imported_early_is_started_by_commands(tmp_path, o
         shown = examine(server, output)
         assert shown.startswith(f"This node is not forked, its command is started: {server.refusal}.\n")
         assert "usage: python -m azureml_elastic.node" in shown
-        until(lambda: psutil.Process(server.pid).status() == psutil.STATUS_ZOMBIE)
+        until(lambda: not psutil.pid_exists(server.pid))
     finally:
         server.close()
 

@@ -30,6 +30,7 @@ def main(script: str, folder: Path) -> None:
         workers.start(server)
         while not workers.exit_codes:
             time.sleep(0.01)
+        workers.terminate()
         workers.close(30)
         codes = {local_rank: failure.exitcode for local_rank, failure in workers.failures().items()}
         print(name, workers.forked, codes, flush=True)

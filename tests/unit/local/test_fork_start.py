@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from azureml_elastic.config import ElasticDistribution
-from azureml_elastic.forks.command import read_early
+from azureml_elastic.forks.import_variables import read_early
 from azureml_elastic.forks.process import ForkedProcess
 from azureml_elastic.local.fork_start import are_forked
 from azureml_elastic.program.command import parse_program

@@ -25,5 +25,4 @@ sys.modules.setdefault("sitecustomize", _own)  # the import of this module looks
 with contextlib.suppress(ModuleNotFoundError):  # the script's interpreter may be another one than the agent's
     importlib.import_module("azureml_elastic.forks.stack_imports").register()
     importlib.import_module("azureml_elastic.forks.uncaught_error").install(os.environ)
-    importlib.import_module("azureml_elastic.forks.state_lookups").record(os.environ)
-    importlib.import_module("azureml_elastic.forks.optimizer_steps").count_steps(os.environ)
+    importlib.import_module("azureml_elastic.forks.state_files").record(os.environ)

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
-from azureml_elastic.forks.state_lookups import Lookups
 from azureml_elastic.ledger.events import Metrics, Progress, RanksConnecting, StateSaved
-from azureml_elastic.node.agent.saved_files import scan
 from azureml_elastic.node.records.event_recorder import Recorder
 
 _SHORTEST_SECONDS = 0.05
@@ -154,15 +149,10 @@ class ProgressLog:
 
 
 class ObservationLog:
-    """Writer of when workers begin to connect to each other, and of the last save of each round.
+    """Writer of when workers begin to connect to each other, and of the last save of each round."""
 
-    Args:
-        excluded: folder below those of the program that is not read.
-    """
-
-    def __init__(self, recorder: Recorder, excluded: Path | None = None) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._excluded = excluded
         self._number = 0
         self._connecting = self._alone = False
         self._since = 0.0
@@ -187,29 +177,11 @@ class ObservationLog:
             if record:
                 self._recorder.record(RanksConnecting, self._number, self._since)
 
-    def left(self, lookups: Lookups) -> threading.Thread | None:
-        """Record the last save of the round, on a thread: a mount may not answer for minutes.
-
-        Only what was saved since the workers began to connect counts, as what was saved before is prepared data. The
-        times are those of the storage, which may have another clock: the report gives work for kept or lost by them,
-        and nothing else follows.
+    def left(self, saved_at: float) -> None:
+        """Record the last save of the round. What was saved before the workers began to connect is prepared data.
 
         Args:
-            lookups: where this node's workers have looked at their start: from what is there, the script continues.
+            saved_at: when it began, in seconds since the epoch; 0 if there was none.
         """
-        if not (self._connecting or self._alone):
-            return None
-        span = self._since, time.time()
-        thread = threading.Thread(target=self._record_save, args=(self._number, lookups, *span), daemon=True)
-        thread.start()
-        return thread
-
-    def _record_save(self, number: int, lookups: Lookups, since: float, until: float) -> None:
-        found = scan(lookups, self._excluded)
-        files = [pair for seen in found.values() for pair in seen.files.items()]
-        # Libraries leave files in the temporary folder itself, as torch does the error of a process that it spawned.
-        passing = tempfile.gettempdir()
-        times = [stamp[0] / 1e9 for path, stamp in files if os.path.dirname(path) != passing]  # noqa: PTH120 - a text
-        saves = [at for at in times if since <= at <= until]
-        if saves:
-            self._recorder.record(StateSaved, number, max(saves))
+        if saved_at >= self._since and (self._connecting or self._alone):
+            self._recorder.record(StateSaved, self._number, saved_at)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from azureml_elastic.config.exit_codes import FAILED
-from azureml_elastic.forks.state_lookups import read_lookups
+from azureml_elastic.forks.optimizer_steps import read_training
 from azureml_elastic.ipc.worker_messages import Leave
 from azureml_elastic.ledger.events import (
     HangDetected,
@@ -170,8 +170,6 @@ class AgentPort:
             yield ev.StoreUsed()
         if self._newcomers.take_saved():
             yield ev.ProgramSaved()
-        if self._newcomers.take_held():
-            yield ev.WorkersHeld()
         if workers.pace is not None:
             self._session.session_has_begun()
         elif training.leads and not training.runs_engine:
@@ -234,9 +232,9 @@ class AgentPort:
         # Closed at the end: the workers of the round before may have used its store until they were interrupted.
         before, self._store, self._watched_store, self._until = self._store, store, store, float("inf")
         if assignment.rank == 0 and not (self._channel.workers.in_session or self._distribution.runs_engine):
-            # Between the last save of the old workers and the first one of the new: what they continue from is there.
             workers.finish_stopping()
-            self._observations.left(read_lookups(self._channel.folder, self._pids))
+            saves = [read_training(self._channel.folder, pid).saved_at for pid in self._pids]
+            self._observations.left(max(saves, default=0.0))
         self._observations.entered(round_.number, round_.world_size)
         self._newcomers.rest()
         self._hangs.begin(round_.number, assignment.global_ranks[0])
@@ -280,7 +278,7 @@ class AgentPort:
             case do.InterruptWorkers():
                 workers.interrupt()
             case do.StopWorkers(seconds):
-                self._newcomers.rest()  # else a worker could stop itself in the step after which it would save
+                self._newcomers.rest()  # else a worker that saves could wait for this node to let it go on
                 self._processes.begin_stopping(seconds)
             case do.FlushProgress():
                 self._channel.record_last_step()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from azureml_elastic.forks.optimizer_steps import read_steps
-from azureml_elastic.forks.state_lookups import Lookups, read_lookups
+from azureml_elastic.forks.optimizer_steps import read_training
+from azureml_elastic.forks.state_files import read_lookups
 from azureml_elastic.ledger.events import TrainsWithoutSession
 from azureml_elastic.node.agent.newcomer_watch import name_lookups
 
@@ -24,7 +24,7 @@ _REPORT_SECONDS = 1.0, 2.0
 """Time in which a session reports that it has begun, after a first backward pass; and where one has been opened."""
 
 
-def describe_restarts(lookups: Lookups) -> str:
+def describe_restarts(lookups: Collection[str]) -> str:
     """Return what happens to a program without a session when the nodes change.
 
     Args:
@@ -83,7 +83,7 @@ class SessionWatch:
         self._began = now if self._began is None else self._began
         self._connecting = None if not connecting else now if self._connecting is None else self._connecting
         connects = self._connecting is not None and now - self._connecting >= _CONNECT_SECONDS
-        if any(read_steps(self._folder, pids)):
+        if any(any(read_training(self._folder, pid).steps) for pid in pids):
             self._training = now if self._training is None else self._training
         else:
             self._training = None
@@ -95,5 +95,4 @@ class SessionWatch:
         if trains:
             self._done = True
             lookups = read_lookups(self._folder, pids)
-            found = lookups.files or lookups.folders
-            _LOG.log(logging.INFO if found else logging.WARNING, "%s", describe_restarts(lookups))
+            _LOG.log(logging.INFO if lookups else logging.WARNING, "%s", describe_restarts(lookups))

@@ -1,16 +1,8 @@
-"""This node's worker processes: started, looked at and stopped; what they print goes to the console.
-
-**Locks of torch's compiled extensions that a killed process has left: the next one would wait for them forever.** torch
-compiles an extension in a folder with the file ``lock``, which its process holds open until the extension is complete,
-and then removes (``torch/utils/file_baton.py``). DeepSpeed compiles its operators so when it first uses them.
-"""
+"""This node's worker processes: started, looked at and stopped; what they print goes to the console."""
 
 from __future__ import annotations
 
-import codecs
 import contextlib
-import errno
-import io
 import logging
 import os
 import shutil
@@ -20,167 +12,22 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
 from urllib.parse import quote
-
-import psutil
 
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.forks.client import ForkedWorker, PreloadServer
+from azureml_elastic.forks.optimizer_steps import ask_to_hold
 from azureml_elastic.forks.process import ForkRefused
 from azureml_elastic.forks.stack_imports import for_plain_start
 from azureml_elastic.node.agent.channel import Channel
+from azureml_elastic.node.agent.worker_output import OutputCopier
 from azureml_elastic.node.failures.classification import FailedWorker
+from azureml_elastic.node.host.extension_locks import remove_stale_locks
 from azureml_elastic.plurals import counted
 from azureml_elastic.private_folder import make_private
 from azureml_elastic.program.command import Program
-
-_REMOTE = ("nfs", "cifs", "smb", "fuse", "lustre", "9p", "ceph", "gpfs", "beegfs", "wekafs")
-"""Beginnings of the names of file systems whose files a process of another machine may hold open."""
-
-_LONG_ENOUGH_S = 0.2
-"""Seconds for a process that has closed its lock to remove it."""
-
-
-def remove_stale_locks(environment: NodeEnvironment) -> list[Path]:
-    """Remove the locks that no process of this machine holds, on file systems of its own; return their paths."""
-    found = [lock for lock in _locks(environment) if _is_local(lock)]
-    stale = _not_open(found)
-    if stale:
-        time.sleep(_LONG_ENOUGH_S)
-        # A process closes its lock before it removes it: only what stays unlocked and there for a while was left.
-        stale = [lock for lock in _not_open(stale) if lock.exists()]
-    for lock in stale:
-        with contextlib.suppress(OSError):
-            lock.unlink()
-            _LOG.warning("Removed %s, which a process that was killed has left: torch would wait for it forever.", lock)
-    return stale
-
-
-def _locks(environment: NodeEnvironment) -> list[Path]:
-    own = environment.torch_extensions
-    root, pattern = (own, "*/lock") if own else (environment.cache / "torch_extensions", "*/*/lock")
-    return list(root.glob(pattern))
-
-
-def _is_local(path: Path) -> bool:
-    mounts = [each for each in psutil.disk_partitions(all=True) if path.is_relative_to(each.mountpoint)]
-    kind = max(mounts, key=lambda each: len(each.mountpoint)).fstype if mounts else ""
-    return not kind.startswith(_REMOTE)
-
-
-def _not_open(locks: Iterable[Path]) -> list[Path]:
-    wanted = {lock.resolve(): lock for lock in locks}
-    if not wanted:
-        return []
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):
-            wanted.pop(descriptor.readlink(), None)
-    return list(wanted.values())
-
-
-_INTERVAL_SECONDS = 0.1
-
-_MOST_BYTES = 1 << 20
-"""Size of one read, so that a worker that prints without end cannot fill the agent's memory."""
-
-_STALE_SECONDS = 1.0
-"""Time after which a line without an end, such as a prompt, is copied as it is."""
-
-
-class OutputCopier:
-    """A thread that copies files to the console while they grow.
-
-    As under torchrun, a carriage return ends a line, too: each state of a progress bar is a line.
-
-    Args:
-        files: path of each file, prefix of its lines, and stream to which they are copied.
-    """
-
-    def __init__(self, files: Sequence[tuple[Path, str, TextIO]]) -> None:
-        self._files = [_File(*each) for each in files]
-        self._ended = threading.Event()
-        # One thread for all files: the agent of a node with eight workers has sixteen of them.
-        self._thread = threading.Thread(target=self._copy, name="worker-output", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Copy what is left in the files, and end the thread."""
-        self._ended.set()
-        self._thread.join()
-
-    def _copy(self) -> None:
-        while True:
-            ended = self._ended.is_set()  # before the reads: what was written until then is copied
-            more = False
-            for file in self._files:
-                more |= file.copy(last=ended)
-            if ended and not more:
-                break
-            if not more:
-                self._ended.wait(_INTERVAL_SECONDS)
-        for file in self._files:
-            file.close()
-
-
-class _File:
-    """One growing file."""
-
-    def __init__(self, path: Path, prefix: str, console: TextIO) -> None:
-        self._file = path.open("rb", buffering=0)
-        self._prefix = prefix
-        self._console: TextIO | None = console
-        self._decoder = io.IncrementalNewlineDecoder(
-            codecs.getincrementaldecoder("utf-8")(errors="replace"), translate=True
-        )
-        self._rest = ""
-        self._rest_since = 0.0
-
-    def copy(self, *, last: bool) -> bool:
-        """Copy the new lines, and with ``last`` also one that has no end; return whether there may be more."""
-        try:
-            data = self._file.read(_MOST_BYTES) or b""
-        except OSError:  # a mount that is gone for a moment: the thread must not end, nor must it wait at the end
-            data = b""
-        now = time.monotonic()
-        if data:
-            self._rest_since = now
-        self._rest += self._decoder.decode(data, final=last and not data)
-        *lines, self._rest = self._rest.split("\n")
-        if self._rest and not data and (last or now - self._rest_since >= _STALE_SECONDS):
-            lines.append(self._rest)
-            self._rest = ""
-        if lines:
-            self._write("".join(f"{self._prefix}{line}\n" for line in lines))
-        return bool(data)
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _write(self, text: str) -> None:
-        console = self._console
-        if console is None:
-            return
-        try:
-            console.write(_encodable(text, console.encoding or "utf-8"))
-            console.flush()
-        except OSError as error:
-            # A disk that is full may have space later. A pipe whose reader has ended has none: training goes on.
-            if error.errno != errno.ENOSPC:
-                self._console = None
-        except Exception:  # noqa: BLE001 - closed, or a stream of another kind: this thread never ends by one
-            self._console = None
-
-
-def _encodable(text: str, encoding: str) -> str:
-    """Return the text with escapes for the characters that the encoding lacks, whatever the stream does with them."""
-    try:
-        return text.encode(encoding, "backslashreplace").decode(encoding)
-    except (LookupError, UnicodeError):  # the name of no encoding, or one of another kind than of text
-        return text.encode("ascii", "backslashreplace").decode()
-
 
 _LOG = logging.getLogger(__name__)
 
@@ -315,6 +162,8 @@ class Workers:
             time.sleep(_POLL_SECONDS)
         # A session ignores SIGTERM, which it leaves to the agent, and exits at once when its connection ends.
         self._channel.workers.cut()
+        workers.terminate()
+        ask_to_hold(self._channel.folder, workers.pids, ask=False)  # those that wait in a step have got it by now
         workers.close(stop_seconds)
 
     def _round_folder(self, environ: Mapping[str, str]) -> Path:
@@ -426,14 +275,16 @@ class WorkerSet:
             if code
         }
 
+    def terminate(self) -> None:
+        """Send SIGTERM to the workers."""
+        self._signal(signal.SIGTERM)
+
     def close(self, timeout: float) -> None:
-        """End the workers, and copy the rest of their output.
+        """Wait for the end of the workers, or kill them, and copy the rest of their output.
 
         Args:
-            timeout: seconds between SIGTERM and SIGKILL.
+            timeout: seconds until SIGKILL.
         """
-        self._signal(signal.SIGTERM)
-        self._signal(signal.SIGCONT)  # those that were stopped between two saves get it now
         until = time.monotonic() + timeout
         for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -430,7 +430,7 @@ class ForgetSaves:
 
 @dataclass(frozen=True)
 class HoldWorkers:
-    """Stop the workers unless they save at this moment; ``WorkersHeld`` answers if they are stopped."""
+    """Keep the workers in the step after a save, in which one waits; ``WorkersHeld`` answers if it does."""
 
 
 @dataclass(frozen=True)

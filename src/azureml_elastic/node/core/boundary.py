@@ -12,7 +12,8 @@ a step boundary. One without is ended, and the next round begins where the progr
 shows only in what it reads: a program that saves and never reads begins anew. So a round goes on until the program has
 saved, while nodes wait, a file that it has looked for at its start. Then next to nothing is lost. But the save may be
 its last one, after which it evaluates or exports what it has trained, and would do all that again, or more. So it has
-to go on training, too, and is stopped in the very next moment: :class:`SaveRule`.
+to go on training, too, and waits in the first step that follows until it is ended there: its worker sees both, in
+:mod:`~azureml_elastic.forks.state_files` and :mod:`~azureml_elastic.forks.optimizer_steps`.
 """
 
 from __future__ import annotations
@@ -197,37 +198,6 @@ def ends_soon(seconds: float | None) -> bool:
     return seconds is not None and seconds < _REMAINING_SECONDS
 
 
-class SaveRule:
-    """Decides whether a program without a session that has saved goes on training, for one wait of other nodes.
-
-    It does so when an optimizer that had taken steps before the save takes another one: the others may be those of an
-    evaluation. Of a program that takes no steps that can be seen it shows in a further save.
-    """
-
-    def __init__(self) -> None:
-        self._at_save: Sequence[int] = ()
-        self._saves_without_steps = 0
-
-    def saved(self, steps: Sequence[int]) -> None:
-        """The program has saved.
-
-        Args:
-            steps: number of steps of each of its optimizers, read since; always in the same order.
-        """
-        self._at_save = steps
-        self._saves_without_steps += not any(steps)
-
-    def goes_on(self, steps: Sequence[int]) -> bool:
-        """Return, once for each further step or save, whether the program trains at this moment."""
-        if any(0 < before < now for before, now in zip(self._at_save, steps, strict=False)):
-            self._at_save = steps
-            return True
-        if self._saves_without_steps > 1 and not any(steps):
-            self._saves_without_steps = 1
-            return True
-        return False
-
-
 class Newcomers:
     """Decides when waiting nodes may end a round whose workers have no session. On rank 0's node.
 
@@ -266,7 +236,7 @@ class Newcomers:
     def wait(self, waiting: frozenset[str], now: float, *, connected: bool) -> tuple[bool, list[TrainingAction]]:
         """Return whether these nodes may end the round now, and what to do.
 
-        The workers of this node are stopped before, so that they begin no save before they get SIGTERM.
+        A worker that waits in the step after its save is kept there before, so that none begins another one.
 
         Args:
             connected: whether workers of the round have begun to connect to each other. What several workers save

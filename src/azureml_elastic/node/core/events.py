@@ -512,12 +512,12 @@ class StacksWritten:
 
 @dataclass(frozen=True)
 class ProgramSaved:
-    """A program without a session has saved while nodes wait, and has gone on training in this moment."""
+    """A program without a session has saved while nodes wait, and waits in the next step of its training."""
 
 
 @dataclass(frozen=True)
 class WorkersHeld:
-    """This node's workers are stopped between two saves."""
+    """A worker of this node waits in the step after its save until it is ended."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from pydantic import ValidationError
 from azureml_elastic.config import Credential, Plan, TableRendezvous
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import ElasticError, UsageError
-from azureml_elastic.node.diagnostics.checks.machine import check_host, check_machine, check_packages, check_peer
+from azureml_elastic.node.diagnostics.checks.machine import check_machine, check_packages
+from azureml_elastic.node.diagnostics.checks.network import check_host, check_peer
 from azureml_elastic.node.diagnostics.findings import DiagnosticReport, Finding
 
 NODE_COMMAND = "python -m azureml_elastic.node.diagnostics.doctor"

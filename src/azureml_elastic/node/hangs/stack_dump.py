@@ -6,10 +6,6 @@ file open and catches the signal, since any other would die of it. Of all other 
 
 The handler is over when the signal is no longer pending and no thread blocks it that had not blocked it before: the
 kernel blocks a signal while its handler runs.
-
-**What the kernel tells about a process of another owner: its state, its signals and its descendants.** Only files of
-``/proc`` are read that answer at once whatever state the process is in. ``cmdline``, ``maps`` and the like wait for its
-memory map, which a process that hangs may hold for ever.
 """
 
 from __future__ import annotations
@@ -29,122 +25,16 @@ import psutil
 
 from azureml_elastic.ipc.stack_file import SUFFIX, StackFile, stack_files
 from azureml_elastic.node.driver import EventQueue
+from azureml_elastic.node.hangs.process_state import (
+    descendants,
+    has_open,
+    read_state,
+    threads_that_block,
+)
 from azureml_elastic.node.hangs.waiting import whereabouts
 from azureml_elastic.private_folder import make_private
 
 _LOG = logging.getLogger(__name__)
-
-_MEANINGS = {
-    "R": "running",
-    "S": "sleeping",
-    "D": "waiting for a device or a file system, which no signal interrupts",
-    "T": "stopped by a signal (SIGSTOP)",
-    "t": "stopped by a debugger",
-    "Z": "dead",
-    "X": "dead",
-    "I": "idle",
-}
-
-
-@dataclass(frozen=True)
-class ProcessState:
-    """One look at a process.
-
-    Args:
-        name: the process's name, which it may have set itself.
-        letter: its main thread's state, as ``ps`` shows it.
-        waits_in: the kernel function that the main thread sleeps in, empty where the kernel does not tell.
-        caught: mask of the signals that it has handlers for; bit ``n - 1`` is signal ``n``.
-        pending: mask of the signals sent to it that no thread has taken yet.
-    """
-
-    name: str
-    letter: str
-    waits_in: str
-    threads: int
-    caught: int
-    pending: int
-
-    def catches(self, number: int) -> bool:
-        """Whether the process has a handler for the signal."""
-        return bool(self.caught >> (number - 1) & 1)
-
-    def awaits(self, number: int) -> bool:
-        """Whether the signal was sent, but not taken yet."""
-        return bool(self.pending >> (number - 1) & 1)
-
-    @property
-    def ended(self) -> bool:
-        """Whether only the entry in the process table is left."""
-        return self.letter in "ZX"
-
-    @property
-    def stopped(self) -> bool:
-        """Whether it takes no signal until it is continued."""
-        return self.letter in "Tt"
-
-    def __str__(self) -> str:
-        where = f" in {self.waits_in}" if self.waits_in else ""
-        threads = f", {self.threads} threads" if self.threads > 1 else ""
-        return f"{self.name} is {_MEANINGS.get(self.letter, self.letter)} ({self.letter}){where}{threads}"
-
-
-def _read_state(pid: int) -> ProcessState | None:
-    """Return the state of a process, ``None`` when there is none of that id."""
-    fields = _fields(Path(f"/proc/{pid}/status"))
-    if "State" not in fields:
-        return None
-    waits_in = ""
-    with contextlib.suppress(OSError):
-        waits_in = Path(f"/proc/{pid}/wchan").read_text(encoding="ascii", errors="replace").strip("0\n ")
-    return ProcessState(
-        name=fields.get("Name", "?"),
-        letter=fields["State"][:1],
-        waits_in=waits_in,
-        threads=int(fields.get("Threads", "1")),
-        caught=int(fields.get("SigCgt", "0"), 16),
-        pending=int(fields.get("SigPnd", "0"), 16) | int(fields.get("ShdPnd", "0"), 16),
-    )
-
-
-def _threads_that_block(pid: int, number: int) -> frozenset[int]:
-    """Return the threads that block a signal now; a thread does so, too, while it runs the handler."""
-    found = set()
-    with contextlib.suppress(OSError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            mask = _fields(thread / "status").get("SigBlk", "0")
-            if int(mask, 16) >> (number - 1) & 1:
-                found.add(int(thread.name))
-    return frozenset(found)
-
-
-def _has_open(pid: int, path: Path) -> bool:
-    """Tell whether a process has the file open. The path is compared as text, so that no file system is asked."""
-    wanted = str(path)
-    with contextlib.suppress(OSError):
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                if os.readlink(descriptor) == wanted:  # noqa: PTH115 - Path would normalise what the kernel says
-                    return True
-    return False
-
-
-def _descendants(pid: int) -> list[int]:
-    """Return the ids of all processes below one, the oldest first."""
-    try:
-        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    except psutil.Error:
-        return []
-
-
-def _fields(path: Path) -> dict[str, str]:
-    """Return a status file's fields; none when the process or thread is gone."""
-    try:
-        text = path.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return {}
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
-
 
 _POLL_SECONDS = 0.02
 _SILENT_SECONDS = 0.3
@@ -204,7 +94,7 @@ def collect(folder: Path, workers: Mapping[int, Worker], *, seconds: float = 2.5
     folder = folder.resolve()
     jobs: dict[int, tuple[Worker, StackFile | None]] = {rank: (worker, None) for rank, worker in workers.items()}
     for path, entry in stack_files(folder):
-        if _has_open(entry.pid, path):
+        if has_open(entry.pid, path):
             jobs[entry.local_rank] = (Worker(entry.local_rank, entry.rank, entry.pid), entry)
     found: dict[int, list[ProcessStacks]] = {rank: [] for rank in jobs}
 
@@ -212,7 +102,7 @@ def collect(folder: Path, workers: Mapping[int, Worker], *, seconds: float = 2.5
         # Appended one by one: when time is over, what is there is taken.
         seen = found[worker.local_rank]
         seen.append(_process(f"rank {worker.rank}", worker, worker.pid, entry, folder, deadline))
-        children = _descendants(worker.pid)
+        children = descendants(worker.pid)
         for pid in children[:_MOST_CHILDREN]:
             seen.append(_process(f"child of rank {worker.rank}", worker, pid, entry, folder, deadline))
         if len(children) > _MOST_CHILDREN:
@@ -284,17 +174,17 @@ def _by_signal(pid: int, entry: StackFile, path: Path, deadline: float) -> tuple
     Returns:
         What it wrote, and what did not go well.
     """
-    before = _read_state(pid)
+    before = read_state(pid)
     if before is None or before.ended:
         return "", "it has ended"
     # Asked last thing before the signal: the program may have closed the descriptor or replaced the handler since it
     # registered, and a forked child may have executed another program. The default action of the signal is to die.
-    if not _has_open(pid, path) or not before.catches(entry.signal):
+    if not has_open(pid, path) or not before.catches(entry.signal):
         own = pid == entry.pid
         return "", f"it no longer answers signal {entry.signal}" if own else ""
     try:
         offset = path.stat().st_size
-        blocking = _threads_that_block(pid, entry.signal)
+        blocking = threads_that_block(pid, entry.signal)
         os.kill(pid, entry.signal)
     except OSError as error:
         return "", f"it could not be asked: {error}"
@@ -302,7 +192,7 @@ def _by_signal(pid: int, entry: StackFile, path: Path, deadline: float) -> tuple
     size, remark, sent = offset, "", time.monotonic()
     while True:
         time.sleep(_POLL_SECONDS)
-        state = _read_state(pid)
+        state = read_state(pid)
         if state is None or state.ended:
             remark = "it ended meanwhile"
             break
@@ -313,7 +203,7 @@ def _by_signal(pid: int, entry: StackFile, path: Path, deadline: float) -> tuple
             if state.stopped:
                 remark = "it takes no signal while it is stopped"
                 break
-        elif _threads_that_block(pid, entry.signal) <= blocking:
+        elif threads_that_block(pid, entry.signal) <= blocking:
             last, size = size, _size(path)
             if size == last > offset:
                 break
@@ -339,7 +229,7 @@ def _size(path: Path) -> int:
 
 
 def _state(pid: int) -> str:
-    state = _read_state(pid)
+    state = read_state(pid)
     return "gone" if state is None else str(state)
 
 

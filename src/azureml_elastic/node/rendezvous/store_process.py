@@ -17,7 +17,7 @@ import threading
 import traceback
 from dataclasses import dataclass
 
-from azureml_elastic.forks.client import PreloadServer
+from azureml_elastic.forks.client import ForkedWorker, PreloadServer
 from azureml_elastic.node.driver import EventQueue
 from azureml_elastic.node.rendezvous.link import Assignment
 
@@ -73,8 +73,7 @@ class StoreProcess(RoundStore):
         self._keys = 0
         self._asked = False
         self._link, self._theirs = socket.socketpair()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._forked: int | None = None
+        self._process: ForkedWorker | subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._run, name="store-process", daemon=True)
         self._thread.start()
 
@@ -95,12 +94,7 @@ class StoreProcess(RoundStore):
         # The thread reads until the connection ends.
         self._thread.join()
         self._link.close()
-        if self._process is not None:
-            try:
-                self._process.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:  # stopped, or still importing
-                self._process.kill()
-                self._process.wait()
+        self._exit_code()
 
     def _start(self) -> None:
         """Start the process.
@@ -113,8 +107,8 @@ class StoreProcess(RoundStore):
             descriptors = [self._listener.fileno(), self._theirs.fileno()]
             server = self._preload_server
             if server is not None:
-                self._forked = server.fork_store(host, port, *descriptors)
-            if self._forked is None:
+                self._process = server.fork_store(host, port, *descriptors)
+            if self._process is None:
                 module = "azureml_elastic.forks.store_server"
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", module, host, str(port), *map(str, descriptors)],
@@ -151,12 +145,13 @@ class StoreProcess(RoundStore):
         return error
 
     def _exit_code(self) -> int | None:
-        if self._forked is not None and self._preload_server is not None:
-            return self._preload_server.exit_code_of_store(self._forked)
-        if self._process is None:
+        """Wait for the end of the process, and return its exit code as in :class:`StoreEnd`."""
+        process = self._process
+        if process is None:
             return 1
         try:
-            return self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
+            code = process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:  # stopped, or still importing
+            process.kill()
+            code = process.wait()
+        return None if isinstance(process, ForkedWorker) and process.ended_with_server else code

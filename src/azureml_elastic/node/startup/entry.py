@@ -22,7 +22,7 @@ from azureml_elastic.environment import names as variables
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.environment.process import change, set_defaults
 from azureml_elastic.errors import MissingExtra, NodeLeaving, RunFailed, RunSucceeded
-from azureml_elastic.forks.client import PreloadServer, begin_preload
+from azureml_elastic.forks.client import PreloadServer
 from azureml_elastic.ipc import Connection
 from azureml_elastic.ipc.message import ShardDescription
 from azureml_elastic.ledger.events import HealthChecked, NodeLeft, NodeStarted
@@ -31,7 +31,7 @@ from azureml_elastic.node.agent.agent_table import AgentTable
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.earlier_run import with_earlier_checkpoint
 from azureml_elastic.node.agent.event_logs import ObservationLog
-from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch, SaveWatch
+from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch
 from azureml_elastic.node.agent.port import AgentPort, HangWatch
 from azureml_elastic.node.agent.session_watch import SessionWatch
 from azureml_elastic.node.agent.shard_transfer import ShardReceiver, ShardSender
@@ -40,9 +40,10 @@ from azureml_elastic.node.agent.worker_processes import Workers
 from azureml_elastic.node.core.hangs import HangPolicy
 from azureml_elastic.node.core.round import Limits
 from azureml_elastic.node.core.training import State
+from azureml_elastic.node.diagnostics.admission import Admission
 from azureml_elastic.node.diagnostics.checks.accelerator import count_visible_devices
 from azureml_elastic.node.diagnostics.findings import DiagnosticReport
-from azureml_elastic.node.diagnostics.node_checks import Admission, check_folders, node_checks
+from azureml_elastic.node.diagnostics.node_checks import check_folders, node_checks
 from azureml_elastic.node.driver import EventQueue
 from azureml_elastic.node.failures.host_strikes import HostStrikes
 from azureml_elastic.node.hangs.detector import HangDetector
@@ -54,6 +55,7 @@ from azureml_elastic.node.records.event_recorder import Recorder
 from azureml_elastic.node.rendezvous.context import LocalNode, Surroundings
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.replacement.on_node import start_replacement_thread
+from azureml_elastic.node.startup.preload import begin_preload
 from azureml_elastic.node.table import Table, open_table
 from azureml_elastic.node.table.opening import connection_string_variable
 from azureml_elastic.node.table.server_time import ServerClock
@@ -171,10 +173,7 @@ class _Node(Surroundings):
         sender = ShardSender(memory, rendezvous.authenticator)
         self._channel = Channel(recorder, queue, self._watch, memory, sender)
         stack.callback(self._channel.close)
-        self._newcomers = NewcomerWatch(
-            SaveWatch(self._channel.folder, excluded=identity.folder.absolute()), distribution.newcomer_timeout
-        )
-        stack.callback(self._newcomers.close)
+        self._newcomers = NewcomerWatch(self._channel.folder, distribution.newcomer_timeout)
         # Before the preload server, which hands this to its workers, and before threads that read the environment.
         environment = self._set_inherited_variables(opened, environment)
         self._preload_server: PreloadServer | None = None
@@ -309,7 +308,7 @@ class _Node(Surroundings):
             session,
             self._recorder,
             self._strikes,
-            ObservationLog(self._recorder, excluded=identity.folder.absolute()),
+            ObservationLog(self._recorder),
             self._table,
         )
         return NodeAgent(rendezvous.machine, port, group, channel, preemption)

@@ -29,8 +29,9 @@ from typing import Any
 from typing_extensions import Self
 
 import azureml_elastic
-from azureml_elastic.forks.command import Imports, read_early
+from azureml_elastic.forks.command import Imports
 from azureml_elastic.forks.detached import ForkServer
+from azureml_elastic.forks.import_variables import read_early
 from azureml_elastic.forks.process import ForkedProcess, ForkRefused
 from azureml_elastic.local.fork_start import MARKER_BYTES, ForkStart, start_server
 from azureml_elastic.local.processes import MARKER
@@ -92,7 +93,7 @@ class NodeForks(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         self._starting = starting
         self._home = Path(sys.executable).parent
         self._lock = threading.Lock()
-        """For the start of a fork, which one thread may request at a time, and the pipes of the first nodes."""
+        """For the servers of forks, and the pipes of the first nodes, which the first fork makes for the others."""
         self._gatherings: dict[str, _Gathering | None] = {}
         """Pipe by run, ``None`` once the run's first nodes have started."""
         self._links: set[socket.socket] = set()
@@ -190,7 +191,6 @@ class NodeForks(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         if _DOCTOR in arguments:
             raise ForkRefused("the doctor examines what a new process finds")
         with self._lock:
-            # One fork at a time: the client of the fork server sends one request and reads its answer.
             server = self._starting.server_for(environ)
             if server.wait_ready(lambda: _has_ended(link)):
                 _check_library(words[own + 1], server, folder)

@@ -16,7 +16,7 @@ from azureml_elastic.config import ElasticResources, Plan, TableRendezvous
 from azureml_elastic.environment import names as variables
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.node.diagnostics import doctor as command
-from azureml_elastic.node.diagnostics.checks.machine import check_host, check_peer
+from azureml_elastic.node.diagnostics.checks.network import check_host, check_peer
 from azureml_elastic.node.diagnostics.checks.workspace import claims_of, why_refused
 from azureml_elastic.node.diagnostics.doctor import examine
 from azureml_elastic.node.diagnostics.findings import DiagnosticReport, Finding

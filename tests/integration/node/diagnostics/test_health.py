@@ -30,18 +30,17 @@ from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.sentences import describe
 from azureml_elastic.memory import available_memory
 from azureml_elastic.node.core.round import Member, Round
+from azureml_elastic.node.diagnostics.admission import Admission
 from azureml_elastic.node.diagnostics.checks.accelerator import check_ecc, check_gpus, examine
 from azureml_elastic.node.diagnostics.checks.machine import (
-    check_clock,
     check_folder,
-    check_hub,
     check_memory,
     check_open_files,
-    check_peers,
     check_shared_memory,
 )
+from azureml_elastic.node.diagnostics.checks.network import check_clock, check_hub, check_peers
 from azureml_elastic.node.diagnostics.findings import Check, CheckRunner, DiagnosticReport, Finding
-from azureml_elastic.node.diagnostics.node_checks import Admission, check_folders, node_checks
+from azureml_elastic.node.diagnostics.node_checks import check_folders, node_checks
 from azureml_elastic.node.failures.host_strikes import STRIKE_PREFIX, HostStrikes
 from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY
 from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
@@ -380,7 +379,7 @@ def test_without_a_running_round_no_peer_is_checked(local_table):
 
 
 def test_a_hub_that_accepts_or_refuses_can_be_reached(local_table, monkeypatch):
-    monkeypatch.setattr("azureml_elastic.node.diagnostics.checks.machine._CONNECT_SECONDS", 30.0)
+    monkeypatch.setattr("azureml_elastic.node.diagnostics.checks.network._CONNECT_SECONDS", 30.0)
     with listening() as port:
         seal_round(local_table, port)
         assert_found(peers(local_table), "ok", "accepts")
@@ -397,7 +396,7 @@ def test_an_unreachable_hub_fails_only_while_the_round_is_alive(table):
 
 
 def test_a_reachable_member_makes_an_unreachable_hub_a_warning(local_table, monkeypatch):
-    monkeypatch.setattr("azureml_elastic.node.diagnostics.checks.machine._CONNECT_SECONDS", 4.0)
+    monkeypatch.setattr("azureml_elastic.node.diagnostics.checks.network._CONNECT_SECONDS", 4.0)
     local_table.insert(TABLE_HEARTBEAT_KEY, {"round": 3, "beats": 1})
     with silent_port() as first, listening() as second:
         seal_round(local_table, first, second)
@@ -405,7 +404,7 @@ def test_a_reachable_member_makes_an_unreachable_hub_a_warning(local_table, monk
 
 
 def test_the_whole_check_of_a_healthy_node_waits_for_no_limit(table, tmp_path, monkeypatch):
-    monkeypatch.setattr("azureml_elastic.node.diagnostics.checks.machine._CONNECT_SECONDS", 60.0)
+    monkeypatch.setattr("azureml_elastic.node.diagnostics.checks.network._CONNECT_SECONDS", 60.0)
     with listening() as port:
         seal_round(table, port)
         probes = node_checks(
@@ -634,7 +633,7 @@ def test_a_node_is_let_in(node, policy, ill, when_paused, stay, reports, pauses)
 
 def test_a_node_that_stays_ill_strikes_its_host_once_and_is_turned_away(node, monkeypatch):
     ill = node()
-    monkeypatch.setattr("azureml_elastic.node.diagnostics.node_checks.time", ill)
+    monkeypatch.setattr("azureml_elastic.node.diagnostics.admission.time", ill)
     ill.folder.write_text("no folder")
     assert ill.admission().wait() is False
     assert len(ill.away) == 1

@@ -2,138 +2,109 @@
 
 from __future__ import annotations
 
+import struct
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
-from azureml_elastic.forks.state_lookups import Lookups
 from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch, describe_wait
 
-LOOKUPS = Lookups(frozenset({"/data/train.npz", "/data/a", "/out/last.pt"}), frozenset({"/out"}))
+LOOKUPS = frozenset({"/data/train.npz", "/data/a", "/out/last.pt", "/out/"})
 WAITING = frozenset({"node-2"})
 
 
-class Saves:
-    """A program that the test has train and save."""
-
-    def __init__(self) -> None:
-        self.saved = self.saves_now = self.asked = self.has_stopped = False
-        self.steps = 7
-        self.begun: list[tuple[int, ...]] = []
-        self.lookups = Lookups()
-
-    def begin(self, pids) -> None:
-        self.saved = False
-        self.begun.append(pids)
-
-    def pause(self) -> None:
-        pass
-
-    def take_save(self) -> bool:
-        saved, self.saved = self.saved, False
-        return saved
-
-    def read_steps(self) -> tuple[int, ...]:
-        return (self.steps,)
-
-    def ask_to_stop(self, *, ask: bool = True) -> None:
-        self.asked, self.has_stopped = ask, self.has_stopped and ask
-
-    def stop_workers(self) -> bool:
-        return not self.saves_now
-
-    def step(self) -> None:
-        self.steps += bool(self.steps)
-        self.has_stopped, self.asked = self.asked, False
-
-
 class Leader:
-    """The watch of rank 0's agent, with a clock of its own."""
+    """The watch of rank 0's agent with a clock of its own, and the file of a worker that the test writes."""
 
-    def __init__(self, timeout: timedelta | None = None) -> None:
+    def __init__(self, folder: Path, timeout: timedelta | None = None) -> None:
         self.now = 1000.0
-        self.saves = Saves()
-        self.watch = NewcomerWatch(self.saves, timeout, lambda: self.now)
+        self.watch = NewcomerWatch(folder, timeout, lambda: self.now)
+        self.folder = folder
+        self.file = folder / "steps-4711"
+        self.begins()
 
-    def sees_a_save(self, seconds: float = 0.0, *, steps: int = 0) -> bool:
+    def begins(self) -> None:
+        self.file.write_bytes(struct.pack("=64Qd??", *[0] * 67))
+
+    @property
+    def asked(self) -> bool:
+        return bool(self.file.read_bytes()[-2])
+
+    def waits_in_step(self) -> None:
+        """Have the worker take the step after a save; it goes on where it is not asked any more."""
+        with self.file.open("r+b") as file:
+            file.seek(-1, 2)
+            file.write(bytes([self.asked]))
+
+    def looks_for(self, *paths: str) -> None:
+        (self.folder / "lookups-4711").write_bytes(b"".join(path.encode() + b"\0" for path in paths))
+
+    def sees_a_save(self, seconds: float = 0.0) -> bool:
         self.now += seconds
-        self.saves.steps += steps
         return self.watch.take_saved()
 
 
 @pytest.fixture
-def leader():
-    return Leader()
+def leader(tmp_path):
+    return Leader(tmp_path)
 
 
-def test_nothing_is_looked_for_while_no_node_waits(leader):
+def test_a_worker_is_asked_while_a_node_waits(leader):
     assert not leader.sees_a_save(60)
-    assert not leader.saves.begun
+    assert not leader.asked
+    leader.watch.await_save(WAITING, (4711, 4712))
+    assert not leader.sees_a_save()
+    assert leader.asked
+    leader.watch.rest()
+    assert not leader.asked
+    assert not leader.sees_a_save(60)
+    assert not leader.asked
+
+
+def test_a_worker_that_begins_later_is_asked_too(leader):
+    leader.file.unlink()
     leader.watch.await_save(WAITING, (4711,))
-    assert leader.saves.begun == [(4711,)]
-
-
-def test_a_save_is_reported_with_each_step_after_it(leader):
-    leader.watch.await_save(WAITING, (4711,))
-    assert not leader.sees_a_save(3600, steps=100)
-    leader.saves.saved = True
-    assert not leader.sees_a_save(1, steps=1), "the save may be later than the step"
-    assert not leader.sees_a_save(3600)
-    assert leader.sees_a_save(1, steps=1)
-    assert not leader.sees_a_save(1)
-    assert leader.sees_a_save(1, steps=1)
-
-
-def test_a_program_is_stopped_right_after_a_step_and_not_while_it_saves(leader):
-    leader.watch.await_save(WAITING, (4711,))
-    leader.saves.saved = True
     leader.sees_a_save()
-    assert leader.sees_a_save(steps=1)
+    leader.begins()
+    leader.sees_a_save()
+    assert leader.asked
+
+
+def test_a_worker_that_waits_is_kept_until_it_is_ended(leader):
+    leader.watch.await_save(WAITING, (4711,))
+    leader.sees_a_save()
     assert not leader.watch.hold()
-    assert not leader.watch.take_held(), "it may be between two steps, or behind the last one"
-    assert not leader.sees_a_save(1)
-    leader.saves.saves_now = True
-    leader.saves.step()
-    assert not leader.watch.take_held()
-    assert not leader.saves.has_stopped, "it goes on"
-    leader.saves.saves_now = False
-    assert leader.sees_a_save(1, steps=1)
-    leader.watch.hold()
-    leader.saves.step()
-    assert leader.watch.take_held()
-    assert leader.saves.has_stopped
-    assert not leader.watch.take_held()
-
-
-def test_a_program_is_not_asked_to_stop_any_more_when_nobody_waits(leader):
-    leader.watch.await_save(WAITING, (4711,))
-    leader.watch.hold()
-    assert leader.saves.asked
-    leader.saves.step()
+    leader.waits_in_step()
+    assert leader.sees_a_save()
+    assert leader.watch.hold()
+    assert not leader.sees_a_save()
     leader.watch.rest()
-    assert not leader.saves.asked
-    assert not leader.saves.has_stopped
+    assert leader.asked, "it goes on once it has got SIGTERM"
 
 
-@pytest.mark.parametrize("saves_now", [False, True])
-def test_a_program_without_steps_is_stopped_at_once_unless_it_saves(leader, saves_now):
+def test_a_worker_that_is_not_kept_goes_on_at_once_and_waits_after_its_next_save(leader):
+    """Its node has its reasons: the workers have not connected, or the run is about to end."""
     leader.watch.await_save(WAITING, (4711,))
-    leader.saves.steps, leader.saves.saves_now = 0, saves_now
-    assert leader.watch.hold() != saves_now
-    assert not leader.saves.asked
-
-
-def test_more_nodes_do_not_begin_the_look_anew_but_a_pause_does(leader):
-    leader.watch.await_save(WAITING, (4711,))
-    leader.watch.await_save(WAITING | {"node-3"}, (4711,))
-    assert len(leader.saves.begun) == 1
-    leader.saves.saved = True
     leader.sees_a_save()
-    leader.watch.rest()
-    assert not leader.sees_a_save(60, steps=1)
+    leader.waits_in_step()
+    assert leader.sees_a_save()
+    assert not leader.sees_a_save()
+    assert not leader.asked
+    leader.waits_in_step()
+    assert not leader.sees_a_save()
+    assert leader.asked
+    leader.waits_in_step()
+    assert leader.sees_a_save()
+
+
+def test_more_nodes_do_not_begin_the_wait_anew(leader, caplog):
+    caplog.set_level("INFO")
     leader.watch.await_save(WAITING, (4711,))
-    assert not leader.sees_a_save(1, steps=1), "the work since the save before would be lost"
-    assert len(leader.saves.begun) == 2
+    leader.now += 1
+    leader.watch.await_save(WAITING | {"node-3"}, (4711,))
+    leader.sees_a_save()
+    assert caplog.messages == [describe_wait({"node-2", "node-3"}, (), None)]
 
 
 def test_what_they_wait_for_is_logged_when_it_is_known_and_when_it_changes(leader, caplog):
@@ -143,17 +114,17 @@ def test_what_they_wait_for_is_logged_when_it_is_known_and_when_it_changes(leade
     assert not caplog.messages
     leader.sees_a_save(2)
     leader.sees_a_save(2)
-    leader.saves.lookups = LOOKUPS
+    leader.looks_for(*LOOKUPS)
     leader.sees_a_save(2)
     leader.sees_a_save(2)
-    assert caplog.messages == [describe_wait({"node-2"}, Lookups(), None), describe_wait({"node-2"}, LOOKUPS, None)]
+    assert caplog.messages == [describe_wait({"node-2"}, (), None), describe_wait({"node-2"}, LOOKUPS, None)]
     assert leader.watch.waits == caplog.messages[-1]
     leader.watch.rest()
     assert not leader.watch.waits
 
 
 def test_the_reason_names_what_a_save_would_be():
-    blind = describe_wait({"b", "a"}, Lookups(), None)
+    blind = describe_wait({"b", "a"}, (), None)
     assert blind.startswith("a, b: waiting")
     assert "has not looked for a saved state" in blind
     assert "would train all its steps again" in blind

@@ -6,7 +6,7 @@ import pytest
 
 from azureml_elastic.config import TableRendezvous
 from azureml_elastic.environment.node import NodeEnvironment
-from azureml_elastic.forks.command import is_read_late
+from azureml_elastic.forks.import_variables import is_read_late
 from azureml_elastic.node.agent.worker_group import withheld_variables, worker_environments
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.link import Assignment

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from azureml_elastic.node.agent.worker_processes import OutputCopier
+from azureml_elastic.node.agent.worker_output import OutputCopier
 
 
 def copied(tmp_path, *writes: bytes, console=None) -> str:

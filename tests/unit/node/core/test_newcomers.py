@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from azureml_elastic.node.core.actions import AwaitSave, ForgetSaves, HoldWorkers
-from azureml_elastic.node.core.boundary import Newcomers, SaveRule, ends_soon, seconds_left
+from azureml_elastic.node.core.boundary import Newcomers, ends_soon, seconds_left
 from azureml_elastic.node.core.events import Pace
 
 WAITING = frozenset({"node-2"})
@@ -85,46 +85,3 @@ def test_the_rest_of_the_run_is_estimated_from_its_pace():
 @pytest.mark.parametrize(("seconds", "expected"), [(None, False), (1.0, False), (0.9, True), (0.0, True)])
 def test_nobody_is_let_in_at_the_end_of_a_run(seconds, expected):
     assert ends_soon(seconds) == expected
-
-
-def test_a_save_counts_once_an_optimizer_takes_another_step():
-    rule = SaveRule()
-    assert not rule.goes_on((3,)), "it has not saved"
-    rule.saved((3,))
-    assert not rule.goes_on((3,)), "it may have been the last save"
-    assert rule.goes_on((4,))
-    assert not rule.goes_on((4,)), "it may have left its training loop since"
-    assert rule.goes_on((6,))
-
-
-@pytest.mark.parametrize(
-    ("at_save", "now"),
-    [((8, 0), (8, 0)), ((8, 0), (8, 5)), ((0, 0), (1, 0)), ((), (1,))],
-    ids=["exports", "calibrates with an optimizer of its own", "saved before its first step", "has not saved"],
-)
-def test_a_program_that_does_not_train_on_is_left_alone(at_save, now):
-    rule = SaveRule()
-    if at_save:
-        rule.saved(at_save)
-    assert not rule.goes_on(now)
-
-
-def test_the_last_save_of_an_epoch_is_one_of_two_or_more():
-    """EMA copies, the best one and the last one: each look finds the program where it was before."""
-    rule = SaveRule()
-    rule.saved((8,))
-    rule.saved((8,))
-    assert not rule.goes_on((8,))
-    assert rule.goes_on((9,))
-
-
-def test_a_program_without_an_optimizer_goes_on_where_it_saves_again():
-    rule = SaveRule()
-    rule.saved((0,))
-    assert not rule.goes_on((0,))
-    rule.saved((0,))
-    assert rule.goes_on((0,))
-    assert not rule.goes_on((0,))
-    rule.saved((0,))
-    assert rule.goes_on((0,))
-    assert not rule.goes_on((1,)), "now its steps are seen"

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from azureml_elastic.environment.node import NodeEnvironment
-from azureml_elastic.node.agent import worker_processes
-from azureml_elastic.node.agent.worker_processes import remove_stale_locks
+from azureml_elastic.node.host import extension_locks
+from azureml_elastic.node.host.extension_locks import remove_stale_locks
 
 HOLD = """
 import sys, time
@@ -52,6 +52,6 @@ def test_a_file_system_of_several_machines_is_left_alone(tmp_path, lock, monkeyp
     lock.touch()
     kinds = [type("Mount", (), {"mountpoint": "/", "fstype": "ext4"})]
     kinds.append(type("Mount", (), {"mountpoint": str(tmp_path), "fstype": "nfs4"}))
-    monkeypatch.setattr(worker_processes.psutil, "disk_partitions", lambda **_: kinds)
+    monkeypatch.setattr(extension_locks.psutil, "disk_partitions", lambda **_: kinds)
     assert remove_stale_locks(NodeEnvironment.read({"TORCH_EXTENSIONS_DIR": str(tmp_path)})) == []
     assert lock.exists()

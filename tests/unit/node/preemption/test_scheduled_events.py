@@ -11,16 +11,14 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from azureml_elastic.local.faults.metadata_service import MetadataFault, MetadataService
+from azureml_elastic.node.preemption.metadata_service import MetadataError, call, read_time
 from azureml_elastic.node.preemption.scheduled_events import (
-    MetadataError,
     MetadataTimeouts,
     ScheduledEvent,
     ScheduledEvents,
-    call,
     concerns,
     leave_announcements,
     read_document,
-    read_time,
     seconds_left,
 )
 from tests.support.listening import silent_port

@@ -29,11 +29,10 @@ def keep_files(is_past: Callable[[], bool]) -> None:
 
     def write(argument: str, wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
         file = args[1] if len(args) > 1 else kwargs.get(argument)
-        if not isinstance(file, (str, os.PathLike)) or not is_past():
-            return wrapped(*args, **kwargs)
-        if Path(file).exists():
+        past = isinstance(file, (str, os.PathLike)) and is_past()
+        if past and Path(file).exists():
             return None
-        if not warned:
+        if past and not warned:
             warned.append(Path(file))
             _LOG.warning(
                 "%s is written in a step that is trained already, with the weights of a later one: the file of that "

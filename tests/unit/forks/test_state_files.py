@@ -1,4 +1,4 @@
-"""What a worker notes of the files that its script looks for before its first step."""
+"""What a worker notes of the files that its script looks for before its first step, and which it saves later."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 from azureml_elastic.environment import names as variables
 from azureml_elastic.forks.stack_imports import for_plain_start
-from azureml_elastic.forks.state_lookups import Lookups, read_lookups
+from azureml_elastic.forks.state_files import is_state_file, read_lookups
 
 SHOW = "\nprint(os.getpid())\n"
 
 
-def run(folder: Path, code: str, **more: str) -> Lookups:
+def run(folder: Path, code: str, **more: str) -> set[str]:
     """Run a script as a worker that is started plainly, in a folder of its own, and return its notes."""
     script, work = folder / "script.py", folder / "work"
     script.write_text(f"import os, shutil\nfrom pathlib import Path\n{code}{SHOW}")
@@ -25,11 +25,8 @@ def run(folder: Path, code: str, **more: str) -> Lookups:
     done = subprocess.run(
         [sys.executable, str(script)], env=environ, cwd=work, capture_output=True, text=True, check=True
     )
-    return read_lookups(folder, [int(done.stdout.split()[-1]), 1])
-
-
-def names(folder: Path, paths: frozenset[str]) -> set[str]:
-    return {str(Path(path).relative_to(folder / "work")) for path in paths if path.startswith(str(folder))}
+    found = read_lookups(folder, [int(done.stdout.split()[-1]), 1])
+    return {path.removeprefix(f"{work}/") for path in found if path.startswith(str(folder))}
 
 
 @pytest.mark.parametrize(
@@ -45,7 +42,7 @@ def names(folder: Path, paths: frozenset[str]) -> set[str]:
     ],
 )
 def test_a_file_that_is_asked_for_or_opened_is_noted_present_or_not(tmp_path, code):
-    assert names(tmp_path, run(tmp_path, code).files) == {"last.pt"}
+    assert run(tmp_path, code) == {"last.pt"}
 
 
 @pytest.mark.parametrize(
@@ -60,7 +57,7 @@ def test_a_file_that_is_asked_for_or_opened_is_noted_present_or_not(tmp_path, co
 )
 def test_a_folder_that_is_listed_is_noted(tmp_path, code):
     (tmp_path / "work" / "saves").mkdir(parents=True)
-    assert names(tmp_path, run(tmp_path, code).folders) == {"saves"}
+    assert run(tmp_path, code) == {"saves/"}
 
 
 @pytest.mark.parametrize(
@@ -74,13 +71,12 @@ def test_a_folder_that_is_listed_is_noted(tmp_path, code):
     ],
 )
 def test_what_is_written_or_holds_no_state_is_not_noted(tmp_path, code):
-    found = run(tmp_path, code)
-    assert names(tmp_path, found.files) == names(tmp_path, found.folders) == set()
+    assert run(tmp_path, code) == set()
 
 
 def test_lookups_are_noted_where_the_integrations_are_switched_off(tmp_path):
     """A stack resumes from its own checkpoints then."""
-    assert names(tmp_path, run(tmp_path, "os.path.exists('last.pt')", **{variables.INTEGRATIONS: "off"}).files)
+    assert run(tmp_path, "os.path.exists('last.pt')", **{variables.INTEGRATIONS: "off"}) == {"last.pt"}
 
 
 @pytest.mark.parametrize("first", ["torch.optim.SGD([weight]).step()", "weight.sum().backward()"])
@@ -98,12 +94,12 @@ weight = torch.nn.Parameter(torch.ones(1))
 os.path.exists("after.pt"), open("saved.pt", "rb"), os.listdir()
 assert type(os.stat).__name__ == "builtin_function_or_method"
 """
-    assert run(tmp_path, code) == Lookups(frozenset({str(tmp_path / "work" / "before.pt")}))
+    assert run(tmp_path, code) == {"before.pt"}
 
 
 def test_a_script_that_reads_thousands_of_files_is_not_noted_for_ever(tmp_path):
     code = "for number in range(3000): os.path.exists(f'{number}.npy')"
-    assert len(run(tmp_path, code).files) == 1000
+    assert len(run(tmp_path, code)) == 1000
 
 
 def test_wrong_calls_get_their_own_errors(tmp_path):
@@ -122,3 +118,22 @@ shutil.copytree(".", "../copy")
 shutil.rmtree("../copy")
 """
     run(tmp_path, code)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.safetensors", True),
+        ("PYTORCH_MODEL.BIN", True),
+        ("__0_0.distcp", True),
+        ("checkpoint_7", True),
+        ("events.out.tfevents.1", False),
+        ("trainer_state.json", False),
+        ("checkpoint.json", False),
+        ("model.pt.tmp", False),
+        (".model.pt", False),
+        ("train.log", False),
+    ],
+)
+def test_logs_and_settings_are_no_state(name, expected):
+    assert is_state_file(f"/checkpoints/{name}") == expected

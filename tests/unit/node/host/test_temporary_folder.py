@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from azureml_elastic.node.agent.channel import TemporaryFolder, remove_abandoned
+from azureml_elastic.node.host.temporary_folder import TemporaryFolder, remove_abandoned
 from azureml_elastic.node.records.event_recorder import Recorder
 from azureml_elastic.node.table.sqlite import SqliteTable
 from tests.support.channels import open_channel
@@ -21,7 +21,7 @@ LOCK = "azureml-elastic.lock"
 KILLED = """
 import os, signal, tempfile
 from pathlib import Path
-from azureml_elastic.node.agent.channel import TemporaryFolder
+from azureml_elastic.node.host.temporary_folder import TemporaryFolder
 
 folder = TemporaryFolder(Path(tempfile.gettempdir()))
 (folder.path / "agent.sock").write_text("")

@@ -9,8 +9,8 @@ import pytest
 from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, TableRendezvous
 from azureml_elastic.environment import names as variables
 from azureml_elastic.environment.node import NodeEnvironment
-from azureml_elastic.forks.client import begin_preload, start_early
 from azureml_elastic.forks.import_scan import Findings, Import, early_imports
+from azureml_elastic.node.startup.preload import begin_preload, start_early
 from azureml_elastic.program.command import Program
 
 PROGRAM = Program(None, (), "script", "train.py", ())
