@@ -189,5 +189,10 @@ def test_a_rank_that_is_a_step_behind_catches_up(tmp_path):
     assert first[:2] == [4, 48]
 
 
+def test_a_save_that_a_rank_has_not_begun_is_made_up_for_in_the_next_round(tmp_path):
+    first, second = World(2, recovering.save_without_a_rank, tmp_path).outcomes()
+    assert (first.value, first.error, second.code) == (True, None, -signal.SIGKILL)
+
+
 def test_an_abort_keeps_connections_of_other_threads(tmp_path):
     assert World(2, recovering.abort_beside_other_connections, tmp_path / "c").values() == [[True, b"open"], [True]]

@@ -27,6 +27,7 @@ from azureml_elastic.config import FixedGlobalBatch, FixedPerWorkerBatch
 from azureml_elastic.distributed import device
 from azureml_elastic.distributed.process_groups import ProcessGroups
 from azureml_elastic.distributed.stuck_collective import is_stuck
+from azureml_elastic.errors import ElasticError
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from azureml_elastic.train.data.position import Position
@@ -255,8 +256,8 @@ def user_collective(folder, at):
                 dist.all_reduce(torch.zeros(3))
 
 
-def different_steps(folder):
-    """Restore the state of a rank that is a step ahead on the other rank."""
+def state_of_a_rank(folder):
+    """Track a state that is a step further on the second rank; return it, and what it is made of."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
     torch.manual_seed(rank)
@@ -282,11 +283,29 @@ def different_steps(folder):
         model(torch.randn(4, 3)).sum().backward()
         optimizer.step()
     training_state.steps, stream.cursor = 3 + rank, Cursor(0, 12 * (3 + rank))
+    return training_state, rank, world, agent, stream, model, optimizer
+
+
+def different_steps(folder):
+    """Restore the state of a rank that is a step ahead on the other rank."""
+    training_state, rank, world, agent, stream, model, optimizer = state_of_a_rank(folder)
+    training_state._origin = world.identity.round
     world.identity = WorkerIdentity(1 - rank, 0, 2, 5)
-    training_state._origin, agent.pointer = identity.round, None  # the last round has trained it: nobody asks the table
+    agent.pointer = None  # the last round has trained it: nobody asks the table
     training_state.enter()
     steps = [int(state["step"]) for state in optimizer.state.values()]
     return [training_state.steps, stream.cursor.consumed, steps, workers.flat(model.parameters()).tolist()]
+
+
+def save_without_a_rank(folder):
+    """Save while the second rank dies before its first collective; return whether the next round has to save."""
+    training_state, rank, *_ = state_of_a_rank(folder)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with suppress(RuntimeError, ElasticError):
+        training_state.save(must_commit=True)
+        return "saved"
+    return training_state._snapshot().save_pending
 
 
 def queued(pid):

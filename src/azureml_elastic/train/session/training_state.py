@@ -224,12 +224,13 @@ class TrainingState:
             self._checkpoints.require_unfenced()
         else:
             self._checkpoints.require()
+        self._save_pending = True  # before the first collective: if the round ends there, the next one saves this step
         self._schedule.saving(self.steps)
         if not self._check_finite("checkpoint"):
+            self._save_pending = False
             self._schedule.saved()
             self._agent.report(Free())
             return False
-        self._save_pending = True  # before it begins: if the round ends meanwhile, the next one saves this step
         self.found.agree(self._world.control)
         with self._machine.read():
             self._checkpoints.begin(self.steps, self._objects, self._data(), must_commit=must_commit)
@@ -271,9 +272,8 @@ class TrainingState:
 
     def _apart(self, storage: Storage) -> Checkpoints:
         policy = CheckpointPolicy(snapshot_every=None)
-        return Checkpoints(
-            policy, storage, self._world, StandaloneAgent(storage, self._identity, handles_signals=False)
-        )
+        agent = StandaloneAgent(storage, self._identity, handles_signals=False)
+        return Checkpoints(policy, storage, self._world, agent)
 
     def _take_snapshot(self) -> None:
         """Take a snapshot, unless a save is in progress on a rank. A collective."""
