@@ -208,21 +208,20 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(tags=[FULL])
 def chaos(session: nox.Session) -> None:
-    """Run a hundred random schedules of losses, freezes, new nodes and faults of the table, over real processes.
+    """Run a hundred random faults of nodes, their processes, the network, the table and the disk; list standstills.
 
-    With them fifty preemptions, bursts of losses among twelve nodes, a flood of connections, and ten thousand kills and
-    damages of checkpoints.
+    With them a flood of connections, and ten thousand kills and damages of checkpoints.
     """
     install_wheel(session, "all", groups=("test",))
-    many = {"CHAOS_SEEDS": "0:100", "NOTICE_SEEDS": "0:50", "CHECKPOINT_CASES": "10000"}
-    files = (
-        "runs/test_random_schedules.py",
-        "runs/test_faulty_table.py",
-        "runs/test_notices.py",
-        "runs/test_bursts.py",
-    )
+    many = {"CAMPAIGN_SEEDS": "0:100", "CHECKPOINT_CASES": "10000"}
+    runs = ("campaign", "dying_agents", "faulty_table", "lost_state")
+    files = tuple(f"runs/test_{name}.py" for name in runs)
     files += ("runs/test_recovery.py::test_a_frozen_node_costs_no_step_and_comes_back",)
-    files += ("integration/checkpoint/test_damage.py", "integration/node/attacks/test_flood.py")
+    files += (
+        "integration/checkpoint/test_damage.py",
+        "integration/node/attacks/test_flood.py",
+        "integration/train/test_chaos.py",
+    )
     arguments = session.posargs or FOUR
     paths = [f"tests/{file}" for file in files]
     session.run("python", "-m", "pytest", "-m", "", *arguments, *LONG, *paths, env=many)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -16,8 +17,8 @@ from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, Health
 from azureml_elastic.ledger.events import Event, NodeStarted, RunEnded  # noqa: E402
 from azureml_elastic.ledger.reading import read_events  # noqa: E402
 from azureml_elastic.local.cluster import LocalCluster  # noqa: E402
-from azureml_elastic.local.faults.model import Add, AtStep, Freeze, Kill, Preempt, Schedule  # noqa: E402
-from azureml_elastic.local.faults.schedule import ChaosState, due, random_schedule, reached  # noqa: E402
+from azureml_elastic.local.faults.model import Add, AtStep, Fault, Freeze, Kill, Preempt, Schedule  # noqa: E402
+from azureml_elastic.local.faults.schedule import ChaosState, due, reached  # noqa: E402
 from azureml_elastic.node.core.round import Limits  # noqa: E402
 from azureml_elastic.simulate.calibration import calibrate  # noqa: E402
 from azureml_elastic.simulate.elastic import ElasticRun  # noqa: E402
@@ -60,13 +61,29 @@ class Prediction:
 
 
 def chaos_schedule(seed: int) -> Schedule:
-    """Draw the faults of a seed as ``tests/runs/test_random_schedules.py`` does, without faults of the table."""
-    drawn = random_schedule(seed, faults=2 + seed % 3, last_step=60, kinds=KINDS)
-    faults = [
-        Kill(fault.target, fault.when) if isinstance(fault, Preempt) and index == 0 else fault
-        for index, fault in enumerate(drawn.faults)
-    ]
-    return replace(drawn, faults=tuple(faults))
+    """Draw two to four faults at random steps that never take the last node.
+
+    The first loss is a sudden one, of rank 0's node. There are never more nodes than at the start.
+    """
+    rng = random.Random(seed)
+    drawn: list[Fault] = []
+    living, lost = NODES[1], False
+    for step in sorted(rng.sample(range(5, 61), 2 + seed % 3)):
+        when = AtStep(step)
+        if rng.random() < 1 / 2:
+            rng.choice(("freeze",))  # a draw all the same: the seeds are those of the page of results
+            duration_s = float(rng.randint(1, 8))
+            drawn.append(Freeze(rng.choice(["rank0", "any"]), when, duration_s))
+        elif living == 1 or (living < NODES[1] and rng.random() < 1 / 2):
+            drawn.append(Add(when, rng.randint(1, NODES[1] - living)))
+            living += drawn[-1].count
+        else:
+            target = rng.choice(["rank0", "any"]) if lost else "rank0"
+            notice_s = float(rng.randint(2, 10))
+            kill = rng.choice(["kill", "preempt"]) == "kill" or not drawn
+            drawn.append(Kill(target, when) if kill else Preempt(target, when, notice_s))
+            living, lost = living - 1, True
+    return Schedule(tuple(drawn), seed)
 
 
 def run_chaos(seed: int, folder: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 from azureml_elastic.local.azurite import Azurite
+from tests.support.campaign import table_of
 
 pytest_plugins = ["tests.support.costs.plugin"]
 pytest.register_assert_rewrite("tests.support.observed")
@@ -66,3 +67,10 @@ def pytest_runtest_teardown(item, nextitem):
     if dist is not None and (nextitem is None or nextitem.path != item.path) and dist.is_initialized():
         dist.destroy_process_group()
     return torn_down
+
+
+def pytest_terminal_summary(terminalreporter):
+    """List what the runs of a campaign have measured."""
+    reports = [each for name in ("passed", "failed") for each in terminalreporter.stats.get(name, ())]
+    if rows := [dict(each.user_properties)["campaign"] for each in reports if "campaign" in dict(each.user_properties)]:
+        terminalreporter.write_line(table_of(rows))

@@ -279,7 +279,7 @@ MUTATIONS = (
         "node/agent/port.py",
         "        if not self._preemption.noticed:\n            return\n",
         "        return\n",
-        ("runs/test_notices.py",),
+        ("runs/test_campaign.py",),
     ),
     Mutation(
         "end-of-the-store-ignored",

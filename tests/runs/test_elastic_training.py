@@ -14,11 +14,8 @@ import pytest
 from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, ElasticResources, Plan, TableRendezvous
 from azureml_elastic.environment import names as variables
 from azureml_elastic.ledger.summary import Report
-from azureml_elastic.local.cluster import LocalCluster
-from azureml_elastic.local.faults.schedule import parse_schedule
-from tests.support.node_server import FORKED
 from tests.support.paths import PROGRAMS, SAMPLES
-from tests.support.whole_runs import GATHERING, after_gathering
+from tests.support.whole_runs import after_gathering, assert_whole, gathering_cluster
 
 TRAINING = PROGRAMS
 PROGRAM = str(TRAINING / "chaos_train.py")
@@ -26,27 +23,13 @@ TWO_WORKERS = {"process_count_per_instance": 2}
 
 
 def run(tmp_path: Path, chaos: str = "", *argv: str, **options) -> Report:
-    cluster = LocalCluster(
-        options.pop("nodes", (1, 3)),
-        start=options.pop("start", FORKED),
-        chaos=parse_schedule(chaos) if chaos else None,
-        run_dir=tmp_path / "run",
-        distribution=ElasticDistribution(**options.pop("distribution", {})),
-        rendezvous=GATHERING,
-        **{"audit": True, "checkpoint": CheckpointPolicy(every_steps=10), **options},
-    )
+    distribution = ElasticDistribution(**options.pop("distribution", {}))
+    cluster = gathering_cluster(tmp_path, chaos, **{"nodes": (1, 3), "distribution": distribution, **options})
     return cluster.run(list(argv) or [PROGRAM])
 
 
 def log(report: Report, node: str) -> str:
     return (report.paths.logs / f"{node}.log").read_text()
-
-
-def assert_whole(report: Report) -> None:
-    assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
-    assert report.audit is not None
-    assert report.audit.complete, report.audit
-    assert all(node.leftovers == 0 for node in report.nodes)
 
 
 def test_rank_0_is_lost_and_replaced(tmp_path, azurite, monkeypatch):

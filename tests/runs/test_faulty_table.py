@@ -14,16 +14,13 @@ from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.ledger.events import CheckpointCommitted, Event, Progress, Restored, RoundReopened, RunEnded
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.ledger.summary import Report
-from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.model import Disturbance
-from azureml_elastic.local.faults.schedule import parse_schedule
 from azureml_elastic.local.faults.table_proxy import TableProxy
 from azureml_elastic.node.rendezvous.row_keys import MEMBER_PREFIX, ROUND_KEY
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.opening import emulator_connection_string
-from tests.support.node_server import FORKED
 from tests.support.paths import PROGRAMS
-from tests.support.whole_runs import GATHERING, after_gathering
+from tests.support.whole_runs import after_gathering, assert_whole, gathering_cluster
 
 PROGRAM = str(PROGRAMS / "chaos_train.py")
 VARIABLE = "AZURE_STORAGE_CONNECTION_STRING"
@@ -38,25 +35,8 @@ def run(tmp_path, azurite, monkeypatch):
     monkeypatch.setenv(VARIABLE, azurite.connection_string)
 
     def made(chaos: str, *arguments: str, **options) -> Report:
-        cluster = LocalCluster(
-            options.pop("nodes", (1, 2)),
-            start=FORKED,
-            chaos=parse_schedule(chaos, seed=1) if chaos else None,
-            run_dir=tmp_path / "run",
-            table="azurite",
-            **{
-                "audit": True,
-                "checkpoint": CheckpointPolicy(every_steps=10),
-                "rendezvous": GATHERING,
-                **options,
-            },
-        )
-        report = cluster.run([PROGRAM, *arguments])
-        trail = f"{report.message}; files in {report.paths.run_dir}"
-        assert (report.outcome, report.exit_code) == ("succeeded", 0), trail
-        assert report.audit is not None
-        assert report.audit.complete, (report.audit, trail)
-        assert all(node.leftovers == 0 for node in report.nodes), trail
+        report = gathering_cluster(tmp_path, chaos, 1, table="azurite", **options).run([PROGRAM, *arguments])
+        assert_whole(report)
         return report
 
     return made
@@ -151,14 +131,6 @@ def test_a_run_that_ends_while_the_table_is_away(run, azurite):
     assert set(nodes(report).values()) == {0}
     assert rows(azurite, report, ROUND_KEY)[ROUND_KEY]["state"] == "succeeded"
     assert rows(azurite, report, "checkpoint")["checkpoint"]["pointer"]["step"] == 80
-    assert after_gathering(report, 2) == (2,)
-
-
-@pytest.mark.parametrize("trouble", ["throttle", "reset", "slow", "garbage", "half", "timeout"])
-@pytest.mark.chaos
-def test_a_table_that_answers_badly_for_ten_seconds(run, trouble):
-    report = run(f"table={trouble}@step:25/10s", "--epochs", "15", "--gather", "2")
-    assert longest_gap(during(report, 0, 10)) < LONGEST_GAP_S
     assert after_gathering(report, 2) == (2,)
 
 

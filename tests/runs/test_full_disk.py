@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import shutil
-import subprocess
-import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -20,10 +13,10 @@ from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.view import View
 from tests.support.node_server import FORKED
 from tests.support.paths import PROGRAMS
+from tests.support.small_disk import disk, fill, fill_for
 from tests.support.whole_runs import GATHERING, at_step
 
 PROGRAM = str(PROGRAMS / "chaos_train.py")
-MOUNT = shutil.which("mount")
 
 
 class Notes(View):
@@ -34,33 +27,6 @@ class Notes(View):
 
     def note(self, text):
         self.said.append(text)
-
-
-@contextlib.contextmanager
-def disk(folder: Path, mib: int) -> Iterator[Path]:
-    folder.mkdir()
-    mounted = MOUNT is not None and os.geteuid() == 0
-    if (
-        not mounted
-        or subprocess.run([MOUNT, "-t", "tmpfs", "-o", f"size={mib}m", "none", folder], check=False).returncode
-    ):
-        pytest.skip("no file system may be mounted here")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-def fill(folder: Path) -> None:
-    with contextlib.suppress(OSError), (folder / "filling").open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(1 << 16))
-
-
-def fill_for_a_while(folder: Path) -> None:
-    fill(folder)
-    time.sleep(6)
-    (folder / "filling").unlink()
 
 
 def test_a_run_folder_with_too_little_space_is_refused_before_a_node_starts(tmp_path):
@@ -104,7 +70,7 @@ def test_a_disk_that_fills_up_is_named_at_the_terminal_and_in_the_report(tmp_pat
 def test_what_is_written_for_people_is_dropped_while_the_disk_is_full_and_costs_no_step(tmp_path):
     with disk(tmp_path / "small", 600) as small:
         running = LocalCluster((2, 2), start=FORKED, run_dir=small / "run", audit=True, rendezvous=GATHERING)
-        with at_step(small / "run", 25, 2, lambda _: fill_for_a_while(small)):
+        with at_step(small / "run", 25, 2, lambda _: fill_for(small, 6)):
             report = running.run([PROGRAM, "--epochs", "8", "--step-delay", "0.15"])  # the last save needs space again
         assert (report.outcome, report.world_sizes) == ("succeeded", (2,)), report.message
         log = "".join(path.read_text() for path in report.paths.logs.iterdir())

@@ -6,13 +6,9 @@ network that drops packets: each side's address of the other one leads nowhere. 
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
 import re
-import secrets
 import shutil
-import subprocess
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -42,6 +38,7 @@ from azureml_elastic.local.azurite import Azurite
 from azureml_elastic.local.cluster import NODE_COMMAND
 from azureml_elastic.local.node_start import CommandStart, NodeStart
 from azureml_elastic.local.processes import NodeProcess, NodeProcesses
+from tests.support.namespaces import Namespaces
 from tests.support.node_server import FORKED, StartAt
 from tests.support.paths import PROGRAMS
 
@@ -49,86 +46,36 @@ TIMEOUT_S = 150.0
 REPORTED_WITHIN_S = 30.0
 """It takes 2 to 6 s; nodes that wait for each other instead hang for minutes."""
 NODES = ("node-a", "node-b", "node-c")
-NOWHERE = "02:00:00:00:00:99"  # the hardware address of nobody
 PORTS = (29400, 29420)
-
-
-def run(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-@functools.cache
-def why_not() -> str | None:
-    """Return why this machine cannot make networks, ``None`` if it can."""
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    if not shutil.which("ip"):
-        return "network namespaces need the command ip (iproute2)"
-    name = f"ae-try-{secrets.token_hex(3)}"
-    try:
-        run("ip", "netns", "add", name)
-        try:
-            run("ip", "link", "add", f"{name[-6:]}v", "type", "veth", "peer", "name", "eth0", "netns", name)
-            run("ip", "link", "add", f"{name[-6:]}b", "type", "bridge")
-            run("ip", "link", "del", f"{name[-6:]}b")
-        finally:
-            run("ip", "netns", "del", name)
-    except subprocess.CalledProcessError as error:
-        return f"this machine makes no network namespaces: {error.stderr.strip()}"
-    return None
 
 
 needs_iptables = pytest.mark.skipif(not shutil.which("iptables"), reason="closing ports needs iptables")
 
 
-class Network:
+class Network(Namespaces):
     """Three machines on one switch, with a table beside it."""
 
     def __init__(self, folder: Path, starting: NodeStart = FORKED) -> None:
+        super().__init__(NODES)
         self.folder = folder
-        self._starting = StartAt(network=lambda env: self._space(env[variables.NODE_ID]), starting=starting)
-        self._id = secrets.token_hex(2)
-        self._subnet = f"10.{200 + secrets.randbelow(50)}.{secrets.randbelow(250) + 1}"
-        self.addresses = {name: f"{self._subnet}.{number + 11}" for number, name in enumerate(NODES)}
+        self._starting = StartAt(network=lambda env: self.space(env[variables.NODE_ID]), starting=starting)
         self._go = folder / "go"
         self._nodes: dict[str, NodeProcess] = {}
-        self._stack = contextlib.ExitStack()
 
     def __enter__(self):
-        with contextlib.ExitStack() as stack:
-            bridge = f"ae{self._id}"
-            run("ip", "link", "add", bridge, "type", "bridge")
-            stack.callback(run, "ip", "link", "del", bridge)
-            run("ip", "addr", "add", f"{self._subnet}.1/24", "dev", bridge)
-            run("ip", "link", "set", bridge, "up")
-            for name, address in self.addresses.items():
-                space, port = self._space(name), f"ae{self._id}{name[-1]}"
-                run("ip", "netns", "add", space)
-                stack.callback(run, "ip", "netns", "del", space)
-                run("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
-                run("ip", "link", "set", port, "master", bridge, "up")
-                self.within(name, "ip", "addr", "add", f"{address}/24", "dev", "eth0")
-                for link in ("eth0", "lo"):
-                    self.within(name, "ip", "link", "set", link, "up")
-            self.azurite = stack.enter_context(Azurite(host=f"{self._subnet}.1"))
-            self._processes = stack.enter_context(NodeProcesses(self.folder, self._starting))
-            self._stack = stack.pop_all()
+        super().__enter__()
+        self.azurite = self.stack.enter_context(Azurite(host=f"{self.subnet}.1"))
+        self._processes = self.stack.enter_context(NodeProcesses(self.folder, self._starting))
         return self
 
-    def __exit__(self, *_):
-        self._stack.close()
-
-    def within(self, name: str, *command: str) -> str:
-        return run("ip", "netns", "exec", self._space(name), *command)
-
     def separate(self, one: str, other: str, *, both: bool = True) -> None:
-        for here, there in ((one, other), (other, one))[: 1 + both]:
-            neighbour = ("to", self.addresses[there], "lladdr", NOWHERE, "dev", "eth0", "nud", "permanent")
-            self.within(here, "ip", "neigh", "replace", *neighbour)
+        self.cut(one, other)
+        if both:
+            self.cut(other, one)
 
-    def mend(self, one: str, other: str) -> None:
-        for here, there in ((one, other), (other, one)):
-            self.within(here, "ip", "neigh", "del", self.addresses[there], "dev", "eth0")
+    def join(self, one: str, other: str) -> None:
+        self.mend(one, other)
+        self.mend(other, one)
 
     def close_ports(self, at: str, *match: str) -> None:
         self.within(at, "iptables", "-w", "-A", "INPUT", "-p", "tcp", *match, "-j", "DROP")
@@ -147,7 +94,7 @@ class Network:
         rendezvous = TableRendezvous(
             endpoint=self.azurite.endpoint,
             port_range=PORTS,
-            advertise=f"{self._subnet}.0/24" if version == 4 else f"fd00:{self._id}::/64",
+            advertise=f"{self.subnet}.0/24" if version == 4 else f"fd00:{self.id}::/64",
             timings=RendezvousTimings(**timings),
         )
         plan = Plan(
@@ -162,7 +109,7 @@ class Network:
         with self._starting.gathering():
             # The last one first: the health check of the node that is cut off must not find a round.
             for number, name in reversed(list(enumerate(NODES))):
-                self.within(name, "ip", "addr", "add", f"fd00:{self._id}::{number + 1}/64", "dev", "eth0", "nodad")
+                self.within(name, "ip", "addr", "add", f"fd00:{self.id}::{number + 1}/64", "dev", "eth0", "nodad")
                 environment = {
                     **os.environ,
                     variables.PLAN: plan.to_json(),
@@ -219,14 +166,9 @@ class Network:
         entered = [each.time for each in self.events(RoundEntered, NODES[0])]
         return event.time - max(checked, min(entered, default=checked))
 
-    def _space(self, name: str) -> str:
-        return f"ae{self._id}-{name}"
-
 
 @pytest.fixture
 def network(tmp_path, request):
-    if (reason := why_not()) is not None:
-        pytest.skip(reason)
     with Network(tmp_path, getattr(request, "param", FORKED)) as made:
         yield made
 
@@ -263,7 +205,7 @@ def test_it_gets_in_when_the_network_is_mended(network):
     network.start(minimum=2, steps=40)
     network.until(lambda: network.worlds("node-a") == [2] and network.events(Unreachable, "node-c"))
     for other in ("node-a", "node-b"):
-        network.mend("node-c", other)
+        network.join("node-c", other)
     network.until(lambda: network.worlds("node-c") == [3])
 
 
@@ -292,7 +234,7 @@ def test_of_two_that_do_not_reach_each_other_one_waits_until_they_do(network):
     network.until(lambda: network.worlds("node-a")[-1:] == [2])
     assert pair_is_named(network)
     assert any(" cannot reach " in event.reason for event in network.reopened())
-    network.mend("node-b", "node-c")
+    network.join("node-b", "node-c")
     network.until(lambda: network.worlds("node-a")[-1:] == [3])
     assert network.wait() == dict.fromkeys(NODES, 0)
 

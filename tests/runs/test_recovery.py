@@ -9,11 +9,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-import psutil
 import pytest
 
 from azureml_elastic.config import CheckpointPolicy, ElasticDistribution
@@ -28,11 +27,9 @@ from azureml_elastic.ledger.events import (
     WorkersStarted,
 )
 from azureml_elastic.ledger.reading import EventReader
-from azureml_elastic.local.cluster import LocalCluster
-from azureml_elastic.local.faults.schedule import parse_schedule
-from tests.support.node_server import FORKED, run_script
+from tests.support.node_server import run_script
 from tests.support.paths import PROGRAMS
-from tests.support.whole_runs import GATHERING, after_gathering, workers_at_step
+from tests.support.whole_runs import after_gathering, assert_whole, gathering_cluster, workers_at_step
 
 PROGRAM = str(PROGRAMS / "chaos_train.py")
 TO_THE_FAULT = (PROGRAM, "--epochs", "5", "--fault-at")
@@ -41,26 +38,18 @@ both = pytest.mark.parametrize("recovery", ["restart", "in_process"])
 
 
 def cluster(tmp_path, recovery, chaos="", nodes=(1, 3), handover_s=5, **options):
-    handover = timedelta(seconds=handover_s)
-    return LocalCluster(
-        nodes,
-        start=options.pop("start", FORKED),
-        chaos=parse_schedule(chaos) if chaos else None,
-        run_dir=tmp_path / "run",
-        audit=True,
-        distribution=ElasticDistribution(
-            recovery=recovery, handover_timeout=handover, process_count_per_instance=options.pop("count", 1)
-        ),
-        rendezvous=GATHERING,
-        **options,
+    distribution = ElasticDistribution(
+        recovery=recovery,
+        handover_timeout=timedelta(seconds=handover_s),
+        process_count_per_instance=options.pop("count", 1),
     )
+    options = {"checkpoint": CheckpointPolicy(), "distribution": distribution, **options}
+    return gathering_cluster(tmp_path, chaos, nodes=nodes, **options)
 
 
 def assert_nothing_lost(report):
-    assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
-    assert report.audit.complete, report.audit
+    assert_whole(report)
     assert report.audit.rolled_back_steps == 0, report.audit
-    assert all(node.leftovers == 0 for node in report.nodes)
     for before, after in zip(report.rounds, report.rounds[1:], strict=False):
         if after.restored_step is not None:
             assert after.restored_step >= (before.last_step or 0)  # progress is not written down at every step
@@ -203,56 +192,6 @@ def test_a_killed_worker_costs_no_step(tmp_path, recovery):
     assert after_gathering(report, 2) in ([(2,)] if recovery == "restart" else [(2,), (2, 1, 2)])
 
 
-def processes_of_rank_0(events: Path, step: int) -> dict[str, int]:
-    """Return the ids of the processes of rank 0's node, beside its worker, once a step is reached."""
-    workers = workers_at_step(events, step, "rank0")
-    started = [event for event in EventReader(events).read() if isinstance(event, NodeStarted)]
-    agent = psutil.Process(next(event.pid for event in started if event.node == workers.node))
-    preload = psutil.Process(psutil.Process(workers.pids[0]).ppid())
-    assert preload.ppid() == agent.pid
-    (store,) = [child.pid for child in preload.children() if child.pid not in workers.pids and listens(child)]
-    return {"agent": agent.pid, "preload server": preload.pid, "store": store}
-
-
-def listens(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):  # a fork that tries an import, for instance
-        return any(connection.status == psutil.CONN_LISTEN for connection in process.net_connections("tcp"))
-    return False
-
-
-@pytest.mark.parametrize(
-    ("victim", "recovery", "start"),
-    [
-        ("store", "restart", FORKED),
-        ("store", "in_process", FORKED),
-        ("preload server", "restart", "command"),
-        ("preload server", "in_process", FORKED),
-        ("agent", "restart", FORKED),
-    ],
-)
-def test_a_killed_process_of_rank_0s_node_costs_no_step(tmp_path, victim, recovery, start):
-    running = cluster(tmp_path, recovery, nodes=(1, 2), start=start)
-    events = tmp_path / "run" / "events"
-    with meanwhile(lambda: os.kill(processes_of_rank_0(events, 25)[victim], signal.SIGKILL)):
-        report = running.run([*TO_THE_FAULT, "25", "--gather", "2"])
-    assert_nothing_lost(report)
-    assert len(report.rounds) > 1
-    found = EventReader(report.paths.events).read()
-    reopened = [event.reason for event in found if isinstance(event, RoundReopened)]
-    failures = [event.failure_kind for event in found if isinstance(event, WorkerFailed)]
-    if victim == "store":
-        # On a busy machine the second node may come late, for which a round ends, too.
-        assert ["the round's store" in reason for reason in reopened][-1] is True, reopened
-        assert failures == ["store"]
-    elif (
-        victim == "preload server"
-    ):  # the kernel ends its forks with it; the agent notices the store or the worker first
-        assert failures in (["store"], ["killed"])
-        assert after_gathering(report, 2)[:2] == (2, 1), "the other node goes on meanwhile"
-    else:
-        assert after_gathering(report, 2) == (2, 1)
-
-
 def test_neighbours_of_a_killed_worker_hold_nobody_up(tmp_path):
     running = cluster(tmp_path, "in_process", nodes=(1, 2), handover_s=60, count=2)
     with meanwhile(kill_a_worker, tmp_path / "run" / "events", 25):
@@ -320,9 +259,7 @@ def test_a_lone_nodes_state_outlives_its_agent(tmp_path):
 
 
 def assert_goes_on_from_memory(report):
-    assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
-    assert report.audit.complete, report.audit
+    assert_whole(report)
     before, after = report.rounds[-2:]
     assert after.restored_step % 5 == 0
     assert -12 <= after.restored_step - before.last_step <= 5  # progress is not written down at every step
-    assert all(node.leftovers == 0 for node in report.nodes)

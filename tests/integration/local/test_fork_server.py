@@ -11,7 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.forks.command import Imports
 from azureml_elastic.forks.detached import ForkServer
 from azureml_elastic.forks.process import ForkRefused
@@ -26,7 +25,7 @@ from azureml_elastic.local.view import View
 from azureml_elastic.program.command import parse_program
 from tests.support.paths import PROGRAMS
 from tests.support.waiting import until
-from tests.support.whole_runs import GATHERING, after_gathering
+from tests.support.whole_runs import GATHERING, after_gathering, assert_whole, gathering_cluster
 
 TRAINING = str(PROGRAMS / "chaos_train.py")
 
@@ -89,18 +88,10 @@ def installed(folder, **modules):
 @pytest.mark.parametrize("start", ["fork", "command"])
 def test_a_run_with_faults_takes_the_same_course(tmp_path, start):
     before = fork_servers()
-    report = LocalCluster(
-        (1, 3),
-        start=start,
-        chaos=parse_schedule("kill=rank0@step:25,add@step:40"),
-        run_dir=tmp_path / "run",
-        timeout=150,
-        audit=True,
-        checkpoint=CheckpointPolicy(every_steps=10),
-        rendezvous=GATHERING,
-    ).run([TRAINING, "--epochs", "5", "--full", "3"])
-    assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
-    assert report.audit.complete, report.audit
+    chaos = "kill=rank0@step:25,add@step:40"
+    cluster = gathering_cluster(tmp_path, chaos, nodes=(1, 3), start=start, timeout=150)
+    report = cluster.run([TRAINING, "--epochs", "5", "--full", "3"])
+    assert_whole(report)
     assert report.audit.rolled_back_steps == 0
     assert after_gathering(report, 3) == (3, 2, 3)
     assert [node.leftovers for node in report.nodes] == [0, 0, 0, 0]

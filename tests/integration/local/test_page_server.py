@@ -11,17 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.summary import load_report
-from azureml_elastic.local.cluster import LocalCluster
-from azureml_elastic.local.faults.schedule import parse_schedule
 from azureml_elastic.local.http_server import PageServer
 from tests.support.chromium import Elements
-from tests.support.node_server import FORKED
 from tests.support.paths import SAMPLES
 from tests.support.waiting import until
-from tests.support.whole_runs import GATHERING
+from tests.support.whole_runs import gathering_cluster
 
 PROGRAM = (sys.executable, "-c", "from azureml_elastic.cli import main; main()")
 PAGE = b"<!doctype html><title>x</title>"
@@ -127,16 +123,7 @@ def test_the_dashboard_follows_a_local_run_until_its_end(tmp_path):
     """The command is in a process of its own, while this one trains with a fault."""
     folder = tmp_path / "run"
     folder.mkdir()
-    cluster = LocalCluster(
-        (1, 2),
-        start=FORKED,
-        chaos=parse_schedule("kill=rank0@step:20"),
-        run_dir=folder,
-        audit=True,
-        checkpoint=CheckpointPolicy(every_steps=10),
-        timeout=120,
-        rendezvous=GATHERING,
-    )
+    cluster = gathering_cluster(folder, "kill=rank0@step:20", timeout=120, run_dir=folder)
 
     def page(url):
         with urllib.request.urlopen(url, timeout=30) as response:

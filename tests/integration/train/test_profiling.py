@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from azureml_elastic import train
 from azureml_elastic.checkpoint.storage.local import LocalStorage
-from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, Profile
+from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, ElasticResources, Plan, Profile
 from azureml_elastic.distributed.device import ends_within
 from azureml_elastic.distributed.process import trace_folder
 from azureml_elastic.environment import names
@@ -26,14 +26,12 @@ from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.ledger.events import Progress
 from azureml_elastic.ledger.reading import EventReader
-from azureml_elastic.local.cluster import LocalCluster
-from azureml_elastic.local.faults.schedule import parse_schedule
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from azureml_elastic.train.session.records import Profiling
-from tests.support.node_server import FORKED, run_script
+from tests.support.node_server import run_script
 from tests.support.paths import SUPPORT
 from tests.support.train import training, workers
-from tests.support.whole_runs import GATHERING, after_gathering
+from tests.support.whole_runs import after_gathering, assert_whole, gathering_cluster
 
 PROGRAM = SUPPORT / "train" / "profiled.py"
 CPU = torch.device("cpu")
@@ -230,20 +228,11 @@ def test_a_script_that_ends_while_the_profiler_runs_ends_as_it_would(tmp_path, e
 
 @pytest.mark.parametrize("recovery", ["restart", "in_process"])
 def test_nodes_come_and_go_while_they_are_profiled(tmp_path, recovery):
-    cluster = LocalCluster(
-        (1, 2),
-        start=FORKED,
-        chaos=parse_schedule("kill=node-1@step:15"),
-        run_dir=tmp_path / "run",
-        audit=True,
-        distribution=ElasticDistribution(recovery=recovery),
-        rendezvous=GATHERING,
-    )
+    options = {"distribution": ElasticDistribution(recovery=recovery), "checkpoint": CheckpointPolicy()}
+    cluster = gathering_cluster(tmp_path, "kill=node-1@step:15", **options)
     arguments = ["--first", "10", "--steps", "40", "--each-round", "--end-at", "120", "--gather", "2"]
     report = cluster.run([str(PROGRAM), *arguments])
-    assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
-    assert report.audit.complete, report.audit
-    assert all(node.leftovers == 0 for node in report.nodes)
+    assert_whole(report)
     assert after_gathering(report, 2) == (2, 1)
     events = [event for event in EventReader(report.paths.events).read() if isinstance(event, Progress)]
     number = max(event.round for event in events)

@@ -1,14 +1,13 @@
 """Fault schedules: their notation and the decision when a fault is due."""
 
 import re
-from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from azureml_elastic.errors import ChaosError
-from azureml_elastic.local.faults.model import Add, AfterSeconds, AtStep, Freeze, Kill, Preempt, Schedule, TableTrouble
+from azureml_elastic.local.faults.model import Add, AfterSeconds, AtStep, Freeze, Kill, Preempt, Schedule
 from azureml_elastic.local.faults.schedule import (
     ChaosState,
     Due,
@@ -16,7 +15,6 @@ from azureml_elastic.local.faults.schedule import (
     load_schedule,
     may_add,
     parse_schedule,
-    random_schedule,
     training_seconds,
 )
 
@@ -182,22 +180,6 @@ def test_without_nodes_only_faults_at_a_time_add_new_ones(text, state, expected)
     assert may_add(parse_schedule(text), state) is expected
 
 
-@given(st.integers(), st.integers(2, 5), st.integers(2, 12))
-def test_random_schedules_never_take_the_last_node(seed, nodes, faults):
-    schedule = random_schedule(seed, nodes=nodes, first_step=3, last_step=40, faults=faults)
-    assert schedule == random_schedule(seed, nodes=nodes, first_step=3, last_step=40, faults=faults)
-    assert parse_schedule(str(schedule), seed) == schedule
-    steps = [fault.when.step for fault in schedule.faults]
-    assert steps == sorted(set(steps))
-    assert all(3 <= step <= 40 for step in steps)
-    assert len(steps) == faults
-    assert schedule.faults[0].target == "rank0"
-    living = nodes
-    for fault in schedule.faults:
-        living += fault.count if isinstance(fault, Add) else -1
-        assert 1 <= living <= nodes
-
-
 def test_table_faults_are_due_with_or_without_nodes():
     schedule = parse_schedule("table=slow:20%@10s/5s,table=outage@step:3,table=any@0s")
     assert str(schedule) == "table=slow:20%@10s/5s,table=outage@step:3,table=any@0s"
@@ -207,41 +189,3 @@ def test_table_faults_are_due_with_or_without_nodes():
     assert [(decision.index, decision.victim) for decision in decisions] == [(1, None), (2, None)]
     slow, outage, _ = (fault.disturbance for fault in schedule.faults)
     assert (slow.kind, slow.share, outage.kind, outage.share) == ("slow", 0.2, "outage", 1.0)
-
-
-@given(st.integers(), st.integers(2, 5), st.integers(2, 12))
-def test_temporary_faults_of_random_schedules_end(seed, nodes, faults):
-    kinds = ("kill", "preempt", "add", "freeze", "table")
-    schedule = random_schedule(seed, nodes=nodes, faults=faults, last_step=40, kinds=kinds)
-    assert schedule == random_schedule(seed, nodes=nodes, faults=faults, last_step=40, kinds=kinds)
-    assert parse_schedule(str(schedule), seed) == schedule
-    assert len({fault.when.step for fault in schedule.faults}) == faults
-    living = nodes
-    for fault in schedule.faults:
-        if isinstance(fault, (Freeze, TableTrouble)):
-            assert 1 <= fault.duration_s <= 8
-        else:
-            living += fault.count if isinstance(fault, Add) else -1
-        assert 1 <= living <= nodes
-    losses = [fault for fault in schedule.faults if isinstance(fault, (Kill, Preempt))]
-    assert not losses or losses[0].target == "rank0"
-
-
-def test_random_schedules_have_the_requested_kinds():
-    def drawn(*kinds):
-        return {type(fault) for seed in range(40) for fault in random_schedule(seed, kinds=kinds).faults}
-
-    assert drawn("table") == {TableTrouble}
-    assert drawn("freeze", "table") == {Freeze, TableTrouble}
-    assert drawn("kill", "add", "table") == {Kill, Add, TableTrouble}
-    assert drawn("kill", "preempt", "add", "freeze", "table") == {Kill, Preempt, Add, Freeze, TableTrouble}
-    for kinds in ((), ("add",), ("kill", "freeze"), ("table", "fire")):
-        with pytest.raises(ChaosError, match="kill, preempt, add"):
-            random_schedule(0, kinds=kinds)
-
-
-def test_random_schedules_vary():
-    kinds = Counter(type(fault).__name__ for seed in range(30) for fault in random_schedule(seed).faults)
-    assert set(kinds) == {"Add", "Kill", "Preempt"}
-    with pytest.raises(ChaosError, match="at least 2 nodes"):
-        random_schedule(0, nodes=1)

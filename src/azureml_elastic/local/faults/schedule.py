@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,14 +45,12 @@ from azureml_elastic.local.faults.model import (
 )
 
 __all__ = [
-    "DEFAULT_KINDS",
     "ChaosState",
     "Due",
     "due",
     "load_schedule",
     "may_add",
     "parse_schedule",
-    "random_schedule",
     "reached",
     "reason_missed",
     "training_seconds",
@@ -69,9 +67,6 @@ _TARGET = re.compile(r"node-\d+|rank0|any")
 _SECONDS = re.compile(r"(\d+(?:\.\d+)?)s")
 _STEP = re.compile(r"step:(\d+)")
 _TROUBLE = re.compile(rf"(?P<kind>{'|'.join(TROUBLES)})(:(?P<percent>\d{{1,3}})%)?")
-
-DEFAULT_KINDS = ("kill", "preempt", "add")
-"""Default kinds of :func:`random_schedule`."""
 
 
 @dataclass(frozen=True)
@@ -188,72 +183,6 @@ def parse_schedule(text: str, seed: int = 0) -> Schedule:
     lines = (line.partition("#")[0] for line in text.splitlines())
     entries = (entry.strip() for line in lines for entry in line.split(","))
     return Schedule(tuple(_parse(entry) for entry in entries if entry), seed)
-
-
-def random_schedule(
-    seed: int,
-    *,
-    nodes: int = 3,
-    first_step: int = 5,
-    last_step: int = 60,
-    faults: int = 6,
-    kinds: Sequence[str] = DEFAULT_KINDS,
-) -> Schedule:
-    """Draw a schedule of faults at random steps that never takes the last node.
-
-    The first loss is rank 0's node. There are never more nodes than at the start. Temporary faults (freezes, table
-    faults) end after 1 to 8 s, so that steps advance again.
-
-    Args:
-        seed: random seed of the schedule.
-        nodes: number of nodes at the start, and the maximum; at least 2.
-        first_step: step of the earliest fault.
-        last_step: step of the latest fault; the range must have at least ``faults`` steps.
-        faults: number of faults, at least 2.
-        kinds: kinds to draw from: ``kill``, ``preempt``, ``add``, ``freeze`` and ``table``; losses require ``add``.
-
-    Raises:
-        ChaosError: no schedule fits these numbers or kinds.
-    """
-    losses = [kind for kind in ("kill", "preempt") if kind in kinds]
-    temporary = [kind for kind in ("freeze", "table") if kind in kinds]
-    if nodes < 2 or faults < 2 or last_step - first_step + 1 < faults:  # noqa: PLR2004
-        raise ChaosError(
-            f"No schedule of {faults} faults on {nodes} nodes fits steps {first_step} to {last_step}: "
-            "give at least 2 nodes, 2 faults and a step for each fault."
-        )
-    if not losses + temporary or set(kinds) - {*losses, *temporary, "add"} or (losses and "add" not in kinds):
-        raise ChaosError(
-            f"No schedule can be drawn of the kinds {', '.join(kinds) or 'none'}: give some of kill, preempt, add, "
-            "freeze and table, and include add where nodes are lost."
-        )
-    rng = random.Random(seed)
-    drawn: list[Fault] = []
-    living = nodes
-    lost = False
-    for step in sorted(rng.sample(range(first_step, last_step + 1), faults)):
-        if temporary and (not losses or rng.random() < 0.5):  # noqa: PLR2004
-            drawn.append(_draw_temporary(rng, rng.choice(temporary), AtStep(step)))
-        elif living == 1 or (living < nodes and rng.random() < 0.5):  # noqa: PLR2004
-            count = rng.randint(1, nodes - living)
-            drawn.append(Add(AtStep(step), count))
-            living += count
-        else:
-            target = rng.choice(["rank0", "any"]) if lost else "rank0"
-            notice_s = float(rng.randint(2, 10))
-            loss = rng.choice(losses)
-            drawn.append(Kill(target, AtStep(step)) if loss == "kill" else Preempt(target, AtStep(step), notice_s))
-            living -= 1
-            lost = True
-    return Schedule(tuple(drawn), seed)
-
-
-def _draw_temporary(rng: random.Random, kind: str, when: When) -> Fault:
-    duration_s = float(rng.randint(1, 8))
-    if kind == "freeze":
-        return Freeze(rng.choice(["rank0", "any"]), when, duration_s)
-    trouble = rng.choice(TROUBLES)
-    return TableTrouble(trouble, when, duration_s, 100 if trouble == "outage" else rng.choice([20, 50, 100]))
 
 
 def _victim(target: str, living: set[str], rank0: str | None, seed: str) -> str | None:
