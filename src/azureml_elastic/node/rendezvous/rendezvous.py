@@ -316,10 +316,12 @@ class Rendezvous:
 
     def _look(self, round_: Round) -> None:
         """Read the round's row, on a thread: a member must see notices and votes while the table does not answer."""
+        look: RowLook | None = None
         try:
-            self.queue.post(_Looked(round_, self._rows.look()))
-        except TableUnavailable:
-            self.queue.post(_Looked(round_, None), wake=False)
+            with contextlib.suppress(TableUnavailable):
+                look = self._rows.look()
+        finally:  # whatever happens, so that it is looked at again
+            self.queue.post(_Looked(round_, look), wake=look is not None)
 
     def _row_seen(self, looked: _Looked) -> ev.RowSeen:
         """Take in a row that was read on a thread.
