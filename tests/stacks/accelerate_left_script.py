@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--folder", type=Path)
-parser.add_argument("--kind", choices=["iterable", "dispatch", "second", "local", "twice", "again", "ranks"])
+parser.add_argument("--kind", choices=["iterable", "dispatch", "second", "local", "twice", "again", "ranks", "plain"])
 args = parser.parse_args()
 
 
@@ -28,15 +28,11 @@ class Stream(IterableDataset):
 points = torch.randn(32, 4)
 targets = points.sum(1, keepdim=True)
 data = TensorDataset(points, targets)
-loader = {
-    "iterable": lambda: DataLoader(Stream(), batch_size=4),
-    "dispatch": lambda: DataLoader(data, shuffle=True, batch_size=4),
-    "second": lambda: DataLoader(TensorDataset(points, -targets), shuffle=True, batch_size=4),
-    "local": lambda: DataLoader(data, shuffle=True, batch_size=4),
-    "twice": lambda: DataLoader(data, shuffle=True, batch_size=4),
-    "ranks": lambda: DataLoader(data, shuffle=True, batch_size=3),
-    "again": lambda: DataLoader(data, shuffle=True, batch_size=4),
-}[args.kind]()
+if args.kind == "iterable":
+    loader = DataLoader(Stream(), batch_size=4)
+else:
+    trained = TensorDataset(points, -targets) if args.kind == "second" else data
+    loader = DataLoader(trained, shuffle=True, batch_size=3 if args.kind == "ranks" else 4)
 division = DataLoaderConfiguration(dispatch_batches=True if args.kind == "dispatch" else None)
 accelerator = Accelerator(dataloader_config=division)
 model = nn.Linear(4, 1)
@@ -64,7 +60,8 @@ with local:
     for x, y in pairs:
         if args.kind == "ranks":
             total = len(x) * accelerator.num_processes
-        accelerator.backward(nn.functional.mse_loss(model(x), y))
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward() if args.kind == "plain" else accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         if args.kind == "local":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,9 @@ from tests.support.stacks import (
     assert_in_process_recovery_is_a_restart,
     assert_same_rates,
     assert_weights_do_not_depend_on_the_world_size,
+    recorded,
     run_stock,
+    seen,
 )
 
 pytest.importorskip("accelerate")
@@ -28,11 +28,6 @@ pytest.importorskip("accelerate")
 SCRIPT = Path(__file__).with_name("accelerate_script.py")
 EPOCHS, SAMPLES = 3, 1000
 STEPS = EPOCHS * 42  # windows of 24 samples
-
-
-def recorded(run):
-    """Return the lines that all processes have recorded."""
-    return [json.loads(line) for file in run.folder.glob("steps.*") for line in file.read_text().splitlines()]
 
 
 def rates(run):
@@ -47,15 +42,6 @@ def by_value(rates):
 def schedule(steps, total):
     """Return the learning rates after the steps of a linear decay that advances three times a step."""
     return by_value(1e-2 * max(0.0, 1 - 3 * step / total) for step in range(1, steps + 1))
-
-
-def seen(run):
-    """Return by epoch how often each sample was given to the model."""
-    counts = defaultdict(Counter)
-    for line in recorded(run):
-        if "samples" in line:
-            counts[line["epoch"]].update(line["samples"])
-    return counts
 
 
 def test_each_sample_is_trained_once_an_epoch(undisturbed):
@@ -194,6 +180,13 @@ def test_a_loss_that_the_script_may_have_weighed_is_named_where_that_matters(tmp
     run = run_left(tmp_path, "ranks", batch=FixedGlobalBatch(logical_workers=3))
     said = [line for line in logged(run) if "accelerator.num_processes was read between a batch and its" in line]
     assert len(said) == 1
+
+
+def test_steps_count_whose_loss_goes_backward_past_accelerate(tmp_path):
+    run = run_left(tmp_path, "plain")
+    assert run.report.audit.complete
+    assert run.report.last_step == run.record["steps"] == 4
+    assert len([line for line in logged(run) if "steps without accelerator.backward(loss)" in line]) == 1
 
 
 def run_left(folder, kind, **options):

@@ -5,15 +5,19 @@ They need DeepSpeed, which the other tests do without: ``python -m nox -s deepsp
 
 from __future__ import annotations
 
-import json
 import os
-from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
 
 from azureml_elastic.config import CheckpointPolicy
-from tests.support.stacks import FAULTS, assert_same_rates, assert_weights_do_not_depend_on_the_world_size, run_stock
+from tests.support.stacks import (
+    FAULTS,
+    assert_same_rates,
+    assert_weights_do_not_depend_on_the_world_size,
+    run_stock,
+    seen,
+)
 
 if "DEEPSPEED_TESTS" not in os.environ:
     pytest.skip("DeepSpeed is not installed", allow_module_level=True)
@@ -21,16 +25,6 @@ if "DEEPSPEED_TESTS" not in os.environ:
 SCRIPT = Path(__file__).with_name("deepspeed_script.py")
 EPOCHS, SAMPLES = 3, 1000
 STEPS = EPOCHS * 42  # windows of 24 samples
-
-
-def seen(run):
-    """Return by epoch how often each sample was given to the model."""
-    counts = defaultdict(Counter)
-    for file in run.folder.glob("steps.*"):
-        for line in map(json.loads, file.read_text().splitlines()):
-            if "samples" in line:
-                counts[line["epoch"]].update(line["samples"])
-    return counts
 
 
 def test_each_sample_is_trained_once_an_epoch(undisturbed):

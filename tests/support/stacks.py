@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,20 @@ def run_stock(
     assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
     assert all(node.leftovers == 0 for node in report.nodes)
     return StockRun(report, json.loads((output / results).read_text()), output)
+
+
+def recorded(run: Any) -> list[dict[str, Any]]:
+    """Return the lines that all processes of a script have recorded."""
+    return [json.loads(line) for file in run.folder.glob("steps.*") for line in file.read_text().splitlines()]
+
+
+def seen(run: Any) -> dict[int, Counter[int]]:
+    """Return by epoch how often each sample was given to the model."""
+    counts: dict[int, Counter[int]] = defaultdict(Counter)
+    for line in recorded(run):
+        if "samples" in line:
+            counts[line["epoch"]].update(line["samples"])
+    return counts
 
 
 def assert_same_rates(found: Mapping[int, float], expected: Mapping[int, float]) -> None:

@@ -229,7 +229,6 @@ class UndecidedLoader(ReplacedLoader):
 
 
 def _obstacle(accelerator: Any, loader: DataLoader[Any]) -> str | None:
-    """Return why data are left to accelerate alone, ``None`` if the session could divide them."""
     whole = loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
     reasons = {
         obstacle(accelerator): True,

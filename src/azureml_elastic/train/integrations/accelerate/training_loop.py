@@ -194,6 +194,7 @@ class TrainingLoop(Stack):
 
     def optimizer_step(self, optimizer: object, step: Wrapped, *args: Any, **kwargs: Any) -> Any:
         """Note that an optimizer has stepped."""
+        self.loop.steps.train_batch()  # whose loss may have gone backward without accelerate
         if self.loop.steps.repeat_update(optimizer):
             return None
         result, batch = step(*args, **kwargs), self.loop.training

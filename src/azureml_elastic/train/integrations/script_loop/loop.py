@@ -276,7 +276,6 @@ class ScriptLoop:
         stack.restored()
 
     def _find_place(self, current: Pass) -> None:
-        """Take the position of a pass that may train."""
         session = self._session
         # A script that has trained leaves an epoch whenever it begins the next. One that has not yet, after a restart,
         # may believe to be further than the state: then the rest of the earlier epochs comes first.

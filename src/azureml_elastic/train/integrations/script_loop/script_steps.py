@@ -76,7 +76,7 @@ class ScriptSteps:
         self._loop = loop
         self._session = session
 
-    def train_batch(self, loss: torch.Tensor) -> Training | None:
+    def train_batch(self, loss: torch.Tensor | None = None) -> Training | None:
         """Note that the script trains the current batch, and so the whole pass, by its loss of shape ().
 
         Returns:
@@ -96,6 +96,7 @@ class ScriptSteps:
         batch = loop.training
         if batch is not None:
             self._session.record_samples()
+        if batch is not None and loss is not None:
             self._session.observe(loss)
             if not batch.noted:
                 batch.noted = True
