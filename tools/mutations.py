@@ -434,7 +434,7 @@ MUTATIONS = (
     ),
     Mutation(
         "strike-for-a-leaver",
-        "node/core/restarts.py",
+        "node/core/round_ends.py",
         "return [member for member in gone if member.node not in leaving]",
         "return gone",
         by_schedules=True,

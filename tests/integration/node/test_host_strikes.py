@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from azureml_elastic.config import TableRendezvous
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import RowChanged, TableUnavailable
-from azureml_elastic.node.core.restarts import faulty_members
 from azureml_elastic.node.core.round import Member, Round
+from azureml_elastic.node.core.round_ends import faulty_members
 from azureml_elastic.node.failures.host_faults import worker_fault
 from azureml_elastic.node.failures.host_strikes import STRIKE_PREFIX, HostStrikes, incident_id
 from azureml_elastic.node.host.identity import host_id

@@ -18,8 +18,7 @@ from enum import Enum
 
 from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, RendezvousTimings
 from azureml_elastic.node.core.failures import FailureKind
-from azureml_elastic.node.core.replicas import whole_replicas
-from azureml_elastic.node.core.round import Limits, Round
+from azureml_elastic.node.core.round import Limits, Round, whole_replicas
 from tests.support.schedules.faults import FAMILIES, Faults
 from tests.support.schedules.node import Node
 from tests.support.schedules.workers import STEP_SECONDS, Group, Worker

@@ -22,8 +22,7 @@ from azureml_elastic.ledger.events import (
 )
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.event_logs import ObservationLog
-from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch
-from azureml_elastic.node.agent.session_watch import SessionWatch
+from azureml_elastic.node.agent.without_session import NewcomerWatch, SessionWatch
 from azureml_elastic.node.agent.worker_group import WorkerGroup
 from azureml_elastic.node.core import actions as do
 from azureml_elastic.node.core import events as ev

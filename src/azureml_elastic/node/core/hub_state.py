@@ -13,8 +13,7 @@ from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.events import HubSent, LinkEnded, RoundSeen
 from azureml_elastic.node.core.pauses import BeatWatch, PauseDetector, SilenceLimit
-from azureml_elastic.node.core.replicas import room_for
-from azureml_elastic.node.core.round import Limits, Member, Round
+from azureml_elastic.node.core.round import Limits, Member, Round, room_for
 from azureml_elastic.node.core.sealing import candidates
 from azureml_elastic.node.core.watchers import Watcher, Watchers
 

@@ -13,8 +13,7 @@ from typing import Any
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.node.core.events import Roster
 from azureml_elastic.node.core.joining import MeetingPoints, ReadSchedule
-from azureml_elastic.node.core.replicas import arranged, preferred, whole_replicas
-from azureml_elastic.node.core.round import Limits, Member, Round
+from azureml_elastic.node.core.round import Limits, Member, Round, arranged, preferred, whole_replicas
 
 
 def candidates(round_: Round, members: Iterable[Member]) -> list[Member]:
@@ -65,7 +64,7 @@ def partitioned_nodes(ranked: Sequence[Member]) -> dict[str, int]:
 def select_members(round_: Round, ranked: Sequence[Member], limits: Limits) -> list[Member]:
     """Return the members of the round that is sealed with these candidates, in rank order.
 
-    They are whole replicas, see :mod:`~azureml_elastic.node.core.replicas`.
+    They are whole replicas, see :mod:`~azureml_elastic.node.core.round`.
 
     - Above the maximum, candidates with fewer strikes are preferred, a spare even to a survivor: the workers are
       restarted in any case, and a host that broke one round is likelier to break the next. Among equals the order of

@@ -19,8 +19,8 @@ from azureml_elastic.node.core.boundary import BoundaryParticipant, Departure, L
 from azureml_elastic.node.core.failures import Failure, FailureRecord
 from azureml_elastic.node.core.hangs import HangResponse
 from azureml_elastic.node.core.pauses import SilenceLimit
-from azureml_elastic.node.core.restarts import KILLED, charge, died_after_training, faulty_members
 from azureml_elastic.node.core.round import Round, turn_of
+from azureml_elastic.node.core.round_ends import KILLED, charge, died_after_training, faulty_members
 
 _WAITED = ("peer", "timeout")
 """Kinds of failures of a worker that has waited for others."""

@@ -31,10 +31,9 @@ from azureml_elastic.node.agent.agent_table import AgentTable
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.earlier_run import with_earlier_checkpoint
 from azureml_elastic.node.agent.event_logs import ObservationLog
-from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch
 from azureml_elastic.node.agent.port import AgentPort, HangWatch
-from azureml_elastic.node.agent.session_watch import SessionWatch
 from azureml_elastic.node.agent.shard_transfer import ShardReceiver, ShardSender
+from azureml_elastic.node.agent.without_session import NewcomerWatch, SessionWatch
 from azureml_elastic.node.agent.worker_group import WorkerGroup, inherited_variables, withheld_variables
 from azureml_elastic.node.agent.worker_processes import Workers
 from azureml_elastic.node.core.hangs import HangPolicy

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch, describe_wait
+from azureml_elastic.node.agent.without_session import NewcomerWatch, describe_wait
 
 LOOKUPS = frozenset({"/data/train.npz", "/data/a", "/out/last.pt", "/out/"})
 WAITING = frozenset({"node-2"})

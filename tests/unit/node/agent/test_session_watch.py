@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from azureml_elastic.ledger.events import TrainsWithoutSession
-from azureml_elastic.node.agent.session_watch import SessionWatch, describe_restarts
+from azureml_elastic.node.agent.without_session import SessionWatch, describe_restarts
 
 
 class Node:

@@ -19,8 +19,8 @@ from azureml_elastic.node.core.failures import (
     decide_restart,
     read_records,
 )
-from azureml_elastic.node.core.restarts import SUMMARIES, closing_message, size_with
 from azureml_elastic.node.core.round import Member, Round, reopened
+from azureml_elastic.node.core.round_ends import SUMMARIES, closing_message, size_with
 
 HOUR = 3600.0
 KINDS = sorted(SUMMARIES.keys() - {"nonfinite"})
