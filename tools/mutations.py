@@ -227,7 +227,7 @@ MUTATIONS = (
     ),
     Mutation(
         "secret-of-the-early-start",
-        "forks/client.py",
+        "node/startup/preload.py",
         "withheld = {secret, variables.AZURE_STORAGE_CONNECTION_STRING}",
         "withheld: set[str] = set()",
         ("unit/forks/test_early_start.py",),
