@@ -230,7 +230,7 @@ MUTATIONS = (
         "node/startup/preload.py",
         "withheld = {secret, variables.AZURE_STORAGE_CONNECTION_STRING}",
         "withheld: set[str] = set()",
-        ("unit/forks/test_early_start.py",),
+        ("unit/node/startup/test_preload.py",),
     ),
     Mutation(
         "a-mount-unavailable",
@@ -340,7 +340,7 @@ MUTATIONS = (
     ),
     Mutation(
         "output-without-its-prefix",
-        "node/agent/worker_processes.py",
+        "node/agent/worker_output.py",
         '"".join(f"{self._prefix}{line}\\n" for line in lines)',
         '"".join(f"{line}\\n" for line in lines)',
         ("unit/node/agent/test_worker_output.py",),

@@ -70,8 +70,8 @@ def test_a_disk_that_fills_up_is_named_at_the_terminal_and_in_the_report(tmp_pat
 def test_what_is_written_for_people_is_dropped_while_the_disk_is_full_and_costs_no_step(tmp_path):
     with disk(tmp_path / "small", 600) as small:
         running = LocalCluster((2, 2), start=FORKED, run_dir=small / "run", audit=True, rendezvous=GATHERING)
-        with at_step(small / "run", 25, 2, lambda _: fill_for(small, 6)):
-            report = running.run([PROGRAM, "--epochs", "8", "--step-delay", "0.15"])  # the last save needs space again
+        with at_step(small / "run", 25, 2, lambda _: fill_for(small, 10)):
+            report = running.run([PROGRAM, "--epochs", "12", "--step-delay", "0.15"])  # the last save needs space again
         assert (report.outcome, report.world_sizes) == ("succeeded", (2,)), report.message
         log = "".join(path.read_text() for path in report.paths.logs.iterdir())
         assert len(report.rounds) == 1, log
