@@ -90,7 +90,7 @@ class Run:
         """Send a message from the other agent to rank 0's, and return the seconds until it is there."""
         follower = next(node for node in self.nodes if node is not self.leader)
         began = time.monotonic()
-        follower.membership.link.send(messages.Report(messages.REPORTS.decode({"op": "placed"})))
+        follower.membership.link.send(messages.Report(messages.REPORTS.decode({"op": "leaving"})))
         until(lambda: self.leader.status() and self.leader._driver.take_messages())
         return time.monotonic() - began
 
