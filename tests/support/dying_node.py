@@ -34,7 +34,10 @@ def become_dying_node(request: Mapping[str, Any], descriptors: list[int], made: 
         draw = random.Random(f"{os.environ.get(SEED)}/{os.environ[variables.NODE_ID]}")
         for number in (signal.SIGUSR1, signal.SIGALRM):
             signal.signal(number, lambda _, frame: _fail_in_a_call(draw, frame))
-        return run()
+        try:
+            return run()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm ends a process that has given up its handlers
 
     return armed
 

@@ -187,10 +187,9 @@ def test_what_has_not_changed_is_not_brought_again():
 def test_the_row_is_looked_at_once_until_the_look_has_ended():
     world = World()
     node, driver = member(world)
-    world.received = Received(must_look=True)
-    driver.turn()
-    world.received = Received(must_look=True)
-    driver.turn()
+    for _ in range(2):
+        world.received = Received(must_look=True)
+        driver.turn()
     assert world.took(do.LookAtRow) == [do.LookAtRow(ROUND)]
     world.received = Received(rows=[ev.RowSeen(ROUND, None)])  # the table was away
     driver.turn()

@@ -21,10 +21,9 @@ class Workers:
     """Workers of a node, whose preload server becomes ready and settled at these times."""
 
     def __init__(self, ready: float = 0.0, settled: float = 0.0, *, stays: bool = False, nodes: int = 2) -> None:
-        self.now, self.done, self.newest = 0.0, [], NewestRound()
-        self.ready, self.settled = ready, settled
-        self.preloaded, self.parked_at, self.ended, self.importing = True, NEVER, False, False
-        self.alive = False
+        self.now, self.done, self.newest, self.ready, self.settled = 0.0, [], NewestRound(), ready, settled
+        self.preloaded, self.parked_at = True, NEVER
+        self.alive = self.ended = self.importing = False
         self.found = Round(1, "open")
         plan = Plan(
             resources=ElasticResources(max_instance_count=nodes),
