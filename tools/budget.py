@@ -34,8 +34,8 @@ LIMITS: Mapping[str, int] = {
     "submit": 5_739,
     "templates": 79,
     "testing": 4_489,
-    "tests": 73_887,
-    "train": 16_496,
+    "tests": 73_909,
+    "train": 16_507,
 }
 """Lines by package, with those of its templates and of its blank lines; ``(modules)`` are those of the root."""
 

@@ -6,10 +6,13 @@ import re
 
 import pytest
 
-from azureml_elastic.config import CheckpointPolicy, HealthPolicy
+from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, HealthPolicy
 from azureml_elastic.errors import UsageError
+from azureml_elastic.ledger.events import Restored
+from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.ledger.summary import load_report
 from azureml_elastic.local.cluster import LocalCluster
+from azureml_elastic.local.faults.schedule import parse_schedule
 from azureml_elastic.local.view import View
 from tests.support.node_server import FORKED
 from tests.support.paths import PROGRAMS
@@ -77,3 +80,22 @@ def test_what_is_written_for_people_is_dropped_while_the_disk_is_full_and_costs_
         assert len(report.rounds) == 1, log
     assert re.search(r"[1-9]\d* lines of samples were dropped", log), log
     assert re.search(r"[1-9]\d* events were dropped", log), log
+
+
+@pytest.mark.parametrize("recovery", ["restart", "in_process"])
+def test_a_node_that_leaves_while_the_disk_is_full_costs_the_others_no_step(tmp_path, recovery):
+    with disk(tmp_path / "small", 600) as small:
+        running = LocalCluster(
+            (1, 3),
+            start=FORKED,
+            run_dir=small / "run",
+            checkpoint=CheckpointPolicy(every_steps=1000),
+            distribution=ElasticDistribution(recovery=recovery),
+            chaos=parse_schedule("preempt=any@step:40"),
+            rendezvous=GATHERING,
+        )
+        with at_step(small / "run", 27, 3, lambda _: fill_for(small, 8)):
+            report = running.run([PROGRAM, "--epochs", "8", "--step-delay", "0.1"])
+        assert (report.outcome, report.world_sizes) == ("succeeded", (3, 2)), report.message
+        restored = [event for event in read_events(report.paths.events) if isinstance(event, Restored)]
+    assert max(restored, key=lambda event: event.round).step >= 40

@@ -31,7 +31,7 @@ from azureml_elastic.distributed.device import device_of
 from azureml_elastic.distributed.process import pick_device
 from azureml_elastic.distributed.process_groups import ProcessGroups, is_peer_error
 from azureml_elastic.distributed.stuck_collective import is_stuck
-from azureml_elastic.errors import ElasticError, RoundBroken
+from azureml_elastic.errors import CheckpointError, ElasticError, RoundBroken
 from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, WorkerIdentity
 from azureml_elastic.ipc.worker_messages import GaveWay, Stopped
 from azureml_elastic.train.data.position import Position
@@ -195,8 +195,7 @@ class ProcessGroupLifecycle:
         # All ranks take the same branch, as a save is a collective.
         handed_over = not save and self.world.control.all_true(self._can_stay() or state.hand_over())
         if not handed_over:
-            with contextlib.suppress(RoundBroken):  # the state is handed over, and saved first by the next worker
-                state.save(must_commit=True)
+            self._save_at_end()
         if self._can_stay():
             self._agent.report(Stopped(state.steps))
             self._rejoin()
@@ -211,6 +210,18 @@ class ProcessGroupLifecycle:
             self.exits_quickly = True
             leave_quickly(self._agent.leave_code)
         raise SystemExit(self._agent.leave_code)
+
+    def _save_at_end(self) -> None:
+        try:
+            self.state.save(must_commit=True)
+        except RoundBroken:
+            pass  # the state is handed over, and saved first by the next worker
+        except CheckpointError as error:
+            # A disk that is full while a node leaves: those that do not have the state in memory, and save it next.
+            if not self._can_stay():
+                self.state.hand_over()
+                raise
+            _LOG.warning("Training goes on with the state of step %d in memory. %s", self.state.steps, error)
 
     @contextlib.contextmanager
     def guard(self, *, stay: bool = True) -> Iterator[None]:
