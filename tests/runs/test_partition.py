@@ -48,7 +48,6 @@ REPORTED_WITHIN_S = 30.0
 NODES = ("node-a", "node-b", "node-c")
 PORTS = (29400, 29420)
 
-
 needs_iptables = pytest.mark.skipif(not shutil.which("iptables"), reason="closing ports needs iptables")
 
 
@@ -186,24 +185,14 @@ def test_nodes_that_reach_each_other_train_on_the_ports_of_the_range(network, ve
         assert len([port for port in agents if PORTS[0] <= port <= PORTS[1]]) >= 2, "the hub and the store"
 
 
-def test_a_node_that_is_cut_off_is_left_out_and_says_why(network):
+def test_a_node_that_is_cut_off_is_left_out_and_says_why_until_the_network_is_mended(network):
     for other in ("node-a", "node-b"):
         network.separate("node-c", other)
     network.start(minimum=2, steps=40)
     network.until(lambda: network.events(Unreachable, "node-c") and "node-c" in network.log("node-a"))
-    assert network.wait() == dict.fromkeys(NODES, 0)
-    assert int((network.folder / "progress").read_text()) >= 40
-    for name in ("node-a", "node-b"):
-        assert network.worlds(name) == [2]
+    network.until(lambda: network.worlds("node-a") == network.worlds("node-b") == [2])
     assert network.worlds("node-c") == []
     assert network.reported_after("node-c", "node-a") < REPORTED_WITHIN_S
-
-
-def test_it_gets_in_when_the_network_is_mended(network):
-    for other in ("node-a", "node-b"):
-        network.separate("node-c", other)
-    network.start(minimum=2, steps=40)
-    network.until(lambda: network.worlds("node-a") == [2] and network.events(Unreachable, "node-c"))
     for other in ("node-a", "node-b"):
         network.join("node-c", other)
     network.until(lambda: network.worlds("node-c") == [3])

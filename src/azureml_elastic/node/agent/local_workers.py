@@ -82,7 +82,7 @@ class LocalWorkers:
         self._workers: dict[int, Connection] = {}
         self._greeted: set[int] = set()
         self._parked: set[int] = set()
-        self._released = False
+        self._interrupted = self._released = False
         self.expected: int | None = None
 
     @property
@@ -94,7 +94,7 @@ class LocalWorkers:
     def begin(self, state: RoundState, *, keep: bool) -> None:
         """Replace the round's state, and forget the workers unless they stay."""
         with self._lock:
-            self._round = state
+            self._round, self._interrupted = state, False
             if not keep:
                 self._workers, self._greeted, self._parked, self._released = {}, set(), set(), False
 
@@ -107,14 +107,16 @@ class LocalWorkers:
     def greet(self, connection: Connection, hello: Hello) -> bool:
         """Add a worker, unless its round is over or the node has no such local rank."""
         with self._lock:
-            if hello.round not in (self._round.number, 0):  # a worker of round 0 receives its assignment later
-                return False
-            if hello.local_rank >= self._round.size > 0:
+            # One that comes after the release has missed the end of its round, and ignores SIGTERM from now on.
+            # A worker of round 0 receives its assignment later.
+            if self._released or hello.round not in (self._round.number, 0) or hello.local_rank >= self._round.size > 0:
                 return False
             worker = WorkerState(hello.local_rank, hello.rank, hello.round == 0, hello.round, self._round.pointer)
             connection.state["worker"] = worker
             self._workers[hello.local_rank] = connection
             self._greeted.add(hello.local_rank)
+            if self._interrupted and hello.round:
+                _send([connection], Interrupt(min(self._workers)))
             return True
 
     def remove(self, connection: Connection) -> None:
@@ -176,6 +178,7 @@ class LocalWorkers:
         with self._lock:
             # Parked workers have handed their state over, and those that have stopped at a step boundary have saved it:
             # neither has anything left to break off.
+            self._interrupted = True
             gone = self._round.stopped | self._parked
             targets = [connection for rank, connection in self._workers.items() if rank not in gone]
             whole = min(self._workers, default=0)

@@ -92,11 +92,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class AgentPort:
-    """The world of a node whose agent runs workers; a :class:`~azureml_elastic.node.driver.Port`.
-
-    Args:
-        rendezvous: the part of it that concerns other nodes.
-    """
+    """The world of a node whose agent runs workers; a :class:`~azureml_elastic.node.driver.Port`."""
 
     def __init__(
         self,

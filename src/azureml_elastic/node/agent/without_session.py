@@ -165,7 +165,6 @@ class SessionWatch:
         """Look once; to be called several times a second until a session has begun.
 
         Args:
-            pids: processes of the workers.
             connecting: whether workers of the round have begun to connect to each other.
             opened: whether a worker has opened a session, which perhaps takes no part in its training.
         """

@@ -132,10 +132,6 @@ _RANKS = re.compile(r"\b(RANK|WORLD_SIZE)\b")
 class WorkerGroup:
     """The workers of one node, started anew in each round or staying over several. For the agent's thread.
 
-    Args:
-        slots: how many there are.
-        node: name of this node.
-
     Attributes:
         workers: the processes.
         stays: whether they stay over the rounds where they can.

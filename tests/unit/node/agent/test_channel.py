@@ -222,6 +222,15 @@ def test_workers_of_one_round_are_only_interrupted(channel):
     assert [message["op"] for message in worker.received] == ["interrupt"]
 
 
+def test_a_worker_that_comes_after_the_end_of_its_round_neither_waits_for_it_nor_is_waited_for(channel):
+    """It ignores SIGTERM already: it waited 15 s for its peers, and the agent up to 30 s for its end."""
+    channel.workers.interrupt()
+    late = channel.connect(0)
+    until(lambda: [message["op"] for message in late.received] == ["interrupt"])
+    channel.workers.release()
+    assert channel.connect(1).closed.wait(60)
+
+
 def test_a_worker_says_itself_that_it_has_not_failed(channel):
     """Its exit code says nothing: a script may end with any."""
     leaver, _ = channel.connect(0), channel.connect(1)
