@@ -304,12 +304,12 @@ class Joiner:
 
     def _connect_failed(self, mine: Candidacy, failed: ev.ConnectFailed, now: float) -> list[do.JoinAction]:
         assert self._dialled is not None
-        was_known = mine.points.connect_failed(self._dialled.to, refused=failed.refused)
-        self._dialled = None
+        to, self._dialled = self._dialled.to, None
+        was_known = mine.points.connect_failed(to, refused=failed.refused)
         if failed.me != self.me:
             self.me = failed.me
             mine.offer_again(now)
-        if was_known or not failed.refused:
+        if was_known or not failed.refused or to.node in mine.points.late:
             mine.schedule.read_now(now)
         # An attempt that was not refused took seconds: write this node's row before the next one.
         return self._look_after(mine, now, meets=failed.refused)

@@ -60,9 +60,13 @@ class MeetingPoints:
 
     Args:
         known: other nodes by name: the members of the round before, or rows as they were read.
+
+    Attributes:
+        late: nodes that the round waits for, as members or to save, and that had not come when the rows were read.
     """
 
     def __init__(self, round_: Round, me: Member, known: Mapping[str, Member | Mapping[str, Any]]) -> None:
+        self.late: frozenset[str] = frozenset()
         self._round = round_
         self._me = me
         self._ranks = {node: rank for rank, node in enumerate(round_.previous)}
@@ -87,18 +91,18 @@ class MeetingPoints:
     def choose(self) -> Member | None:
         """Return the node to connect to, ``None`` for none.
 
-        The first of all nodes connects to none, with one exception: in the first round others may have met elsewhere
-        before it came, and it connects to one of them so that they learn of it. Connecting to a machine that does not
-        answer takes seconds, so after a few of them a node reads the rows instead.
+        The first of all nodes connects to none, with two exceptions: in the first round others may have met elsewhere
+        before it came, and it connects to one of them so that they learn of it; later, to one that is late, whose
+        connection shows when its process has ended, perhaps with the one whose loss ended the round. Connecting to a
+        machine that does not answer takes seconds, so after a few of them a node reads the rows instead.
         """
         if len(self._unreachable) >= _MAX_UNREACHABLE:
             return None
-        finishing, is_alone = self._round.finishing, bool(self._ranks or self._unreachable)
+        is_alone = bool(self._ranks or self._unreachable)
         for member in self._eligible():
-            # When a preempted node's process ends, its connection shows that nothing more will be saved.
-            if self._key(member.node) < self._key(self._me.node) or member.node in finishing:
+            if self._key(member.node) < self._key(self._me.node) or member.node in self.late:
                 return member
-            if is_alone and not finishing:
+            if is_alone and not self.late:
                 return None
             if not is_alone and member.state == "waiting":
                 return member
@@ -147,7 +151,7 @@ class MeetingPoints:
             if node == self._me.node or not known.hub_port or known.state == "left" or excluded:
                 continue
             waits = known.state == "waiting" and known.round == self._round.number
-            if waits or self._round.number == 1 or node in self._ranks or node in self._round.finishing:
+            if waits or self._round.number == 1 or node in self._ranks or node in self.late:
                 yield known
 
 

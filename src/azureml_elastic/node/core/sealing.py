@@ -293,6 +293,8 @@ class Candidacy:
         """
         confirmed, self._has_read = self._has_read, False
         self._present = self._all_present(received, me, confirmed=confirmed)
+        awaited = frozenset((*self._round.expected, *self._round.finishing)) if confirmed else self.points.late
+        self.points.late = awaited.difference(row.node for row in candidates(self._round, [*self._present, *received]))
         # An answer of a table that throttles is seconds old. Who has written a row since then is not late for it.
         is_due = self._timer.is_due(self._present, me.node, self.read_began if confirmed else now)
         if self.knows_all:

@@ -157,9 +157,9 @@ def test_nodes_meet_at_the_first_hub_and_write_their_rows_later_if_ever():
     assert node.feed(ev.HubSent(SealPosition(0))) == do.TakeCandidates(), "it shall seal"
 
 
-def candidate_that_wrote_the_round(*known: str) -> tuple[Node, Round]:
+def candidate_that_wrote_the_round(*known: str, **fields) -> tuple[Node, Round]:
     """Rank 0 of a round that made room for c, which it has reopened itself."""
-    node, round_ = Node(minimum=2), Round(2, previous=("me", "b"), expected=("me", "b", "c"))
+    node, round_ = Node(minimum=2), Round(2, previous=("me", "b"), **{"expected": ("me", "b", "c"), **fields})
     assert node.feed(ev.Started(round_, {each: member(each) for each in known})) == do.PrepareRow(round_)
     node.row = replace(node.row, round=2)
     node.feed(ev.RowPrepared(node.row, wrote_round=True))
@@ -186,6 +186,18 @@ def test_rank_0_reads_the_rows_where_not_all_come_soon():
     while isinstance(action, do.TakeCandidates):
         action = node.feed(ev.CandidatesTaken([]))
     assert action == do.ReadRows()
+
+
+@pytest.mark.parametrize("c", [{}, {"expected": ("me", "b"), "finishing": ("c",), "finishing_seconds": 60.0}])
+def test_rank_0_waits_for_nobody_that_died_with_the_node_whose_loss_ended_the_round_or_while_it_saved(c):
+    node, round_ = candidate_that_wrote_the_round("me", "b", "c", **c)
+    rows = {each.node: each.to_value() for each in (node.row, member("b", 2), member("c"))}
+    look = ev.RowsRead(round_, rows), ev.CandidatesTaken([member("b", 2)])
+    node.feed(look[1])
+    node.now += 0.1
+    assert node.feed(ev.TimerFired(), *look).to == member("c"), "it may only be slow"
+    assert node.feed(ev.ConnectFailed(refused=True, me=node.row), *look) == do.ReadHeartbeat()
+    assert node.feed(ev.HeartbeatRead(None, 1)).to.members == (node.row, member("b", 2))
 
 
 def test_a_candidate_whose_hub_ends_goes_to_the_next_one_and_is_the_first_in_the_end():

@@ -94,16 +94,6 @@ def test_a_node_that_cannot_be_reached_is_waited_for_only_if_it_is_there():
     assert not points.is_gone(candidate("a", 2))
 
 
-def test_the_first_survivor_watches_the_preempted_node_that_may_still_save():
-    round_ = Round(2, previous=("b", "c"), finishing=("a",))
-    points = MeetingPoints(round_, candidate("b", 2), known([candidate("a"), candidate("c")]))
-    assert points.is_first
-    points.connection_broke(points.choose(), answered=True)
-    points.connect_failed(points.choose(), refused=True)
-    assert points.is_gone(candidate("a"))
-    assert points.choose() is None
-
-
 def test_the_time_of_a_read_does_not_count_for_a_survivor_that_does_not_come():
     me, round_ = candidate("a", 3), Round(3, previous=("a", "b"), expected=("a", "b"))
     mine = Candidacy(round_, me, {}, Limits(1, 2), RendezvousTimings(), 0.0, wrote_round=False)
