@@ -9,7 +9,7 @@ from azureml_elastic.node.core import actions as do
 from azureml_elastic.node.core import events as ev
 from azureml_elastic.node.core.failures import Failure
 from azureml_elastic.node.core.round import Member, Round
-from azureml_elastic.node.core.training import State, Training
+from azureml_elastic.node.core.training import Training
 
 ENTERED = 1000.0
 """Moment at which all members have entered their round."""
@@ -68,7 +68,6 @@ class TrainingRound:
             for name in names
         }
         self.leader = names[0]
-        self.defers = False
         self.done: dict[str, list[do.TrainingAction]] = {name: [] for name in names}
         self.sent: list[object] = []
         self._seen = dict.fromkeys(names, ev.RoundSeen())
@@ -83,8 +82,6 @@ class TrainingRound:
         machine = self.machines[node]
         for event in events:
             actions = machine.handle(event, self.now)
-            if machine.state is State.DEFERRING and not self.defers:
-                actions = [*actions, *machine.handle(ev.TimePassed(), machine.deadline)]
             for action in actions:
                 match action:
                     case do.ToLeader(body):

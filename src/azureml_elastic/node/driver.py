@@ -161,7 +161,7 @@ class Driver:
                 self._bring(ev.MustLeave() if port.must_leave() else port.readiness())
                 if node.prepares:
                     return
-            elif node.part is Part.JOINING and (event := self._next()) is not None:
+            elif node.part in (Part.JOINING, Part.DEFERRING) and (event := self._next()) is not None:
                 self._bring(event)
             else:
                 return
@@ -181,7 +181,7 @@ class Driver:
             for action in node.handle(events.popleft(), port.clock()):
                 if isinstance(action, do.Offer):
                     self._woken = True
-                elif isinstance(action, do.LeaveRound | do.Connect | do.EndWatch):
+                elif isinstance(action, do.LeaveRound | do.Connect | do.AwaitEnd | do.EndWatch):
                     self._watched.clear()
                 answer = port.perform(action)
                 if answer is not None:
@@ -216,7 +216,7 @@ class Driver:
         if self._woken:
             self._woken = False
             return port.woken()
-        return ev.TimerFired() if joiner.deadline <= port.clock() else None
+        return ev.TimerFired() if node.deadline <= port.clock() else None
 
     def _turn_in_round(self, training: Training) -> None:
         """Bring what has happened since the last turn, and at the end that time has passed.

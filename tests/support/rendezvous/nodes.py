@@ -108,12 +108,13 @@ class Nodes:
         noticed: threading.Event | None = None,
         runtime: Runtime | None = None,
         surroundings: Surroundings | None = None,
+        host_id: str = "",
+        quarantine: int | None = None,
     ) -> Rendezvous:
-        limits = Limits(minimum, maximum)
         node = Rendezvous(
             table or self.table,
-            LocalNode(name, "127.0.0.1", slots, program=program),
-            limits,
+            LocalNode(name, "127.0.0.1", slots, host_id, program=program),
+            Limits(minimum, maximum, quarantine),
             self.timings,
             surroundings or Leaving(noticed or self.over),
             runtime=runtime,

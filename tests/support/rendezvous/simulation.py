@@ -22,11 +22,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from azureml_elastic.config import ElasticResources, Plan, RendezvousTimings
+from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.node.core import actions as do
 from azureml_elastic.node.core.events import RoundSeen, TimePassed
+from azureml_elastic.node.core.node import Part
 from azureml_elastic.node.core.round import Limits, Round
-from azureml_elastic.node.core.training import Training
 from azureml_elastic.node.rendezvous.context import LocalNode
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY, RUN_KEY, node_of
@@ -37,7 +37,6 @@ from tests.support.rendezvous.simulated_time import Killed, Scheduler, Task
 __all__ = ["Cluster", "Costs", "Fault", "Killed", "Node", "Stalled", "Write"]
 
 _STACK_BYTES = 256 * 1024
-_PLAN = Plan(resources=ElasticResources(max_instance_count=2))
 
 
 class Stalled(AssertionError):
@@ -164,21 +163,16 @@ class Node:
     def _end(self, seen: RoundSeen) -> None:
         """End a broken round, or leave that to another node, as a member decides."""
         rendezvous, clock = self.rendezvous, self.cluster.scheduler
-        round_ = rendezvous.membership.assignment.round
-        training = Training(round_, self.name, _PLAN, opens_session=False, entered=clock.now, now=clock.now)
+        machine = rendezvous.machine
+        actions = machine.end_round(do.Reopen("broken", seen.lost), clock.now)
         while True:
-            for event in (seen, TimePassed()):
-                for action in training.handle(event, clock.now):
-                    match action:
-                        case do.AwaitEnd():
-                            rendezvous.round_end.await_other(action)
-                        case do.Reopen():
-                            rendezvous.round_end.reopen(action)
-                            return
-            if training.over:
+            for action in actions:
+                rendezvous.perform(action)
+            if machine.part is Part.MEMBER:
                 return
-            rendezvous.queue.wait(min(self.cluster.monitor_s, training.deadline - clock.now))
-            seen = rendezvous.status()
+            rendezvous.queue.wait(min(self.cluster.monitor_s, machine.deadline - clock.now))
+            rendezvous.status()
+            actions = machine.handle(TimePassed(), clock.now)
 
 
 @dataclass

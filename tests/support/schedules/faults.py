@@ -220,7 +220,7 @@ class Faults:
     def _thaw_when_given_up(self, node: Node) -> None:
         """A process runs again just when others end the round without it."""
         others = [each for each in self.schedule.living() if each is not node and each.training is not None]
-        if any(each.training.state in (State.ENDING, State.DEFERRING) for each in others) or not others:
+        if any(each.training.state is State.ENDING for each in others) or not others:
             self.later(0.02, node.thaw)
         elif node.frozen:
             self.world.after(0.002, lambda: self._thaw_when_given_up(node))

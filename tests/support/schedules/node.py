@@ -672,10 +672,10 @@ class Node:
         self._received[3].append(ev.RowSeen(round_, (row.number, row.state) != (round_.number, round_.state)))
         self.wake()
 
-    def happened(self, event: ev.ProgramSaved | ev.WorkersHeld) -> None:
-        """Take what the worker of this node has done."""
+    def program_saved(self) -> None:
+        """The program of this node's worker has saved, and waits."""
         if self.training is not None:
-            self.own.append(event)
+            self.own.append(ev.ProgramSaved())
             self.wake()
 
     def _carry_out(self, action: do.TrainingAction) -> ev.TrainingEvent | None:
@@ -695,7 +695,7 @@ class Node:
             case do.AwaitSave() | do.ForgetSaves():
                 self.awaits_save = isinstance(action, do.AwaitSave)
             case do.HoldWorkers():
-                self.group.workers[self.incarnation].held = True
+                self.group.workers[self.incarnation].kept = True
             case do.ReadFailures():
                 return self.group.failures(self)
             case do.Strike(host):

@@ -36,7 +36,8 @@ class Worker:
         begun: last step that it has begun.
         given: last step to which it has given its part.
         saving: whether it saves, at a boundary or by itself.
-        held: whether it stops after the next step, for nodes that wait.
+        held: whether it waits in the step after a save, for a moment.
+        kept: whether it waits there until it is ended.
     """
 
     node: Node
@@ -50,6 +51,7 @@ class Worker:
     saving: bool = False
     stopped: bool = False
     held: bool = False
+    kept: bool = False
     failure: FailureKind | None = None
     leaving: bool = False
     exited: bool = False
@@ -100,7 +102,7 @@ class Group:
 
     def _advance(self, worker: Worker) -> None:
         """Begin the next step, unless the worker waits at a boundary or has finished."""
-        if not worker.running or worker.saving or worker.stopped:
+        if not worker.running or worker.saving or worker.stopped or worker.held or worker.kept:
             return
         if worker.hold is not None and worker.step >= worker.hold:
             if worker.agreed:
@@ -135,24 +137,26 @@ class Group:
         worker.step = worker.given
         worker.pace = worker.pace or ev.Pace(worker.node.now, worker.step)
         self.schedule.completed(self, worker)
-        if not self.schedule.opens_session:
-            if worker.step % _SAVE_STEPS == 0 and worker.node.name == self.round.members[0].node:
-                worker.saving = True
-                self._later(self.world.random.uniform(0.02, 0.6), worker, self._has_saved)
-            elif worker.held:
-                worker.held = False
-                worker.node.happened(ev.WorkersHeld())
-                return
+        saves = not self.schedule.opens_session and worker.step % _SAVE_STEPS == 0
+        if saves and worker.node.name == self.round.members[0].node:
+            worker.saving = True
+            self._later(self.world.random.uniform(0.02, 0.6), worker, self._has_saved)
         self._advance(worker)
 
     def _has_saved(self, worker: Worker) -> None:
-        """A program without a session has saved, and trains on."""
-        if worker.running:
-            self.schedule.saved(worker.step)
-            worker.saving = False
-            if worker.node.awaits_save:
-                worker.node.happened(ev.ProgramSaved())
-            self._advance(worker)
+        """A program without a session has saved, and trains on, after a moment where nodes wait."""
+        if not worker.running:
+            return
+        self.schedule.saved(worker.step)
+        worker.saving, worker.held = False, worker.node.awaits_save
+        if worker.held:
+            worker.node.program_saved()
+            self._later(self.world.random.uniform(0.02, 1.0), worker, self._let_go)
+        self._advance(worker)
+
+    def _let_go(self, worker: Worker) -> None:
+        worker.held = False
+        self._advance(worker)
 
     @staticmethod
     def _exits(worker: Worker) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from azureml_elastic.config import ElasticResources, Plan, RendezvousTimings
 from azureml_elastic.ipc.agent_messages import Leaving
 from azureml_elastic.node.core import actions as do
@@ -12,7 +14,6 @@ from azureml_elastic.node.core import messages
 from azureml_elastic.node.core.hub_state import HubView
 from azureml_elastic.node.core.node import Node, Part
 from azureml_elastic.node.core.round import Limits, Member, NewestRound, Round
-from azureml_elastic.node.core.training import State
 from azureml_elastic.node.driver import Driver, Received
 
 ME = Member("b", "i-b", host="h", hub_port=1)
@@ -92,12 +93,12 @@ def node_in(world, plan=None):
     return node, Driver(node, world)
 
 
-def member(world):
+def member(world, round_=ROUND):
     """Return a node in a round."""
     node, driver = node_in(world)
     driver.begin()
     driver.turn()
-    world.newest.observe(ROUND)
+    world.newest.observe(round_)
     driver.turn(woken=True)
     assert node.part is Part.MEMBER
     assert [type(event) for event in node.taken] == [ev.RoundSeen, ev.WorkersSeen, ev.TimePassed]
@@ -202,4 +203,87 @@ def test_the_row_is_looked_at_once_until_the_look_has_ended():
     world.received = Received(rows=[ev.RowSeen(ROUND, True)])
     driver.turn()
     assert node.seen.over
-    assert node.training.state is State.DEFERRING
+    assert node.part is Part.DEFERRING
+
+
+# --- who ends a round ------------------------------------------------------------------------------------------------
+
+
+def of_nodes(*names):
+    members = (replace(ME, node=name, incarnation=f"i-{name}", host_id=f"host of {name}") for name in names)
+    return Round(1, "sealed", members=tuple(replace(each, store_port=1) for each in members))
+
+
+def lost(*names):
+    return ev.HubSent(messages.Lost(names, ()))
+
+
+@pytest.mark.parametrize(
+    ("names", "happened", "seconds", "by"),
+    [
+        ("acbd", [lost("d")], 10.0, None),  # rank 0 knows of it, and this node is connected to it
+        ("acbd", [ev.LinkEnded()], 0.05, "c"),
+        ("acbd", [ev.LinkEnded(was_given_up=True)], 0.1, None),
+    ],
+)
+def test_the_round_is_left_to_the_survivor_whose_turn_it_is(names, happened, seconds, by):
+    world = World()
+    node, driver = member(world, of_nodes(*names))
+    world.received = Received(leader=happened)
+    driver.turn(woken=True)
+    assert node.part is Part.DEFERRING
+    assert driver.deadline == pytest.approx(seconds)
+    assert [action.by.node for action in world.took(do.AwaitEnd)] == ([by] if by else [])
+    assert not world.took(do.Reopen)
+    world.newest.observe(Round(2))
+    driver.turn(woken=True)
+    assert not world.took(do.Reopen)
+    assert node.round.number == 1
+    assert node.part is Part.JOINING
+
+
+def test_a_round_that_nobody_ends_in_time_is_ended_by_the_next_one():
+    world = World()
+    world.answers[do.Reopen] = None
+    _, driver = member(world, of_nodes(*"acbd"))
+    world.received = Received(leader=[ev.LinkEnded()])
+    driver.turn(woken=True)
+    assert not world.took(do.Reopen)
+    world.now = driver.deadline
+    driver.turn()
+    assert world.took(do.Reopen)[0].lost == {"a"}
+
+
+def test_a_round_whose_rank_0_is_lost_before_it_has_ended_it_is_ended_without_both():
+    world = World()
+    _, driver = member(world, of_nodes(*"abcde"))
+    world.received = Received(leader=[lost("c")])
+    driver.turn(woken=True)
+    world.received = Received(leader=[ev.LinkEnded()])
+    driver.turn(woken=True)
+    assert world.took(do.Reopen)[0].lost == {"a", "c"}
+    assert world.took(do.Strike) == [do.Strike(f"host of {each}", "lost its connection") for each in "ac"]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_node_that_cannot_enter_leaves_the_end_to_the_survivor_whose_turn_it_is(ends):
+    world = World()
+    world.answers[do.Enter] = ev.EntryFailed("refused", False, replace(ME, unreached=("i-a",)))
+    world.answers[do.Reopen] = None
+    node, driver = node_in(world)
+    driver.begin()
+    driver.turn()
+    world.newest.observe(of_nodes(*"acb"))
+    driver.turn(woken=True)
+    assert node.part is Part.DEFERRING
+    assert [action.by.node for action in world.took(do.AwaitEnd)] == ["c"]
+    world.received = Received(watched=[ev.LinkEnded()])
+    driver.turn(woken=True)
+    if ends:
+        world.newest.observe(Round(2))
+    else:
+        world.now = driver.deadline
+        world.answers[do.Reopen] = ev.EndWritten(mine=True)
+    driver.turn(woken=True)
+    assert [action.lost for action in world.took(do.Reopen)] == ([] if ends else [{"a"}])
+    assert node.part is Part.JOINING

@@ -202,8 +202,12 @@ class AgentPort:
                 return ev.WorkersStarted()
             case do.ReadFailures(gave_way):
                 return self._read_failures(gave_way)
-            case do.AwaitSave() | do.ForgetSaves() | do.HoldWorkers():
-                return self._await_save(action)
+            case do.AwaitSave(waiting):
+                self._newcomers.await_save(waiting, self._processes.pids)
+            case do.ForgetSaves():
+                self._newcomers.rest()
+            case do.HoldWorkers():
+                self._newcomers.hold()
             case do.AdoptVerdict() | do.LearnLesson() | do.WriteStacks():
                 self._respond_to_hang(action)
             case do.Strike() | do.RecordFailure() | do.RecordHang() | do.NoteConnecting() | do.Log():
@@ -293,16 +297,6 @@ class AgentPort:
             cause = replace(cause, message=f"{waited_lines(by_rank)}{cause.message}")
         codes = {local_rank: failure.exitcode for local_rank, failure in failed.items()}
         return ev.Failures(codes, cause, describe_ending(cause), worker_fault(cause.exit_code, cause.message))
-
-    def _await_save(self, action: do.SaveAction) -> ev.TrainingEvent | None:
-        match action:
-            case do.AwaitSave(waiting):
-                self._newcomers.await_save(waiting, self._processes.pids)
-            case do.ForgetSaves():
-                self._newcomers.rest()
-            case do.HoldWorkers():
-                return ev.WorkersHeld() if self._newcomers.hold() else None
-        return None
 
     def _respond_to_hang(self, action: do.HangAction) -> None:
         match action:

@@ -100,10 +100,9 @@ class NewcomerWatch:
         self._seen = not self._seen and any(read_training(self._folder, pid).held for pid in self._pids)
         return self._seen
 
-    def hold(self) -> bool:
-        """Keep the program where it is until it gets SIGTERM; return whether it waits."""
+    def hold(self) -> None:
+        """Keep the program that waits where it is until it gets SIGTERM."""
         self._kept = self._seen
-        return self._kept
 
 
 _IMPORT_SECONDS = 30.0

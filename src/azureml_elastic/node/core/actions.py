@@ -142,13 +142,11 @@ class Connect:
 
     Args:
         greeting: first message.
-        timeout: seconds to connect in; ``None`` for the heartbeat timeout.
     """
 
     to: Member
     greeting: Watch
     purpose: str
-    timeout: float | None = None
 
 
 @dataclass(frozen=True)
@@ -343,6 +341,7 @@ class Reopen:
         finishing_seconds: seconds for which the next round waits for these.
         failures: the run's failures with the one that ends the round; none where no worker has failed.
         round_failed: whether nobody is to blame but the network.
+        at_once: whether no other member knows why the round ends, so that this one leaves it to none.
     """
 
     reason: str
@@ -351,6 +350,7 @@ class Reopen:
     finishing_seconds: float = 0.0
     failures: tuple[FailureRecord, ...] = ()
     round_failed: bool = False
+    at_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -430,7 +430,7 @@ class ForgetSaves:
 
 @dataclass(frozen=True)
 class HoldWorkers:
-    """Keep the workers in the step after a save, in which one waits; ``WorkersHeld`` answers if it does."""
+    """Keep the worker that waits in the step after a save there until it is ended."""
 
 
 @dataclass(frozen=True)

@@ -230,15 +230,21 @@ class Newcomers:
         return self.rest() if now - self._seen >= _GONE_SECONDS else []
 
     def saved(self) -> None:
-        """The program has saved since nodes wait, and trains at this moment."""
+        """The program has saved since nodes wait, and waits in the step that follows until time has passed."""
         self._saved = self._since is not None
 
-    def wait(self, waiting: frozenset[str], now: float, *, connected: bool) -> tuple[bool, list[TrainingAction]]:
-        """Return whether these nodes may end the round now, and what to do.
+    def take_saved(self) -> bool:
+        """Return, once, whether the program waits in the step after a save."""
+        saved, self._saved = self._saved, False
+        return saved
 
-        A worker that waits in the step after its save is kept there before, so that none begins another one.
+    def wait(
+        self, waiting: frozenset[str], now: float, *, saved: bool, connected: bool
+    ) -> tuple[bool, list[TrainingAction]]:
+        """Return whether these nodes may end the round now, and what to do before.
 
         Args:
+            saved: whether a worker waits in the step after its save. It is kept there, so that none begins another one.
             connected: whether workers of the round have begun to connect to each other. What several workers save
                 before may be prepared data.
         """
@@ -251,9 +257,8 @@ class Newcomers:
             actions.append(AwaitSave(waiting))
         if (until := self.until) is not None and now >= until:
             return True, actions
-        if self._saved and (connected or self._alone):
-            actions.append(HoldWorkers())
-        self._saved = False  # in the next moment it may have left its training loop
+        if saved and (connected or self._alone):
+            return True, [*actions, HoldWorkers()]
         return False, actions
 
 
@@ -306,6 +311,7 @@ class Leader:
             done: whether this node's workers have ended well.
         """
         coordinator, actions = self.coordinator, list[TrainingAction]()
+        saved = self.newcomers.take_saved()  # in the next moment the program may have left its training loop
         if workers.in_session:
             actions += self.newcomers.rest()
         elif not waiting:
@@ -325,7 +331,7 @@ class Leader:
         if leavers:
             return actions, why
         if not (self._opens_session and now < self._imported):
-            ends, more = self.newcomers.wait(waiting, now, connected=connected)
+            ends, more = self.newcomers.wait(waiting, now, saved=saved, connected=connected)
             actions += more
             if ends:
                 return actions, why

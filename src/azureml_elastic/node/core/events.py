@@ -359,7 +359,6 @@ class RoundSeen:
 
     Args:
         over: whether the round has ended in the table or its hub is gone.
-        ended: whether a newer version of its row is known, which another node has written.
         waiting: spares to make room for; only on rank 0's node.
         all_done: whether the workers of all members have succeeded.
         was_given_up: whether the others have gone on without this node, because its process did not run for some time.
@@ -367,7 +366,6 @@ class RoundSeen:
 
     lost: frozenset[str] = frozenset()
     over: bool = False
-    ended: bool = False
     waiting: frozenset[str] = frozenset()
     all_done: bool = False
     was_given_up: bool = False
@@ -516,11 +514,6 @@ class ProgramSaved:
 
 
 @dataclass(frozen=True)
-class WorkersHeld:
-    """A worker of this node waits in the step after its save until it is ended."""
-
-
-@dataclass(frozen=True)
 class Failures:
     """How workers have failed, as ``ReadFailures`` has asked.
 
@@ -556,7 +549,6 @@ TrainingEvent = (
     | Learned
     | StacksWritten
     | ProgramSaved
-    | WorkersHeld
     | Failures
     | EndWritten
     | TimePassed

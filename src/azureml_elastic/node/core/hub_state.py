@@ -460,7 +460,6 @@ class HubReports:
         view: HubView,
         *,
         over: bool,
-        ended: bool,
         limits: Limits,
         debounce: float,
         now: float,
@@ -470,7 +469,6 @@ class HubReports:
         Args:
             view: what its own hub knows, where it is rank 0.
             over: whether the round has ended in the table.
-            ended: whether the version that follows is known.
             debounce: seconds in which no further spare may come before room is made.
         """
         lost = self.lost | view.lost
@@ -483,7 +481,6 @@ class HubReports:
         return RoundSeen(
             lost=lost - {node},
             over=over or was_given_up or self.broken or node in lost,
-            ended=ended,
             waiting=spares if has_room else frozenset(),
             all_done=self.all_done,
             was_given_up=was_given_up,

@@ -11,8 +11,7 @@
        ├───────> ENTERING a sealed round with this node ──> OUTSIDE ───────────────┘
        │                     │                                 │
        v                     └────────────> IN <───────────────┘
-     OVER                    │
-                             └──> DEFERRING to who ends the round
+     OVER
 
 - **Choosing** it acts on a version of the round's row, after a pause where it has acted on that one before.
 - A **candidate** sends its row to a hub where the candidates meet, or writes it into the table; one of them seals.
@@ -36,8 +35,8 @@ from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.node.core import actions as do
 from azureml_elastic.node.core import events as ev
 from azureml_elastic.node.core import messages
-from azureml_elastic.node.core.joining import Staleness, greeting_of, is_leader_unreachable
-from azureml_elastic.node.core.round import Limits, Member, Round, has_gone_back, reopened, turn_of
+from azureml_elastic.node.core.joining import HubLink, Staleness, greeting_of, is_leader_unreachable
+from azureml_elastic.node.core.round import Limits, Member, Round, has_gone_back, reopened
 from azureml_elastic.node.core.sealing import Candidacy, Verdict
 
 _MAX_BACKOFF_SECONDS = 2.0
@@ -65,27 +64,8 @@ class JoinState(Enum):
     SPARE = "spare"
     ENTERING = "entering"
     OUTSIDE = "outside"
-    DEFERRING = "deferring"
     IN = "in"
     OVER = "over"
-
-
-@dataclass
-class _Link:
-    """The connection to another node's hub.
-
-    Args:
-        greeting: what this node has sent last.
-        answered: whether the hub has sent anything yet.
-        position: position among the candidates that should seal, as the hub has sent it.
-        received: newest version of the round that the hub has sent.
-    """
-
-    to: Member
-    greeting: messages.Watch
-    answered: bool = False
-    position: int | None = None
-    received: Round | None = None
 
 
 @dataclass
@@ -145,12 +125,12 @@ class Joiner:
         self._has_left = has_left
         self._is_prepared = False
         self._known: Mapping[str, Member | Mapping[str, Any]] = {}
-        self._dialled: _Link | None = None
-        self._link: _Link | None = None
+        self._dialled: HubLink | None = None
+        self._link: HubLink | None = None
         self._must_read = False
         self._seen: Round | None = None
         self._repeats = 0
-        self._ended: _Link | None = None
+        self._ended: HubLink | None = None
         self._candidacy: Candidacy | None = None
         self._waiting = self._new_waiting(0.0)
 
@@ -182,7 +162,6 @@ class Joiner:
             JoinState.SPARE: self._waits_beside,
             JoinState.ENTERING: self._entering,
             JoinState.OUTSIDE: self._outside,
-            JoinState.DEFERRING: self._defers,
         }
         return handlers[self.state](event, now) if self.state in handlers else []
 
@@ -228,7 +207,7 @@ class Joiner:
             return [do.Enter(round_, rank)]
         if self._last_round == round_.number:
             # This node has left its own round, and the node that should end it may be dead.
-            return [do.Reopen(f"{self.me.node} has left the round")]
+            return [do.Reopen(f"{self.me.node} has left the round", at_once=True)]
         return [do.GetReady()]
 
     def _choosing(self, event: ev.NodeEvent, now: float) -> list[do.JoinAction]:
@@ -486,22 +465,20 @@ class Joiner:
 
     def _entering(self, event: ev.NodeEvent, now: float) -> list[do.JoinAction]:
         waiting = self._waiting
-        match event:
-            case ev.Entered() | ev.EntryFailed():
-                # After a failed attempt, too: this node has its assignment in the round since then, and a reopening
-                # ends that one.
-                self._last_round, self.deadline = self.round.number, float("inf")
+        if isinstance(event, ev.Entered | ev.EntryFailed):
+            # After a failed attempt, too: this node has its assignment since then, and a reopening ends the round.
+            self._last_round, self.deadline = self.round.number, float("inf")
         match event:
             case ev.Entered(refused=True) if waiting.tries < _KEY_TRIES:
                 waiting.tries += 1
                 self.deadline = now + _RETRY_SECONDS[0]
             case ev.Entered():
-                return self._reach_members()
+                return [do.ReachMembers(self.round)]
             case ev.MembersReached():
                 self.state = JoinState.IN
                 return [do.Take()]
             case ev.MemberUnreachable(seen=seen) if not seen.over or seen.lost:
-                return [do.Reopen(event.reason, seen.lost, round_failed=not seen.lost)]
+                return [do.Reopen(event.reason, seen.lost, round_failed=not seen.lost, at_once=True)]
             case ev.MemberUnreachable():  # another node has ended the round
                 self.state = JoinState.CHOOSING
                 return [do.ReadRound()]
@@ -510,7 +487,7 @@ class Joiner:
             case ev.KeyRead():
                 return [do.Enter(self.round, waiting.rank)]
             case ev.EntryFailed(unreachable=False):
-                return self._without_leader(event.reason, now)
+                return self._without_leader(event.reason)
             case ev.EntryFailed():
                 waiting.reason, self.me = event.reason, event.me
                 return [do.QueryMembers(self.round)]
@@ -518,38 +495,14 @@ class Joiner:
                 verdict = is_leader_unreachable(event.answers)
                 if verdict is None:
                     return [do.ReadHeartbeat()]
-                return self._without_leader(waiting.reason, now) if verdict else self._stay_outside()
+                return self._without_leader(waiting.reason) if verdict else self._stay_outside()
             case ev.HeartbeatRead():
                 runs = event.round == self.round.number
-                return self._stay_outside() if runs else self._without_leader(waiting.reason, now)
+                return self._stay_outside() if runs else self._without_leader(waiting.reason)
         return []
 
-    def _reach_members(self) -> list[do.JoinAction]:
-        self.state = JoinState.ENTERING
-        return [do.ReachMembers(self.round)]
-
-    def _without_leader(self, reason: str, now: float) -> list[do.JoinAction]:
-        """End the round without rank 0's node, or have the survivor do so whose turn it is, for a while."""
-        self._waiting.reason = reason
-        if not self._waiting.rank:
-            return [self._reopening]
-        seconds, first = turn_of(self.round, {self.round.members[0].node}, self.me.node)
-        if not seconds:
-            return [self._reopening]
-        self.state, self.deadline = JoinState.DEFERRING, now + seconds
-        return self._connect(first, "the next to end the round", seconds)
-
-    @property
-    def _reopening(self) -> do.Reopen:
-        return do.Reopen(self._waiting.reason, frozenset({self.round.members[0].node}), round_failed=True)
-
-    def _defers(self, event: ev.NodeEvent, now: float) -> list[do.JoinAction]:
-        if isinstance(event, ev.ConnectFailed):
-            self._dialled = None
-        if now < self.deadline:
-            return []
-        self.deadline = float("inf")
-        return [self._reopening]
+    def _without_leader(self, reason: str) -> list[do.JoinAction]:
+        return [do.Reopen(reason, frozenset({self.round.members[0].node}), round_failed=True)]
 
     def _stay_outside(self) -> list[do.JoinAction]:
         self.state = JoinState.OUTSIDE
@@ -562,14 +515,14 @@ class Joiner:
         waiting = self._waiting
         match event:
             case ev.RowWritten() if waiting.entered:
-                self._has_left = False
-                return self._reach_members()
+                self._has_left, self.state = False, JoinState.ENTERING
+                return [do.ReachMembers(self.round)]
             case ev.RowWritten():
                 self._has_left = True
                 return [do.ReadHeartbeat()]
             case ev.HeartbeatRead():
                 if waiting.heartbeat.see(event.version, now):
-                    return self._without_leader(waiting.reason, now)
+                    return self._without_leader(waiting.reason)
                 self.deadline = now + waiting.pause
                 waiting.pause = min(_RETRY_SECONDS[1], 1.5 * waiting.pause)
             case ev.TimerFired():
@@ -584,20 +537,20 @@ class Joiner:
                 # Its row says that it has left: the next round would not wait for it.
                 return [do.WriteRow(replace(self.me, round=self.round.number), self.round)]
             case ev.EntryFailed(unreachable=False):
-                return self._without_leader(event.reason, now)
+                return self._without_leader(event.reason)
             case ev.EntryFailed():
                 return [do.ReadHeartbeat()]
         return []
 
     # --- the connection to another node's hub ------------------------------------------------------------------------
 
-    def _connect(self, to: Member, purpose: str, timeout: float | None = None) -> list[do.JoinAction]:
+    def _connect(self, to: Member, purpose: str) -> list[do.JoinAction]:
         """Return what connects this node to a hub, or tells that hub what this node waits for now."""
         greeting = greeting_of(self.me, self.round)
         link = self._link
         if link is None or not self._is_linked_to(to):
-            self._link, self._dialled = None, _Link(to, greeting)
-            return [do.Connect(to, greeting, purpose, timeout)]
+            self._link, self._dialled = None, HubLink(to, greeting)
+            return [do.Connect(to, greeting, purpose)]
         if greeting == link.greeting:
             return []
         link.greeting, link.position = greeting, None

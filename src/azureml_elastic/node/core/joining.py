@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from azureml_elastic.node.core.messages import Watch
@@ -50,6 +51,24 @@ def greeting_of(me: Member, round_: Round) -> Watch:
     """
     is_open = round_.state == "open"
     return Watch(round_.number, is_open, me.strikes, me.unreached, me if is_open else None)
+
+
+@dataclass
+class HubLink:
+    """The connection of a node that waits to another one's hub.
+
+    Args:
+        greeting: what this node has sent last.
+        answered: whether the hub has sent anything yet.
+        position: position among the candidates that should seal, as the hub has sent it.
+        received: newest version of the round that the hub has sent.
+    """
+
+    to: Member
+    greeting: Watch
+    answered: bool = False
+    position: int | None = None
+    received: Round | None = None
 
 
 class MeetingPoints:

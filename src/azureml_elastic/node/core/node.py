@@ -3,8 +3,10 @@
 ::
 
     OUTSIDE ──> PREPARING ──> RETURNING ──> FINDING ──> JOINING ──> STARTING ──> MEMBER ──> ENDED
-                    ^                                                              │
-                    └──────────────────────── another round follows ───────────────┘
+                    ^                                      │  ^                  ^  │
+                    │                                      v  │                  │  v
+                    │                                     DEFERRING to the one that ends the round
+                    └──────────────────────── another round follows ────────────────┘
 
 On its way into a round a :class:`~azureml_elastic.node.core.joiner.Joiner` decides, in one a
 :class:`~azureml_elastic.node.core.training.Training`. :meth:`Node.handle` is all that changes any of them, but for
@@ -13,7 +15,7 @@ what rank 0's hub sends, which :meth:`Node.receive` and :meth:`Node.look` take i
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from azureml_elastic.config import Plan, RendezvousTimings
@@ -22,7 +24,7 @@ from azureml_elastic.node.core import events as ev
 from azureml_elastic.node.core.hub_state import HubReports, HubView
 from azureml_elastic.node.core.joiner import Joiner, JoinState
 from azureml_elastic.node.core.preparing import Preparation, Stage
-from azureml_elastic.node.core.round import Limits, Member, NewestRound, Round
+from azureml_elastic.node.core.round import Limits, Member, NewestRound, Round, turn_of
 from azureml_elastic.node.core.training import State, Training
 
 
@@ -46,7 +48,26 @@ class Part(Enum):
     """Its workers get their places."""
 
     MEMBER = "member"
+
+    DEFERRING = "deferring"
+    """Another survivor is to end the round, and this node makes sure of it."""
+
     ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class _Deferral:
+    """What a node knows that leaves the end of a round to another one.
+
+    Args:
+        how: how it ends the round where the other one has not.
+        until: monotonic seconds until which it waits.
+        informed: whether rank 0's node knows who is lost, so that nobody else has to end it while that one lives.
+    """
+
+    how: do.Reopen
+    until: float
+    informed: bool
 
 
 class Node:
@@ -90,6 +111,7 @@ class Node:
         self._newest = newest
         self._plan: Plan | None = None
         self._preparation: Preparation | None = None
+        self._deferral: _Deferral | None = None
         self._opens_session = False
         self.entered = 0.0
         self._is_linked = False
@@ -131,6 +153,8 @@ class Node:
         """
         if self.calls or self.prepares:
             return float("inf")
+        if self.part is Part.DEFERRING and self._deferral is not None:
+            return self._deferral.until
         if self.part is Part.JOINING and self.joiner is not None:
             return self.joiner.deadline
         return self.training.deadline if self.training is not None else float("inf")
@@ -160,6 +184,8 @@ class Node:
                 return self._join(event, now)
             case Part.STARTING:
                 return self._begin_training(now)
+            case Part.DEFERRING if self._deferral is not None:
+                return self._await_end(self._deferral, event, now)
             case Part.MEMBER if self.training is not None:
                 return self._train(self.training, event, now)
         return []
@@ -228,6 +254,11 @@ class Node:
                     return [*actions[:-1], *self._join(ev.GotReady(took_time=False), now)]
                 self._preparation.begin_as_spare(now)
                 return actions[:-1]
+            if isinstance(how := actions[-1], do.Reopen):
+                actions[-1:] = self.end_round(how, now)
+                if self.part is Part.DEFERRING:
+                    joiner.handle(ev.LinkEnded(), now)  # the connection is to the one that ends the round from now on
+                    return actions
             self.calls = True
             if isinstance(call := actions[-1], do.Enter):
                 self.round, self.rank, self.entered = call.round, call.rank, now
@@ -255,6 +286,8 @@ class Node:
         actions: list[do.Action] = [*training.handle(event, now)]
         if any(isinstance(action, do.Disconnect) for action in actions):
             self._is_linked = False
+        if actions and isinstance(how := actions[-1], do.Reopen):
+            return [*actions[:-1], *self.end_round(how, now)]
         if not training.over:
             return actions
         self.training = None
@@ -262,6 +295,54 @@ class Node:
             return [*actions, *self._prepare()]
         self.part, self.ending, self.closed = Part.ENDED, training.state, training.closed
         return actions
+
+    # --- whose turn it is to end a round -----------------------------------------------------------------------------
+
+    def end_round(self, how: do.Reopen, now: float) -> list[do.Action]:
+        """End the round, or leave that to the survivor whose turn it is, for a while.
+
+        The record of a failure, and that this node leaves, are known here alone: another one would write a round
+        without them.
+        """
+        round_, me = self.round, self.me.node
+        assert round_ is not None
+        if how.at_once or how.failures or me in how.lost or self._newest.after(round_) is not None:
+            return [how]
+        informed = self.seen.lost if self._is_linked_to_leader else frozenset[str]()
+        seconds, first = turn_of(round_, how.lost, me, informed=informed)
+        if not seconds:
+            return [how]
+        self.part, self._deferral = Part.DEFERRING, _Deferral(how, now + seconds, bool(informed))
+        # All others would have to read the row. Rank 0's hub sends the next version to its members.
+        return [do.AwaitEnd(first, seconds)] if first != round_.members[0] else []
+
+    @property
+    def _is_linked_to_leader(self) -> bool:
+        """Whether this node is connected to rank 0's hub."""
+        assert self.round is not None
+        return not self.seen.was_given_up and self.round.members[0].node not in self.seen.lost
+
+    def _await_end(self, deferral: _Deferral, event: ev.NodeEvent, now: float) -> list[do.Action]:
+        """Go on once another node has ended the round, or end it where none has in time or rank 0's node is gone."""
+        assert self.round is not None
+        joiner, training, newer = self.joiner, self.training, self._newest.after(self.round)
+        is_due = now >= deferral.until or (deferral.informed and not self._is_linked_to_leader)
+        if newer is None and not is_due:
+            if joiner is not None and not isinstance(event, ev.TimerFired):
+                joiner.handle(event, now)  # it only notes it
+            return []
+        self.part, self._deferral = Part.MEMBER if joiner is None else Part.JOINING, None
+        if newer is not None:
+            if training is not None:
+                return self._train(training, ev.EndWritten(mine=False), now)
+            return self._join(ev.NewerRound(newer), now) if joiner is not None else []
+        how = replace(deferral.how, lost=deferral.how.lost | self.seen.lost)
+        if training is not None:
+            training.reopening = how
+        self.calls = joiner is not None
+        return [how]
+
+    # --- what is known of a round ------------------------------------------------------------------------------------
 
     def receive(self, event: ev.HubSent | ev.LinkEnded) -> None:
         """Take in what rank 0's hub has sent, or that the connection to it has ended."""
@@ -297,9 +378,8 @@ class Node:
         # Once over it stays so, although the row that has shown it is not looked at again.
         self._over = self._over or view.was_given_up or self._reports.was_given_up or self._reports.broken or ended
         debounce = self._timings.rescale_debounce.total_seconds()
-        known = {"over": self._over, "ended": ended}
         self.seen = self._reports.see(
-            round_, self.me.node, view, **known, limits=self._limits, debounce=debounce, now=now
+            round_, self.me.node, view, over=self._over, limits=self._limits, debounce=debounce, now=now
         )
         if not self._must_look or self._looks:
             return []

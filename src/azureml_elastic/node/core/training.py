@@ -7,7 +7,6 @@ agents of a round run the same machine; :mod:`~azureml_elastic.node.core.boundar
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from enum import Enum
 
 from azureml_elastic.config import Plan
@@ -19,7 +18,7 @@ from azureml_elastic.node.core.boundary import BoundaryParticipant, Departure, L
 from azureml_elastic.node.core.failures import Failure, FailureRecord
 from azureml_elastic.node.core.hangs import HangResponse
 from azureml_elastic.node.core.pauses import SilenceLimit
-from azureml_elastic.node.core.round import Round, turn_of
+from azureml_elastic.node.core.round import Round
 from azureml_elastic.node.core.round_ends import KILLED, charge, died_after_training, faulty_members
 
 _WAITED = ("peer", "timeout")
@@ -62,11 +61,8 @@ class State(Enum):
     CLOSING = "closing"
     """All are done, and rank 0's node is to mark the end of the run."""
 
-    DEFERRING = "deferring"
-    """Another survivor is to end the round, and this node makes sure of it."""
-
     ENDING = "ending"
-    """The round's row is being changed."""
+    """The round's row is being changed, by this node or by the survivor whose turn it is."""
 
     RECOVERING = "recovering"
     """Another round follows, or the run has been ended by another node."""
@@ -90,6 +86,7 @@ class Training:
 
     Attributes:
         connecting: whether workers of the round have begun to connect to each other, as far as rank 0's agent has seen.
+        reopening: how this node ends the round for another one.
         closed: the end of the run, where this node wants to end it.
     """
 
@@ -127,11 +124,10 @@ class Training:
         self._store_failure: Failure | None = None
         self._until = 0.0
         self._failures: ev.Failures | None = None
-        self._reopening: do.Reopen | None = None
-        self._informed = False
         self._then = State.RECOVERING
         self.state = State.TRAINING
         self.connecting = False
+        self.reopening: do.Reopen | None = None
         self.closed: do.Close | None = None
 
     @property
@@ -160,7 +156,7 @@ class Training:
         What is due already was looked at, and waits for something else to happen.
         """
         moments = [self._hangs.until]
-        if self.state in (State.COLLECTING, State.SETTLING, State.CLOSING, State.DEFERRING):
+        if self.state in (State.COLLECTING, State.SETTLING, State.CLOSING):
             moments.append(self._until)
         if self._departure.notice is not None:
             moments.append(self._departure.notice.until)
@@ -172,8 +168,6 @@ class Training:
         """Take one event in, and return what shall be done, in this order."""
         if self.over or (self.state is State.ENDING and not isinstance(event, ev.EndWritten)):
             return []  # what is decided is being carried out
-        if self.state is State.DEFERRING and not isinstance(event, ev.RoundSeen | ev.TimePassed):
-            return []  # as if it had come after the round
         self._now, self._out = now, []
         # First what is known: an answer, and each transition, has to see all of it.
         self._note(event)
@@ -244,8 +238,6 @@ class Training:
                 self._settle()
             case State.CLOSING:
                 self._look_at_closing()
-            case State.DEFERRING:
-                self._look_whether_ended()
             case _:
                 pass
 
@@ -258,8 +250,6 @@ class Training:
         elif isinstance(event, ev.TimePassed) and self._leader is not None and self._leader.coordinator.reached:
             # Only now that all else of this turn is known: a node that was lost meanwhile must not be waited for.
             self._end_round(_AT_BOUNDARY, lost=self._boundary.leavers)
-        elif isinstance(event, ev.WorkersHeld):
-            self._end_round(f"joining: {_list(self._seen.waiting)}", lost=self._boundary.leavers)
         elif isinstance(event, ev.TimePassed) and (reason := self._lead()) is not None:
             self._end_round(reason, lost=self._boundary.leavers)
         elif self._is_overdue():
@@ -539,43 +529,10 @@ class Training:
     def _change_row(self, action: do.Reopen | do.Close) -> None:
         if isinstance(action, do.Close):
             self.closed = action
-        elif self._another_ends(action):
-            return
+        else:
+            self.reopening = action
         self.state = State.ENDING
         self._do(action)
-
-    def _another_ends(self, how: do.Reopen) -> bool:
-        """Leave it to the survivor whose turn it is to end the round, for a while; return whether it is not this one's.
-
-        The record of a failure, and that this node leaves, are known here alone: another one would write a round
-        without them.
-        """
-        self._reopening = how
-        if how.failures or self._node in how.lost or self._seen.ended:
-            return False
-        informed = self._seen.lost if self._is_linked_to_leader else frozenset[str]()
-        seconds, first = turn_of(self._round, how.lost, self._node, informed=informed)
-        if not seconds:
-            return False
-        self.state, self._until, self._informed = State.DEFERRING, self._now + seconds, bool(informed)
-        if first != self._round.members[0]:  # all others would have to read the row
-            self._do(do.AwaitEnd(first, seconds))
-        return True
-
-    @property
-    def _is_linked_to_leader(self) -> bool:
-        """Whether this node is connected to rank 0's hub."""
-        return not self._seen.was_given_up and self._round.members[0].node not in self._seen.lost
-
-    def _look_whether_ended(self) -> None:
-        """Go on once another node has ended the round, or end it where none has in time or rank 0's node is gone."""
-        how = self._reopening
-        assert how is not None
-        if self._seen.ended:
-            self.state = self._then
-        elif self._now >= self._until or (self._informed and not self._is_linked_to_leader):
-            self.state, self._reopening = State.ENDING, replace(how, lost=how.lost | self._seen.lost)
-            self._do(self._reopening)
 
     def _row_written(self, event: ev.EndWritten) -> None:
         if self.closed is not None:
@@ -585,7 +542,7 @@ class Training:
                 self._then = State.SUCCEEDED if self.closed.succeeded else State.FAILED
         elif (
             event.mine
-            and (how := self._reopening) is not None
+            and (how := self.reopening) is not None
             and not how.failures
             and (self.leads or self._round.members[0].node in how.lost)
         ):

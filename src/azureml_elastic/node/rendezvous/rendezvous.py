@@ -343,7 +343,7 @@ class Rendezvous:
             case do.PrepareRow():
                 return ev.RowPrepared(self._prepare(call.round), self._rows.has_written(call.round))
             case do.Connect():
-                failure = self._watch.connect(call.to, call.greeting, call.purpose, call.timeout)
+                failure = self._watch.connect(call.to, call.greeting, call.purpose)
                 if failure is None:
                     return ev.Connected()
                 return ev.ConnectFailed(

@@ -423,10 +423,6 @@ def test_the_majority_decides_who_is_cut_off_and_the_heartbeat_where_nobody_answ
         assert action == do.ReadHeartbeat()
         action = node.feed(ev.HeartbeatRead("v", heartbeat))
     outside = do.WriteRow(replace(marked, state="left", reason="timed out"), round_)
-    if ends:  # b, in its turn
-        assert (action.to.node, action.timeout) == ("b", 0.05)
-        assert node.feed(ev.ConnectFailed(True, marked)) is None
-        action = node.until_deadline()
     assert action == (do.Reopen("timed out", frozenset({"a"}), round_failed=True) if ends else outside)
 
 
@@ -444,9 +440,9 @@ def test_a_node_outside_enters_when_it_can_and_takes_back_that_it_has_left():
 @pytest.mark.parametrize(
     ("seen", "then"),
     [
-        (ev.RoundSeen(), do.Reopen("blocked", round_failed=True)),
-        (ev.RoundSeen(lost=frozenset({"a"}), over=True), do.Reopen("blocked", frozenset({"a"}))),
-        (ev.RoundSeen(over=True, ended=True), do.ReadRound()),
+        (ev.RoundSeen(), do.Reopen("blocked", round_failed=True, at_once=True)),
+        (ev.RoundSeen(lost=frozenset({"a"}), over=True), do.Reopen("blocked", frozenset({"a"}), at_once=True)),
+        (ev.RoundSeen(over=True), do.ReadRound()),
     ],
 )
 def test_a_round_whose_store_or_member_cannot_be_reached_is_ended_unless_it_has(seen, then):
@@ -464,7 +460,6 @@ def test_a_node_outside_of_a_round_that_stops_ends_it():
     while not isinstance(action, do.Reopen) and node.now < began + 100:
         failed = ev.EntryFailed("", unreachable=True, me=node.row)
         answers = {do.ReadRound: ev.RoundRead(round_), do.ReadHeartbeat: ev.HeartbeatRead("v", 1), do.Enter: failed}
-        answers[do.Connect] = ev.Connected()
         action = node.feed(answers[type(action)]) if action is not None else node.until_deadline()
     assert action == do.Reopen("cut off", frozenset({"a"}), round_failed=True)
     assert STALE_SECONDS < node.now - began < STALE_SECONDS + 5
@@ -482,7 +477,7 @@ def test_a_node_outside_goes_on_to_the_next_round_and_writes_that_it_is_back():
 
 def test_a_node_ends_the_round_that_it_has_left_if_nobody_else_has():
     node = Node(last_round=3)
-    assert node.feed(ev.Started(sealed("me", "a", number=3), {})) == do.Reopen("me has left the round")
+    assert node.feed(ev.Started(sealed("me", "a", number=3), {})) == do.Reopen("me has left the round", at_once=True)
     assert node.feed(ev.EndWritten(mine=True)) == do.ReadRound()
 
 
@@ -498,7 +493,7 @@ def test_a_version_that_was_acted_on_before_is_acted_on_later_each_time():
         node.feed(ev.EndWritten(mine=True))
         node.feed(ev.RoundRead(round_))
         pauses.append(node.joiner.deadline - node.now)
-        assert node.until_deadline() == do.Reopen("me has left the round")
+        assert node.until_deadline() == do.Reopen("me has left the round", at_once=True)
     assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0])
 
 

@@ -11,8 +11,8 @@ from azureml_elastic.node.core.events import Pace
 WAITING = frozenset({"node-2"})
 
 
-def wait(newcomers: Newcomers, now: float, *, connected: bool = True) -> tuple[bool, list]:
-    return newcomers.wait(WAITING, now, connected=connected)
+def wait(newcomers: Newcomers, now: float, *more: str, connected: bool = True) -> tuple[bool, list]:
+    return newcomers.wait(WAITING.union(more), now, saved=newcomers.take_saved(), connected=connected)
 
 
 def test_newcomers_wait_for_a_save_however_long_it_takes():
@@ -20,16 +20,17 @@ def test_newcomers_wait_for_a_save_however_long_it_takes():
     assert wait(newcomers, 0.0) == (False, [AwaitSave(WAITING)])
     assert wait(newcomers, 1e6) == (False, [])
     newcomers.saved()
-    assert wait(newcomers, 1e6 + 1) == (False, [HoldWorkers()])
-    assert wait(newcomers, 1e6 + 2) == (False, []), "it saved at that moment, which must not be torn, perhaps for good"
-    newcomers.saved()
-    assert wait(newcomers, 1e6 + 3) == (False, [HoldWorkers()])
+    assert wait(newcomers, 1e6 + 1) == (True, [HoldWorkers()])
+    assert wait(newcomers, 1e6 + 2) == (False, []), "it waited at that moment alone"
 
 
 def test_another_node_is_waited_for_too():
     newcomers = Newcomers(None, 2)
     wait(newcomers, 0.0)
-    assert newcomers.wait(WAITING | {"node-3"}, 1.0, connected=True) == (False, [AwaitSave(WAITING | {"node-3"})])
+    assert newcomers.wait(WAITING | {"node-3"}, 1.0, saved=False, connected=True) == (
+        False,
+        [AwaitSave(WAITING | {"node-3"})],
+    )
 
 
 def test_a_save_from_before_the_wait_does_not_count():
@@ -50,7 +51,7 @@ def test_a_moment_without_a_waiting_node_does_not_begin_the_wait_anew():
     wait(newcomers, 0.0)
     assert newcomers.nobody_waits(1.0) == []
     newcomers.saved()
-    assert wait(newcomers, 2.0) == (False, [HoldWorkers()])
+    assert wait(newcomers, 2.0) == (True, [HoldWorkers()])
 
 
 @pytest.mark.parametrize(("world_size", "expected"), [(1, [HoldWorkers()]), (2, [])])
@@ -58,9 +59,9 @@ def test_several_workers_that_have_not_connected_may_prepare_data(world_size, ex
     newcomers = Newcomers(None, world_size)
     wait(newcomers, 0.0, connected=False)
     newcomers.saved()
-    assert wait(newcomers, 1.0, connected=False) == (False, expected)
+    assert wait(newcomers, 1.0, connected=False) == (bool(expected), expected)
     newcomers.saved()
-    assert wait(newcomers, 2.0) == (False, [HoldWorkers()])
+    assert wait(newcomers, 2.0) == (True, [HoldWorkers()])
 
 
 def test_a_job_may_limit_the_wait():
@@ -70,7 +71,7 @@ def test_a_job_may_limit_the_wait():
     assert newcomers.until == 30.0
     assert not wait(newcomers, 29.0)[0]
     assert wait(newcomers, 30.0)[0]
-    assert Newcomers(0.0, 2).wait(WAITING, 5.0, connected=False)[0]
+    assert wait(Newcomers(0.0, 2), 5.0, connected=False)[0]
 
 
 def test_the_rest_of_the_run_is_estimated_from_its_pace():

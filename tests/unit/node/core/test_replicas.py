@@ -142,5 +142,5 @@ def test_room_is_made_for_whole_replicas_only(spares, makes_room):
     limits = Limits(2, 6, None, 2)
     round_ = sealed(["a", "b", "c", "d"], limits)
     view = HubView(waiting_since={f"s{number}": 0.0 for number in range(spares)})
-    seen = HubReports().see(round_, "a", view, over=False, ended=False, limits=limits, debounce=1.0, now=100.0)
+    seen = HubReports().see(round_, "a", view, over=False, limits=limits, debounce=1.0, now=100.0)
     assert bool(seen.waiting) is makes_room

@@ -18,15 +18,8 @@ from azureml_elastic.node.core.round import Member, Round, reopened
 from azureml_elastic.node.rendezvous.link import FromLink, Link
 from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY, RUN_KEY, member_key
 from tests.support.rendezvous.hubs import PausableRuntime, hub_at, make_context
-from tests.support.rendezvous.nodes import TIMEOUT, TIMINGS, Nodes, Slow
+from tests.support.rendezvous.nodes import TIMEOUT, TIMINGS, Slow
 from tests.support.waiting import until
-
-
-@pytest.fixture
-def nodes(tmp_path):
-    made = Nodes(tmp_path / "table.sqlite")
-    yield made
-    made.close()
 
 
 def test_all_nodes_agree_on_one_round(nodes):

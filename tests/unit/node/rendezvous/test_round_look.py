@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import threading
 
-import pytest
-
 from azureml_elastic.node.core.actions import Reopen
 from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY
-from tests.support.rendezvous.nodes import TIMEOUT, Nodes
+from tests.support.rendezvous.nodes import TIMEOUT
 from tests.support.waiting import until
 
 
@@ -37,13 +35,6 @@ def is_asked(node, table):
     node.hub.request_read()
     node.status()
     return table.asked.is_set()
-
-
-@pytest.fixture
-def nodes(tmp_path):
-    made = Nodes(tmp_path / "t.sqlite")
-    yield made
-    made.close()
 
 
 def test_a_look_at_the_round_does_not_hold_up_the_agent(nodes):
