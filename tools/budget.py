@@ -16,11 +16,11 @@ MODULES = "(modules)"
 
 LIMITS: Mapping[str, int] = {
     "(modules)": 867,
-    "checkpoint": 6_181,
+    "checkpoint": 6_172,
     "cli": 2_849,
     "config": 1_554,
-    "distributed": 1_197,
-    "engines": 1_725,
+    "distributed": 1_191,
+    "engines": 1_722,
     "environment": 610,
     "forks": 3_253,
     "ipc": 2_197,
@@ -34,8 +34,8 @@ LIMITS: Mapping[str, int] = {
     "submit": 5_739,
     "templates": 79,
     "testing": 4_489,
-    "tests": 73_909,
-    "train": 16_507,
+    "tests": 73_908,
+    "train": 16_442,
 }
 """Lines by package, with those of its templates and of its blank lines; ``(modules)`` are those of the root."""
 

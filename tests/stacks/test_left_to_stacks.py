@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from azureml_elastic.errors import UsageError
+from azureml_elastic.train.deepspeed_batches import batch_sizes
 from azureml_elastic.train.integrations.deepspeed import training_loop
 from azureml_elastic.train.integrations.deepspeed import training_loop as deepspeed_loop
-from azureml_elastic.train.integrations.deepspeed.batch_sizes import batch_sizes
 from azureml_elastic.train.integrations.lightning import left_to_lightning
 from azureml_elastic.train.integrations.lightning import training_loop as lightning_loop
 from azureml_elastic.train.integrations.transformers import training_data as transformers_data

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,15 +133,13 @@ class Checkpoints:
         """Plan and allocate what the first save would otherwise wait for, and decide whether snapshots are taken."""
         self._shard.collect(state)
         if self._holds_snapshots and self._policy.chooses_snapshots:
-            self.snapshots = self._profits_from_snapshots(state) and self._has_memory_for_snapshots()
+            # They are of use where a lost rank takes a part of the state along that no other one has.
+            alone = self._groups.identity.world_size == 1 or not (state.replicated or state.copies > 1)
+            self.snapshots = alone and self._has_memory_for_snapshots()
             if self.snapshots:
                 self._shard.add_spare()
         if self._task is None and self._abandoned is None:  # memory that a task reads must not be replaced
             self._shard.reserve()
-
-    def _profits_from_snapshots(self, state: TrackedState) -> bool:
-        """Return whether a lost rank takes a part of the state along that no other one has. Not a collective."""
-        return self._groups.identity.world_size == 1 or not (state.replicated or state.copies > 1)
 
     def _has_memory_for_snapshots(self) -> bool:
         """Return whether all nodes have it. A collective."""
@@ -176,6 +174,7 @@ class Checkpoints:
         """
         began = time.monotonic()
         plain, tensors = self._ready(state)
+        # A run that continues another one has committed nothing yet, and counts from the step that it began with.
         before = self._began_at if self._committed is None else self._committed.step
         manifest = self._manifest(step, state, plain, data, for_good(step, before, self._policy.keep_every_steps))
         self._task = SaveTask(
@@ -211,7 +210,7 @@ class Checkpoints:
         if self._task is None or outcome is None:
             return None
         task, self._task = self._task, None
-        self._tidying = task
+        self._tidying = task  # its thread may still remove older checkpoints, for which the next save waits
         step, is_main = task.manifest.step, self._groups.identity.rank == 0
         if isinstance(task, ReplicationTask):
             self._hold_replicated(task, outcome)
@@ -291,7 +290,7 @@ class Checkpoints:
         return plain, tensors
 
     def _hold_replicated(self, task: BackgroundTask, outcome: TaskOutcome | None) -> None:
-        """Preserve the copy of a snapshot that the agents hold."""
+        # The agents hold this very memory: the next copy goes to another buffer.
         if outcome is not None and outcome.kind == "kept":
             assert task.copy is not None
             self._shard.hold(task.copy)
@@ -394,6 +393,7 @@ class Checkpoints:
         # The table may throttle. A step that the round before has trained is not behind what that could commit.
         whole = (each for each in copies if each.offer.kind == Kind.WHOLE)
         newest = next((each for each in whole if 0 < each.origin == identity.round - 1), None)
+        # In one collective with the offers: each costs a start, or a recovery, the latency of the slowest link.
         gathered = control.gather((offers, self._look_up_committed() if newest is None else newest.committed))
         committed = self._take_committed(gathered[0][1])
         left = [offer for each, _ in gathered for offer in each]
@@ -417,7 +417,10 @@ class Checkpoints:
     def _find_stored(self, pointer: Reference | None) -> StoredSource | None:
         control, agent = self._groups.control, self._agent
         pointer = adopt_handed_over(self._storage, control, agent, pointer) or pointer
-        for storage, reference in self._origins(pointer):
+        # In the run's own storage, then in that of the run that it continues.
+        origins = [] if pointer is None else [(self._storage, pointer)]
+        origins += [] if self._earlier is None else [(self._earlier.storage, self._earlier.reference)]
+        for storage, reference in origins:
             own = storage is self._storage
             selector = CheckpointSelector(storage, control, self._stale_seconds, marks=own, agent=agent)
             try:
@@ -429,13 +432,6 @@ class Checkpoints:
                     _LOG.warning("The run starts again from the run that it continues: %s", error)
                 self._committed = None
         return None
-
-    def _origins(self, pointer: Reference | None) -> Iterator[tuple[Storage, Reference]]:
-        """Yield where a checkpoint is looked for: in the run's own storage, then in that of the run it continues."""
-        if pointer is not None:
-            yield self._storage, pointer
-        if self._earlier is not None:
-            yield self._earlier.storage, self._earlier.reference
 
     def restore(self, state: TrackedState) -> Manifest | None:
         """Restore the newest undamaged checkpoint: a snapshot that replicas hold, else the newest committed one.
@@ -479,7 +475,7 @@ class Checkpoints:
             _LOG.warning("The checkpoint %s was restored in part; new are %s.", where, ", ".join(sorted(missing)))
         if own in tensors:
             random_state.restore(tensors[own], self._groups.device)
-        else:
+        else:  # a rank that the world of the checkpoint did not have: the same sequences at each start from it
             random_state.begin(manifest.digest, control.rank)
         if storage is self._storage:
             # Not the pointer's, if that one is damaged: the next save names as its parent what it goes on from.

@@ -78,11 +78,11 @@ class ControlGroup:
         return values
 
     def send(self, tensor: torch.Tensor, rank: int, number: int) -> Transfer:
-        """Begin to send a CPU tensor to a rank that receives it; it must not change until the end."""
+        """Begin to send a contiguous CPU tensor to a rank that receives it; it must not change until the end."""
         return Transfer(cast("dist.Work", dist.isend(tensor, rank, group=self.group, tag=number)), tensor)
 
     def receive(self, tensor: torch.Tensor, rank: int, number: int) -> Transfer:
-        """Begin to overwrite a CPU tensor with one of its size that a rank sends under this number."""
+        """Begin to overwrite a contiguous CPU tensor with one of as many bytes that a rank sends under this number."""
         return Transfer(cast("dist.Work", dist.irecv(tensor, rank, group=self.group, tag=number)), tensor)
 
     def all_true(self, value: bool) -> bool:
@@ -97,12 +97,12 @@ class ControlGroup:
 
     def total(self, value: float) -> float:
         """Return the sum of the ranks' numbers."""
-        number = torch.tensor([value], dtype=torch.float64)
+        number = torch.tensor([value], dtype=torch.float64)  # exact for counts up to 2**53
         self.add_up(number)
         return float(number.item())
 
     def add_up(self, numbers: torch.Tensor) -> None:
-        """Overwrite a CPU tensor with the sum over the ranks."""
+        """Overwrite a CPU tensor with the sum over the ranks, whose tensors have its shape and type."""
         group = self.group  # which raises where the session has ended, also for one rank
         if self.world_size > 1:
             dist.all_reduce(numbers, group=group)
@@ -119,6 +119,7 @@ class ControlGroup:
             result = action()
         except Exception as error:  # noqa: BLE001 - the other ranks must not wait for this one
             failure = error
+        # Also from a rank that has failed: the others are in this collective, or will be, and learn of it here.
         outcomes = self.gather((None if failure is None else f"{type(failure).__name__}: {failure}", result))
         failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text is not None]
         if failed:

@@ -16,14 +16,8 @@ from torch.nn.parallel import distributed as torch_parallel
 from azureml_elastic.errors import RoundBroken
 
 _KEPT = (
-    "training",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
+    *("training", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_hooks_with_kwargs"),
+    *("_forward_hooks_always_called", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
 )
 """Attributes that ``nn.Module`` initializes and scripts may change."""
 
@@ -149,6 +143,7 @@ class ElasticDataParallel(DistributedDataParallel):
         except RuntimeError as error:
             if not self._elastic.absorb(error):
                 raise
+            # The next round has begun, and the step is discarded: no other rank takes part in it.
             return self.module(*inputs, **named)
 
 

@@ -55,7 +55,7 @@ Read in ``torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp`` (torch 2.13) when a
 
 
 class Fetched:
-    """A tensor in the memory of the host, once it has arrived: :meth:`arrived` is a mark of its device."""
+    """A tensor of any shape in the memory of the host, once it has arrived: :meth:`arrived` is a mark of its device."""
 
     __slots__ = ("_value", "arrived")
 
@@ -129,13 +129,13 @@ class Device:
         """End the collectives of this device, and make all later ones fail. Callable from any thread."""
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Copy tensors within the device, as a part of its work."""
+        """Copy each source to the target of its shape and type, within the device and as a part of its work."""
         with torch.no_grad():
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
 
     def copy_out(self, target: torch.Tensor, source: torch.Tensor, *, pinned: bool) -> None:
-        """Copy a tensor to memory of the host; to pinned memory without waiting, see :meth:`synchronize`."""
+        """Copy to a tensor of the host of the same shape; to pinned memory without waiting, see :meth:`synchronize`."""
         target.copy_(source, non_blocking=pinned)
 
     def copy_in(self, value: torch.Tensor) -> torch.Tensor:
@@ -147,14 +147,14 @@ class Device:
         return Fetched(value.detach().clone(), self.mark())
 
     def pin(self, memory: torch.Tensor) -> bool:  # noqa: ARG002 - no other device copies
-        """Prepare memory of the host for copies that do not wait; return whether it is."""
+        """Prepare memory of the host, uint8 (bytes,), for copies that do not wait; return whether it is."""
         return False
 
     def unpin(self, memory: torch.Tensor) -> None:
         """Undo :meth:`pin`."""
 
     def random_state(self) -> torch.Tensor | None:
-        """Return the state of the device's own generator, ``None`` without one."""
+        """Return the state of the device's own generator, uint8 (bytes,); ``None`` without one."""
         return None
 
     def set_random_state(self, state: torch.Tensor) -> None:
@@ -188,7 +188,7 @@ class CudaDevice(Device):
     @override
     def mark(self) -> Callable[[], bool]:
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        # By now torch's collectives have made the current stream wait for theirs.
+        # By now torch's collectives have made the current stream wait for theirs, so that the mark is behind them.
         event.record(torch.cuda.current_stream(self.torch))
         return lambda: bool(event.query())
 
@@ -253,20 +253,22 @@ class CudaDevice(Device):
     @override
     def fetch(self, value: torch.Tensor) -> Fetched:
         with torch.cuda.device(self.torch):
+            # Pinned: a copy to other memory would wait for all that the device has to do before it.
             host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
             host.copy_(value.detach(), non_blocking=True)
             return Fetched(host, self.mark())
 
     @override
     def pin(self, memory: torch.Tensor) -> bool:
-        code = _runtime().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
         if int(code) != 0:
             _LOG.warning("Memory for checkpoints cannot be pinned (CUDA error %s): copies take longer.", code)
         return int(code) == 0
 
     @override
     def unpin(self, memory: torch.Tensor) -> None:
-        _runtime().cudaHostUnregister(memory.data_ptr())
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
 
     @override
     def random_state(self) -> torch.Tensor | None:
@@ -306,11 +308,8 @@ def device_of(device: torch.device) -> Device:
 
 def ends_within(seconds: float, action: Callable[[], None]) -> bool:
     """Run an action that may hang on a thread of its own, and return whether it has ended in time."""
+    # A daemon: one that hangs for good must not keep the interpreter from its end.
     thread = threading.Thread(target=action, name="may-hang", daemon=True)
     thread.start()
     thread.join(seconds)
     return not thread.is_alive()
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -21,8 +21,6 @@ from azureml_elastic.environment import names as variables
 from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.errors import UsageError
 
-_HANDLERS = "_rendezvous_handlers"
-_SCHEMES = ("env", "tcp")
 _ANSWER_SECONDS = 5.0
 """How long something may take to listen at the address: a script may serve a store itself."""
 
@@ -32,8 +30,8 @@ _PAUSE_SECONDS = 0.2
 
 def attach_to_rendezvous(rendezvous: ModuleType) -> None:
     """Have the module ``torch.distributed.rendezvous`` check what it is asked for."""
-    handlers = getattr(rendezvous, _HANDLERS, {})
-    for scheme in _SCHEMES:
+    handlers = getattr(rendezvous, "_rendezvous_handlers", {})
+    for scheme in ("env", "tcp"):
         if scheme in handlers and not isinstance(handlers[scheme], functools.partial):
             handlers[scheme] = functools.partial(_checked, handlers[scheme])
 

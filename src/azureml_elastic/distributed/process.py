@@ -24,8 +24,6 @@ from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 
-_UNSUPPORTED = "unsupported gloo device"
-
 
 class _Forks:
     """State of the garbage collector around forks, which may overlap on several threads."""
@@ -136,7 +134,7 @@ def pick_device(identity: WorkerIdentity) -> torch.device:
 
 def open_group(identity: WorkerIdentity, device: torch.device) -> bool:
     """Join the process group, unless the script has; return whether this call has, so that the caller must leave it."""
-    freeze_inherited_garbage()
+    freeze_inherited_garbage()  # before the first group, whose threads a forked process does not have
     if dist.is_initialized():
         return False
     kind, environment = device_of(device), WorkerEnvironment.read()
@@ -146,7 +144,7 @@ def open_group(identity: WorkerIdentity, device: torch.device) -> bool:
         _open(kind.backend, identity)
     except RuntimeError as error:
         transport = environment.gloo_transport
-        if transport is None or _UNSUPPORTED not in str(error):
+        if transport is None or "unsupported gloo device" not in str(error):
             raise
         raise UsageError(
             f"GLOO_DEVICE_TRANSPORT={transport} is not supported by the gloo of this torch "

@@ -74,7 +74,7 @@ class ProcessGroups:
         Raises:
             RuntimeError: a peer was lost meanwhile.
         """
-        self._store = _store_addresses()
+        self._store = _store_addresses()  # before: an abort from another thread needs it while the group is opened
         self.owns_group = open_group(self.identity, self.device)
         self._controls = self.control, self.background = (ControlGroup(), ControlGroup())
         if not self.owns_group:
@@ -114,6 +114,7 @@ class ProcessGroups:
     @contextlib.contextmanager
     def sparing(self) -> Iterator[None]:
         """Leave the groups that are made in this block alone when the others are aborted."""
+        # By difference, as gloo tells nobody its descriptors: no other group may be made meanwhile.
         before = frozenset(_event_loops())
         yield
         self._spared |= frozenset(_event_loops()) - before
@@ -124,6 +125,7 @@ class ProcessGroups:
         Callable from any thread.
         """
         with self._aborting:
+            # Shut down, not closed: gloo's threads own the descriptors, and a number that is free may be another's.
             gloo = set(_gloo_descriptors())
             spared = set(_gloo_descriptors(of=self._spared)) if self._spared else set()
             for descriptor in _descriptors():
@@ -186,6 +188,7 @@ def _gloo_descriptors(*, of: frozenset[int] | None = None, listening: bool = Tru
         with contextlib.suppress(OSError):
             text = (_FDINFO / str(descriptor)).read_text()
             watched = {int(each): int(data, 16) for each, data in _WATCHED.findall(text)}
+            # epoll_data is a union: where the descriptor was stored, its lower half is that number.
             pointers = all(each != data & 0xFFFFFFFF for each, data in watched.items())
             pipe = any(stat.S_ISFIFO(os.fstat(each).st_mode) for each in watched)
             if pointers and pipe and (not listening or any(_listens(each) for each in watched)):
@@ -221,7 +224,7 @@ class ReplicaGroup:
     def __init__(self, groups: ProcessGroups, replicas: Sequence[Sequence[int]]) -> None:
         self._group: dist.ProcessGroup | None = None
         with groups.sparing():
-            for ranks in replicas:  # each rank takes part in making each group
+            for ranks in replicas:  # in one order on all ranks: each of them takes part in making each group
                 made = dist.new_group([*ranks], backend="gloo")
                 if groups.identity.rank in ranks:
                     self._group = made

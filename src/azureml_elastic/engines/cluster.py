@@ -8,7 +8,9 @@ the program are started again.
 
 from __future__ import annotations
 
+import errno
 import logging
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
@@ -181,3 +183,26 @@ class ClusterEngine:
         if self._member is not None:
             self._member.stop(timeout=0)  # at once: what it holds was moved by leave(), or its cluster is gone
             self._member = None
+
+
+def free_port(host: str, port_range: tuple[int, int] | None = None) -> int:
+    """Return a free port, the last one of a range: agents and workers take theirs from its beginning.
+
+    Raises:
+        EngineError: all of the range are taken.
+    """
+    low, high = port_range or (0, 0)
+    for port in range(high, low - 1, -1):
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Dask does
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return int(probe.getsockname()[1])
+    raise EngineError(
+        f"All {high - low + 1} ports of port_range={low}-{high} are taken on {host}, and the cluster needs one. "
+        "Free some, or give a larger port_range."
+    )

@@ -10,7 +10,6 @@ without TLS it authenticates nobody.
 from __future__ import annotations
 
 import asyncio
-import errno
 import hashlib
 import logging
 import os
@@ -24,9 +23,17 @@ from pathlib import Path
 from typing_extensions import override
 
 from azureml_elastic.engines.child import Child
-from azureml_elastic.engines.cluster import Cluster
+from azureml_elastic.engines.cluster import Cluster, free_port
 from azureml_elastic.errors import EngineError
 from azureml_elastic.ipc import tls
+
+_LOG = logging.getLogger(__name__)
+
+_START_SECONDS = 60.0
+_RETIRE_SECONDS = 20.0
+_PURPOSE = "dask"
+_HTTP_ADDRESS = "127.0.0.1:0"
+"""Where Dask's HTTP servers listen: they authenticate nobody, and cannot be switched off."""
 
 
 def derive_credentials(key: bytes, purpose: str) -> bytes:
@@ -67,15 +74,6 @@ def tls_context(path: Path | str) -> ssl.SSLContext:
     return context
 
 
-_LOG = logging.getLogger(__name__)
-
-_START_SECONDS = 60.0
-_RETIRE_SECONDS = 20.0
-_PURPOSE = "dask"
-_HTTP_ADDRESS = "127.0.0.1:0"
-"""Where Dask's HTTP servers listen: they authenticate nobody, and cannot be switched off."""
-
-
 class Dask(Cluster):
     """This node's part in a Dask cluster.
 
@@ -101,7 +99,7 @@ class Dask(Cluster):
 
     @override
     def start_head(self) -> str:
-        port = _free_port(self._host, self._port_range)
+        port = free_port(self._host, self._port_range)
         address = f"tls://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
         self._of_cluster[address] = self._newest  # a cluster of an earlier round may have had the same port
         options = ("--host", self._host, "--port", str(port), "--no-dashboard", "--dashboard-address", _HTTP_ADDRESS)
@@ -168,25 +166,6 @@ def _tls_variables(credentials: str) -> dict[str, str]:
         f"{tls}MIN_VERSION": "1.3",
         **dict.fromkeys({f"{tls}CA_FILE", *files}, credentials),
     }
-
-
-def _free_port(host: str, port_range: tuple[int, int] | None) -> int:
-    """Return a free port, the last one of a range: agents and workers take theirs from its beginning."""
-    low, high = port_range or (0, 0)
-    for port in range(high, low - 1, -1):
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Dask does
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-            else:
-                return int(probe.getsockname()[1])
-    raise EngineError(
-        f"All {high - low + 1} ports of port_range={low}-{high} are taken on {host}, and Dask's scheduler needs one. "
-        "Free some, or give a larger port_range."
-    )
 
 
 def _accepts(host: str, port: int, context: ssl.SSLContext) -> bool:

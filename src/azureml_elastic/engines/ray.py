@@ -6,7 +6,6 @@ import hmac
 import logging
 import os
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from azureml_elastic.engines.child import Child
-from azureml_elastic.engines.cluster import Cluster
+from azureml_elastic.engines.cluster import Cluster, free_port
 from azureml_elastic.errors import EngineError
 
 _LOG = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ class Ray(Cluster):
         ports = ["--port", "0"]
         if find_spec("grpc") is not None:
             # With ray[client] the server for remote clients cannot be switched off, and its usual port may be taken.
-            ports += ["--ray-client-server-port", str(_free_port(self._host))]
+            ports += ["--ray-client-server-port", str(free_port(self._host))]
         options = ("--head", *ports, "--include-dashboard", "false", "--no-monitor")
         self._head = self._start(options, folder, self._newest)
         address = self._head.wait_for(lambda: _read(folder / _ADDRESS_FILE), _START_SECONDS)
@@ -117,12 +116,6 @@ class Ray(Cluster):
 def _authentication(token: str) -> dict[str, str]:
     """Return the environment variables that have Ray's processes, and a program, accept and show only this token."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-
-
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def _read(path: Path) -> str:

@@ -12,7 +12,7 @@ import torch
 
 import azureml_elastic.nebula as nm
 from azureml_elastic.errors import CheckpointDamaged, CheckpointError, UsageError
-from azureml_elastic.train.session.session import config_for
+from azureml_elastic.train.deepspeed_batches import config_for
 from tests.support import nebula_saving
 from tests.support.worlds import World
 

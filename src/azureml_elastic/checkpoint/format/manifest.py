@@ -180,6 +180,7 @@ def retire(storage: Storage, newest: Manifest, keep: int, *, all_runs: bool = Fa
     spared = {*quarantined[-1:], *(() if all_runs else foreign)}
     removed = [folder for folder in old if folder not in spared]
     for folder in removed:
+        # Its manifest first: what is left where this breaks off was never completed, rather than damaged.
         storage.remove(folder, MANIFEST)
     return removed
 

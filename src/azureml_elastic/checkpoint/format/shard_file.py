@@ -179,7 +179,8 @@ class Layout:
 
         Chunks of equally wide elements stay in this order.
         """
-        ordered = sorted(chunks, key=lambda chunk: -(chunk.itemsize & -chunk.itemsize))  # by alignment
+        # By alignment, the largest power of two that divides an element's size: none needs padding then.
+        ordered = sorted(chunks, key=lambda chunk: -(chunk.itemsize & -chunk.itemsize))
         begins = list(accumulate((chunk.nbytes for chunk in ordered), initial=0))
         document: dict[str, Any] = {}
         parts: dict[str, Any] = {}

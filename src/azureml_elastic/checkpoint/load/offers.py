@@ -101,6 +101,8 @@ def choose(offers: Iterable[Offer], committed: int | None) -> list[Offer]:
 
 
 def _precedence(offer: Offer) -> tuple[object, ...]:
+    # A whole state before any other, the furthest of each. From the round on nothing makes one copy better: the order
+    # has to be total, as ranks that chose differently would wait for each other.
     whole, place = offer.kind == Kind.WHOLE, (-offer.rank, -offer.holder)
     return whole, offer.step, offer.kind, offer.version, offer.round, *place, offer.position
 

@@ -29,13 +29,13 @@ def load(
     wanted: Callable[[str], bool] = lambda _: True,
     check: Callable[[Mapping[str, TensorKind]], UsageError | None] = lambda _: None,
 ) -> dict[str, torch.Tensor]:
-    """Read the wanted tensors of a checkpoint. A collective; a failure of one rank is raised on all.
+    """Read the wanted tensors of a checkpoint, by name. A collective; a failure of one rank is raised on all.
 
     They are read into those that are present; one that is missing or has another shape or type is read into new CPU
     memory.
 
     Args:
-        present: tensors to read into, by name.
+        present: tensors to read into: whole ones, or DTensors, of which each rank reads its part.
         wanted: whether this rank needs a tensor, by its name.
         check: why the checkpoint, with these tensors, does not fit; called before anything is read.
 
@@ -76,7 +76,7 @@ def load(
 
 
 def targets_for(chunks: Iterable[Chunk], present: Mapping[str, torch.Tensor], step: int) -> dict[str, torch.Tensor]:
-    """Return tensors to read a state into: those that are present, and new CPU memory where these do not fit.
+    """Return tensors of the shape of each chunk's whole to read a state into: those present, or new CPU memory.
 
     Raises:
         CheckpointError: this process has no memory for them.

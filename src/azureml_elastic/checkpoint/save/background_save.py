@@ -184,6 +184,7 @@ def commit(
     if failure is not None:
         return failure
     try:
+        # After the commit: where the table is lost, the marker vouches for it.
         storage.write(manifest.directory, COMMITTED, [])
     except FileNotFoundError:
         return TaskOutcome("failed", f"the folder {manifest.directory} was removed while it was committed")

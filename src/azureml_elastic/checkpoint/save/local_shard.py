@@ -57,7 +57,7 @@ class StagingBuffer:
         return 0 if self._bytes is None else self._bytes.numel()
 
     def reserve(self, nbytes: int) -> None:
-        """Allocate at least this size; the content may be lost.
+        """Allocate at least this size in bytes; the content may be lost.
 
         Raises:
             OSError: there is not enough memory.
@@ -86,7 +86,7 @@ class StagingBuffer:
         self._memory[begin : begin + len(content)] = content
 
     def take(self, begin: int, tensor: torch.Tensor) -> None:
-        """Copy a tensor to an offset; from a GPU without waiting, see :meth:`synchronize`."""
+        """Copy a tensor of any shape and type to an offset in bytes; from a GPU without waiting, see `synchronize`."""
         assert self._bytes is not None
         if tensor.numel() == 0:
             return
@@ -105,6 +105,7 @@ class StagingBuffer:
 
     def release(self) -> None:
         """Free the memory; views of it keep it alive."""
+        # First, as CUDA holds the pages until then: what is mapped there next could not be pinned.
         if self._bytes is not None and self._pinned:
             self._device.unpin(self._bytes)
         self._bytes, self._memory, self._pinned = None, None, False
@@ -233,6 +234,7 @@ class LocalShard:
         buffer = next(each for each in self._buffers if each is not self._held)
         buffer.reserve(layout.nbytes + len(tail))
         buffer.put(0, layout.header)
+        # All copies are queued before one is waited for, so that a GPU makes them back to back.
         for entry, piece in zip(layout.entries, self._plan.pieces, strict=True):
             buffer.take(entry.begin, piece.of(tensors))
         buffer.put(layout.nbytes, tail)

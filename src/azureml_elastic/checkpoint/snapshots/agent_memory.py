@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import xxhash
 from pydantic import TypeAdapter
@@ -46,9 +46,6 @@ from azureml_elastic.ipc.worker_messages import (
     RetainSnapshot,
 )
 from azureml_elastic.private_folder import make_private
-
-_Key = TypeVar("_Key")
-_Description = TypeVar("_Description")
 
 _LOG = logging.getLogger(__name__)
 
@@ -149,6 +146,7 @@ class LocalSnapshots:
         """Keep two snapshots: other nodes may not have written the newest one yet."""
         others = [path for path in self._own.iterdir() if path.is_dir() and path != newest]
         others.sort(key=lambda path: path.stat().st_mtime_ns)
+        # Those of earlier agents only now: until this node has written one of its own they may be the newest there are.
         for path in [*others[:-1], *self._still_abandoned()]:
             shutil.rmtree(path, ignore_errors=True)
         self._abandoned, self._inherited = [], []
@@ -243,7 +241,7 @@ class AgentMemory:
             if (folder, file) not in self._shards:
                 raise ElasticError(f"this node does not hold the shard {file} of the snapshot {folder}")
             descriptor, shard = self._shards[folder, file]
-            return os.dup(descriptor), shard
+            return os.dup(descriptor), shard  # under the lock: the next snapshot may release it while it is sent
 
     def _hold(self, descriptor: int, shard: ShardDescription) -> None:
         key = (shard.folder, shard.file)
@@ -296,7 +294,7 @@ class AgentMemory:
                 self._local.write(list(self._shards.values()))
 
 
-def _release(held: dict[_Key, tuple[int, _Description]], keys: Iterable[_Key]) -> None:
+def _release(held: dict[Any, tuple[int, Any]], keys: Iterable[Any]) -> None:
     for key in keys:
         if key in held:
             os.close(held.pop(key)[0])

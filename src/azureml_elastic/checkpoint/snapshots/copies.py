@@ -106,10 +106,11 @@ class MemorySource:
     def read(
         self, present: Mapping[str, torch.Tensor], ranks: ControlGroup, *, views: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Return the tensors by name, those that are present overwritten. A collective.
+        """Return the whole tensors by name, those that are present overwritten. A collective.
 
         Args:
-            present: tensors to read into; for what is not among them, or does not fit, there is new CPU memory.
+            present: tensors to read into, sharded ones as DTensors; for what is not among them, or has another shape or
+                type, there is new CPU memory.
             views: whether a whole state that this rank has may be returned as it is. An optimizer takes over the very
                 tensors that it is given: if they were those of mapped memory, its next step would copy each of their
                 pages after a fault, which takes longer.
@@ -133,7 +134,7 @@ class MemorySource:
         return targets
 
     def random(self, local_rank: int) -> torch.Tensor | None:
-        """Return the random generators that the worker of this local rank continues, if they are among its copies."""
+        """Return the random generators, uint8 (bytes,), that the worker of this local rank continues, if here."""
         return next((each.content().random for each in self.own if each.worker == local_rank), None)
 
 

@@ -56,6 +56,9 @@ def write_handed_over(descriptor: int, state: HandedOverState, seconds_left: Cal
     if (other := _written_by_another(storage, state.step, seconds_left)) is not None:
         return f"{storage}/{other}"
     folder = str(FolderName(state.step, state.round, secrets.token_hex(4)))
+    torch = "unknown"
+    with contextlib.suppress(PackageNotFoundError):  # of a build without metadata; the import is the workers'
+        torch = version("torch")
     try:
         storage.make(folder)
         storage.write(folder, HANDED_OVER, [])  # first, so that the agents of other nodes see it, and wait
@@ -69,7 +72,7 @@ def write_handed_over(descriptor: int, state: HandedOverState, seconds_left: Cal
             files={_FILE: sums},
             state=header["state"],
             data=header["data"],
-            torch=_torch_version(),
+            torch=torch,
             classes=header["classes"],
         )
         storage.publish(folder, MANIFEST, manifest.to_bytes())
@@ -98,14 +101,6 @@ def _written_by_another(storage: Storage, step: int, seconds_left: Callable[[], 
         if not begun or seconds_left() < enough:
             return None
         time.sleep(_POLL_SECONDS)
-
-
-def _torch_version() -> str:
-    """Return torch's version without its import, which is the workers'; a build without metadata tells none."""
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _blocks(descriptor: int) -> Iterator[bytes]:

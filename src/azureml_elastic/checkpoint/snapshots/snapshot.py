@@ -57,8 +57,9 @@ class Snapshot:
         classes: class of each tracked optimizer and learning rate scheduler, by name.
         origin: number of the round that completed the step, 0 if that is unknown.
         apart: names of tensors that may differ between ranks.
-        random: random number generators of the process, see :mod:`~azureml_elastic.checkpoint.state.random_state`.
-        tensors: what the process holds of the tensors; they may alias those of the model.
+        random: random number generators of the process, uint8 (bytes,), see
+            :func:`~azureml_elastic.checkpoint.state.random_state.capture`.
+        tensors: what the process holds of the tensors, each of the shape of its chunk; they may alias the model's.
     """
 
     step: int
@@ -155,7 +156,7 @@ def _put(descriptor: int, begin: int, view: memoryview) -> None:
 
 
 def local_chunks(tensors: Mapping[str, torch.Tensor]) -> dict[Chunk, torch.Tensor]:
-    """Return what this process holds of tensors: the whole of plain ones, and its shards of others."""
+    """Return what this process holds of tensors, each of its chunk's shape: plain ones whole, of others its shards."""
     found: dict[Chunk, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):

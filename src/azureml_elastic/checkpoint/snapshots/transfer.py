@@ -53,7 +53,7 @@ class Region:
     sizes: tuple[int, ...]
 
     def of(self, tensor: torch.Tensor, begins: Sequence[int]) -> torch.Tensor:
-        """Return it as a view of a tensor that begins at these offsets of the chunk."""
+        """Return it as a view, of shape ``sizes``, of a tensor that begins at these offsets of the chunk."""
         for dimension, (offset, begin, size) in enumerate(zip(self.offsets, begins, self.sizes, strict=True)):
             tensor = tensor.narrow(dimension, offset - begin, size)
         return tensor.detach()
@@ -184,7 +184,6 @@ class HeldChunks:
             )
 
     def _gather(self, mine: Iterable[Region], ranks: ControlGroup) -> dict[Region, list[int]]:
-        """Return the ranks that want each region."""
         whole = [Region(n, (0,) * len(each.sizes), each.sizes) for n, each in enumerate(self.chunks) if each.nbytes]
         regions = [*mine]
         wanted: defaultdict[Region, list[int]] = defaultdict(list)
@@ -212,7 +211,7 @@ class _Content:
         }
 
     def held(self, piece: Piece) -> torch.Tensor:
-        """Return the bytes to send: a view of memory, or a copy of several regions."""
+        """Return the bytes to send, uint8 (nbytes,): a view of memory, or a copy of several regions."""
         views = [self._held.view(region) for region in piece.regions]
         if len(views) == 1:
             return _bytes(views[0].cpu().contiguous())
@@ -222,14 +221,14 @@ class _Content:
         return content
 
     def place(self, piece: Piece) -> torch.Tensor:
-        """Return memory to receive the bytes: that of the tensor itself where it can be."""
+        """Return memory to receive the bytes, uint8 (nbytes,): that of the tensor itself where it can be."""
         target = self._targets[piece.regions[0]]
         if len(piece.regions) == 1 and target.is_contiguous() and not device_of(target.device).separate:
             return _bytes(target)
         return torch.empty(piece.nbytes, dtype=torch.uint8)
 
     def take(self, piece: Piece, content: torch.Tensor) -> None:
-        """Copy received bytes to the tensors that they were not received into."""
+        """Copy received bytes, uint8 (nbytes,), to the tensors that they were not received into."""
         for region, part in zip(piece.regions, self._parts(piece, content), strict=True):
             target = self._targets[region]
             if target.data_ptr() != part.data_ptr():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,7 +86,8 @@ def group_differences(stored: Sequence[Collection[str]], present: Sequence[Colle
     if len(stored) != len(present):
         return [f"it had {len(stored)} parameter groups, and has {len(present)} now"]
     pairs = zip(stored, present, strict=True)
-    moved = sorted({name for before, now in pairs for name in set(before) & _all(present) - set(now)})
+    kept = {name for group in present for name in group}
+    moved = sorted({name for before, now in pairs for name in set(before) & kept - set(now)})
     return [f"{_names(moved)} moved to another parameter group"] if moved else []
 
 
@@ -105,10 +106,6 @@ def refuse(where: str, differences: Mapping[str, Collection[str]]) -> UsageError
         + "\nRestore the former definition, start anew with an empty checkpoint folder, or keep what still fits: "
         f"run.track(..., partial=[{names}])."
     )
-
-
-def _all(groups: Iterable[Iterable[str]]) -> set[str]:
-    return {name for group in groups for name in group}
 
 
 def _names(names: list[str]) -> str:

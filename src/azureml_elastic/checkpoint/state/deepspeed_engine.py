@@ -32,21 +32,21 @@ _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 class Fragment(torch.Tensor):
-    """A one-dimensional tensor of which this rank holds a range of elements, which may be empty.
+    """A tensor, (total,), of which this rank holds a range of elements, which may be empty.
 
-    It has the size of the whole tensor but no memory of its own, and does not support computations.
+    It has the size of the whole tensor but no memory of its own, and does not support computations. Its protocol is
+    that of the planners of ``torch.distributed.checkpoint`` (``torch/distributed/_checkpointable.py``).
 
     Args:
-        held: elements of this rank, a flat view of the live memory.
+        held: elements of this rank, (count,), a flat view of the live memory.
         start: index of the first of them in the whole tensor.
-        total: number of elements of the whole tensor.
     """
 
     held: torch.Tensor
     start: int
 
     def __new__(cls, held: torch.Tensor, start: int, total: int) -> Self:
-        """Return a tensor of the whole's shape, ``(total,)``, without its memory."""
+        """Return a tensor of shape (total,), and of the type and device of what is held, without memory."""
         whole: Self = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
             cls, (total,), dtype=held.dtype, device=held.device
         )
@@ -128,7 +128,7 @@ class EngineState(Tracked):
         self.engine.set_gradient_accumulation_boundary(last)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients of a weighted loss."""
+        """Compute the gradients of a weighted loss, ()."""
         self.engine.backward(loss, scale_wrt_gas=False)
 
     @override
@@ -219,7 +219,7 @@ class EngineState(Tracked):
             )
 
     def _kept(self, name: str, slot: Slot) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Return the optimizer's state for the flat tensor of a parameter: tensors like it, and numbers."""
+        """Return the optimizer's state for the flat tensor of a parameter: tensors of the key's shape, and numbers."""
         tensors: dict[str, torch.Tensor] = {}
         numbers: dict[str, Any] = {}
         for key, value in self.optimizer.state.get(slot.key, {}).items():
@@ -242,7 +242,13 @@ class EngineState(Tracked):
         return {
             "buffers": dict(_buffers(engine.module)),
             "counters": {name: int(getattr(engine, name)) for name in _COUNTERS},
-            "loss_scaler": None if scaler is None else _scaler(scaler),
+            # DeepSpeed's loss scalers have no state_dict: all of their state are plain numbers.
+            "loss_scaler": None
+            if scaler is None
+            else {
+                "kind": type(scaler).__name__,
+                "values": {key: value for key, value in vars(scaler).items() if isinstance(value, bool | int | float)},
+            },
             "grad_scaler": None if grad_scaler is None else grad_scaler.state_dict(),
             "scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
         }
@@ -285,15 +291,9 @@ def _buffers(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _scalers(engine: Any) -> tuple[Any, Any]:
-    """Return the loss scalers of DeepSpeed and of torch, ``None`` where the engine has none."""
+    # Of DeepSpeed, and of torch.
     optimizer = engine.optimizer
     return getattr(optimizer, "loss_scaler", None), getattr(optimizer, "torch_autocast_gradscaler", None)
-
-
-def _scaler(scaler: Any) -> dict[str, Any]:
-    # DeepSpeed's loss scalers have no state_dict: all of their state are plain numbers.
-    values = {key: value for key, value in vars(scaler).items() if isinstance(value, bool | int | float)}
-    return {"kind": type(scaler).__name__, "values": values}
 
 
 def _restore_scaler(scaler: Any, saved: Mapping[str, Any] | None) -> None:

@@ -31,7 +31,8 @@ class Slot:
     """Location of a parameter of the optimizer on this rank.
 
     Args:
-        key: tensor that the optimizer steps on, the key of its state.
+        key: tensor that the optimizer steps on, the key of its state: the parameter itself without ZeRO, else float32
+            (elements of several parameters on this rank,).
         offset: index of the parameter's first element in the flattened key.
         start: index of that element in the flattened parameter.
         count: number of elements; 0 where this rank has none of the parameter.
@@ -43,7 +44,7 @@ class Slot:
     count: int
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the part of the parameter in a tensor that is laid out like the key."""
+        """Return the part of the parameter, a view of shape (count,), in a tensor that is laid out like the key."""
         return flat.detach().view(-1).narrow(0, self.offset, self.count)
 
 
@@ -64,7 +65,7 @@ class Partitions(ABC):
         """Yield all parameters of the optimizer, including those without elements on this rank."""
 
     def rest(self, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, int]:
-        """Return the elements of a parameter that the optimizer does not have, and the index of the first."""
+        """Return this rank's elements, (count,), of a parameter without optimizer, and the index of the first."""
         return parameter.detach().view(-1), 0
 
     @abstractmethod

@@ -30,7 +30,7 @@ from azureml_elastic.checkpoint.format.shard_file import Chunk
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor, for writing; the tensor must outlive it."""
+    """Return the bytes of a contiguous CPU tensor of any shape and type, for writing; the tensor must outlive them."""
     # Not through NumPy, which has no bfloat16.
     size = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
@@ -61,7 +61,7 @@ class Piece:
     row: int
 
     def of(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the chunk as a view of one of these tensors."""
+        """Return the chunk as a view, (sizes of the chunk), of this rank's part of one of these tensors."""
         data: torch.Tensor = find_state_dict_object(tensors, MetadataIndex(self.chunk.name, torch.Size(self.box)))
         return data.narrow(0, self.row, self.chunk.sizes[0]) if self.chunk.sizes else data
 
@@ -84,9 +84,9 @@ class Read:
 
     Args:
         source: index of the stored chunk.
-        offsets: offsets of the part in that chunk.
-        sizes: sizes of the part.
-        target: view of the destination, with these sizes.
+        offsets: offsets of the part in that chunk, in elements of each dimension.
+        sizes: sizes of the part, likewise.
+        target: view of the destination, of shape ``sizes`` and of the chunk's type.
     """
 
     source: int

@@ -40,11 +40,15 @@ def is_tensor_name(name: str) -> bool:
 
 
 def capture(device: torch.device) -> torch.Tensor:
-    """Return the state of all generators as a tensor of bytes, including that of this device."""
-    document: dict[str, Any] = {"torch": to_text(torch.get_rng_state()), "python": random.getstate()}
+    """Return the state of all generators, including that of this device, as uint8 (32,768,) on the CPU.
+
+    Raises:
+        ValueError: it takes more bytes.
+    """
+    document: dict[str, Any] = {"torch": _to_text(torch.get_rng_state()), "python": random.getstate()}
     own = device_of(device).random_state()
     if own is not None:
-        document["device"] = to_text(own)
+        document["device"] = _to_text(own)
     numpy = _numpy_random()
     if numpy is not None:
         kind, keys, *rest = numpy.get_state()
@@ -56,7 +60,7 @@ def capture(device: torch.device) -> torch.Tensor:
 
 
 def restore(state: torch.Tensor, device: torch.device) -> None:
-    """Restore what :func:`capture` returned, except for generators that this process does not have.
+    """Restore what :func:`capture` returned, uint8 (bytes,), except for generators that this process does not have.
 
     Raises:
         CheckpointDamaged: the content is not such a state.
@@ -65,9 +69,9 @@ def restore(state: torch.Tensor, device: torch.device) -> None:
         document = json.loads(bytes(state.tolist()))
         version, words, gauss = document["python"]
         random.setstate((version, tuple(words), gauss))
-        torch.set_rng_state(from_text(document["torch"]))
+        torch.set_rng_state(_from_text(document["torch"]))
         if "device" in document:
-            device_of(device).set_random_state(from_text(document["device"]))
+            device_of(device).set_random_state(_from_text(document["device"]))
         numpy = _numpy_random()
         if numpy is not None and "numpy" in document:
             numpy.set_state(tuple(document["numpy"]))
@@ -126,11 +130,9 @@ def seed_of(*key: object) -> int:
     return xxhash.xxh3_64_intdigest("\0".join(map(str, key)).encode())
 
 
-def to_text(state: torch.Tensor) -> str:
-    """Return a tensor of bytes as text."""
+def _to_text(state: torch.Tensor) -> str:  # uint8 (bytes,)
     return base64.b64encode(bytes(state.tolist())).decode("ascii")
 
 
-def from_text(text: str) -> torch.Tensor:
-    """Read what :func:`to_text` returned."""
+def _from_text(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -76,7 +76,7 @@ class Tracked(ABC):
 
     @abstractmethod
     def collect(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        """Return the state as JSON, and tensors by name that alias the live ones.
+        """Return the state as JSON, and tensors by name that alias the live ones: whole tensors, or DTensors of them.
 
         Raises:
             UsageError: the state cannot be saved.
@@ -90,7 +90,7 @@ class Tracked(ABC):
         return set(tensors)
 
     def targets(self, plain: Any) -> dict[str, torch.Tensor]:  # noqa: ARG002 - for subclasses
-        """Return tensors to read a checkpoint into, given its state as JSON."""
+        """Return tensors to read a checkpoint into, given its state as JSON: of the shapes and types of this object."""
         return self.collect()[1]
 
     @property
@@ -263,7 +263,6 @@ class OptimizerState(Tracked):
         return sorted(path for _, path in self._paths())
 
     def _load(self, state_dict: dict[str, Any], plain: Any) -> None:
-        """Load a state, given its parts as JSON, too."""
         self.optimizer.load_state_dict(state_dict)
         names = self._names()
         self._keep_types({names[key]: state for key, state in state_dict["state"].items() if key in names}, plain)
@@ -300,7 +299,7 @@ class OptimizerState(Tracked):
         }
 
     def _names(self) -> dict[int, str]:
-        """Return the names of the parameters, by their numbers in the optimizer's state."""
+        # By the number of the parameter in the optimizer's state.
         return {index: path.partition("/state/")[2] for index, (_, path) in enumerate(self._paths())}
 
     def _paths(self) -> Iterator[tuple[torch.Tensor, str]]:
@@ -434,7 +433,7 @@ def _keys(state: Any) -> set[str]:
 
 
 def copies_of(tensor: DTensor) -> int:
-    """Return how many ranks hold each part of a sharded tensor."""
+    """Return how many ranks hold each part of a sharded tensor: the product of the mesh's replicated dimensions."""
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     return math.prod(size for placement, size in sizes if placement.is_replicate())
 

@@ -189,7 +189,7 @@ class TrackedState:
         return any(type(each.value).__name__ == "GradScaler" for each in self._tracked if isinstance(each, OtherState))
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients, through the engine where one is tracked.
+        """Compute the gradients of a loss, (), through the engine where one is tracked.
 
         Raises:
             UsageError: the configuration of the engine does not allow it.
@@ -216,18 +216,18 @@ class TrackedState:
                     parameter.grad = None
 
     def untrained_weights(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the weights of modules that no optimizer changes, such as moving averages, with CPU copies of them."""
+        """Return the weights of modules that no optimizer changes, such as moving averages; see :meth:`weights`."""
         trained = {id(each) for optimizer in self.optimizers for group in optimizer.param_groups
                    for each in group["params"]}  # fmt: skip
         modules = (each for each in self.modules if not any(id(weight) in trained for weight in each.parameters()))
         return _with_copies(modules)
 
     def weights(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return this rank's part of the weights of all modules, with CPU copies of them."""
+        """Return this rank's part of each weight of all modules, with a CPU copy of the same shape and type."""
         return _with_copies(self.modules)
 
     def owned(self) -> tuple[list[torch.Tensor], list[Any]]:
-        """Return the tensors of the tracked modules, with their gradients, and the tracked objects."""
+        """Return this rank's part of the modules' tensors and of their gradients, and the tracked objects."""
         parts = [each for module in self.modules for each in (*module.parameters(), *module.buffers())]
         gradients = [each.grad for each in parts if each.grad is not None]
         tensors = [each.to_local() if isinstance(each, DTensor) else each for each in (*parts, *gradients)]
@@ -307,9 +307,9 @@ class TrackedState:
             if found:
                 self._other_class.add(each.name)
             else:
-                present = kinds_of(each.targets(plain[each.name]))
-                kinds = (_relative(each.name, kinds) for kinds in (stored, present))
-                found = each.differences(plain[each.name], *kinds)
+                both = (_of(each.name, kinds) for kinds in (stored, kinds_of(each.targets(plain[each.name]))))
+                relative = ({name.removeprefix(f"{each.name}/"): kinds[name] for name in kinds} for kinds in both)
+                found = each.differences(plain[each.name], *relative)
             if found:
                 self._differing[each.name] = found
         refused = {name: found for name, found in self._differing.items() if name not in self._partial}
@@ -359,13 +359,7 @@ class TrackedState:
 
 
 def _of(name: str, tensors: Mapping[str, _T]) -> dict[str, _T]:
-    """Return those of one object."""
     return {key: value for key, value in tensors.items() if key.startswith(f"{name}/")}
-
-
-def _relative(name: str, tensors: Mapping[str, _T]) -> dict[str, _T]:
-    """Return those of one object, by names without that of the object."""
-    return {key.removeprefix(f"{name}/"): value for key, value in _of(name, tensors).items()}
 
 
 def _tracked(name: str, value: Any, modules: Mapping[str, nn.Module], engines: Mapping[str, Any]) -> Tracked:

@@ -95,7 +95,6 @@ def unusable(folder: Path, error: OSError | ValueError) -> UsageError | Checkpoi
 
 
 def _nearest(folder: Path) -> Path:
-    """Return the folder itself, or the nearest of its parents that exists."""
     return next((path for path in (folder, *folder.parents) if os.path.lexists(path)), folder)
 
 
@@ -141,6 +140,7 @@ class LocalStorage(Storage):
     @contextlib.contextmanager
     def writing(self, folder: str, name: str) -> Iterator[Callable[[memoryview], None]]:
         path = self.root / folder / name
+        # Exclusively: a checksum in a manifest is that of a name which is written once.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         written = 0
 
@@ -149,6 +149,7 @@ class LocalStorage(Storage):
             done = 0
             while done < len(block):
                 done += os.write(descriptor, block[done:])
+            # While the checksum of the next block is computed: else fsync() would have all of the file to write.
             begin_writing(descriptor, written, done)
             written += done
 
@@ -167,7 +168,7 @@ class LocalStorage(Storage):
     @override
     def publish(self, folder: str, name: str, content: bytes) -> None:
         super().publish(folder, name, content)
-        _fsync_directory(self.root)
+        _fsync_directory(self.root)  # which has the folder's own name
 
     @override
     def replace(self, name: str, content: bytes) -> None:
@@ -178,7 +179,7 @@ class LocalStorage(Storage):
             with temporary.open("wb") as stream:
                 stream.write(content)
                 stream.flush()
-                os.fsync(stream.fileno())
+                os.fsync(stream.fileno())  # before the new name: after a crash it might have no content otherwise
             temporary.replace(path)
         except OSError:
             with contextlib.suppress(OSError):

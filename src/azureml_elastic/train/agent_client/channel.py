@@ -186,7 +186,7 @@ class ChannelAgent:
         with self._changed:
             self._interrupt = callback
             already = self._interrupted
-        if already:
+        if already:  # the round has ended before there was anybody to tell; not under the lock, which it may need
             callback()
 
     def when_asked_to_leave(self, callback: Callable[[], None]) -> None:
@@ -291,7 +291,7 @@ class ChannelAgent:
         message = messages.FROM_AGENT.receive(connection, fields)
         match message:
             case messages.Prepare():
-                with self._changed:
+                with self._changed:  # as in completed(): a step is either promised here or known there to be due
                     step = self._completed or 0
                     agreed = not self._ended and self._completed is not None and step < message.step
                     if agreed:

@@ -92,6 +92,7 @@ class DrawnOrder:
                 self._sampler.set_epoch(each)
             with seeded(self._seed, each, "order"):
                 drawn = [list(batch) for batch in self._sampler] if self.whole_batches else [*map(int, self._sampler)]
+        # Once an epoch, and not its seed alone: what a sampler yields may depend on what only one process has.
         agreed = self._agree(drawn)
         self._compare(drawn, agreed)
         self._epoch, self._drawn = epoch, self._fitted(agreed)

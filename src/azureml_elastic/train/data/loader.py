@@ -217,7 +217,7 @@ def require_foreign(options: Mapping[str, Any]) -> None:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on a device."""
+    """Return a batch with its tensors, of the same shapes and types, on a device; other objects by their ``to()``."""
     kind = device_of(device)
     return _copied_in(value, kind) if kind.separate else value
 

@@ -21,6 +21,7 @@ from azureml_elastic.train.data.position import LoaderState, MicroBatch, Window
 from azureml_elastic.train.data.sampling import FILLER_SAMPLES, Cursor, order, parts, weight
 
 _BLOCK_SAMPLES, _BLOCK_WINDOWS = 1 << 13, 1 << 8
+"""Samples and windows whose order is computed at once: a call of NumPy costs as much as hundreds of numbers in it."""
 
 
 @runtime_checkable
@@ -90,7 +91,8 @@ class MapLoader(ElasticLoader):
     def batches(self) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this rank's micro-batches from the cursor to the end of the epoch, with their collated samples."""
         for batch in self._fetched:
-            # torch draws from the batch sampler ahead of time, and yields the batches in its order.
+            # torch draws from the batch sampler ahead of time, in this process, and yields the batches in its order:
+            # the oldest entry of the plan belongs to this batch, whichever worker process has fetched it.
             micro = self._plan.popleft()
             if isinstance(batch, PartedBatch):
                 yield replace(micro, parts=batch.parts), batch.whole
@@ -146,6 +148,7 @@ class MapLoader(ElasticLoader):
         samples_at, least = order(self._spec, epoch), self._least
         for block in self._blocks(size):
             fetched = [mine + [window[:FILLER_SAMPLES]] * (least - len(mine)) for window, mine in block]
+            # int64 (samples of the block,): of one window after the other, and of its parts in their order.
             positions = np.concatenate([np.arange(part.start, part.stop) for each in fetched for part in each])
             ids = samples_at(positions).tolist()
             begin = 0

@@ -58,7 +58,7 @@ class PartedCollate:
         """Return a batch as the script would have it, a :class:`PartedBatch` where it has several parts."""
         if self.layout is None or len(samples) <= self.limit:
             return self.collate(samples)
-        copies = copied_samples(samples)
+        copies = copied_samples(samples)  # before the first collating, which may change them
         whole = self.collate(samples)
         edges = edges_of_parts(len(samples), self.limit)
         try:

@@ -76,7 +76,8 @@ class Window:
     """The samples of one optimizer step.
 
     Args:
-        ids: samples that this rank trains; empty where the window is smaller than the world
+        ids: indices in the dataset of the samples that this rank trains; empty where the window is smaller than the
+            world
         count: number of samples over all ranks; 0 for a step that is discarded
         before: cursor until the step is committed
         after: cursor after the step

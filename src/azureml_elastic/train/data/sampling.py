@@ -54,14 +54,14 @@ class Permutation:
 
     def __init__(self, length: int, key: int) -> None:
         self._length = length
-        # The product exceeds the length by less than a: few numbers go through the rounds again.
         self._a = math.isqrt(length - 1) + 1
         self._b = -(-length // self._a)
         self._keys = _mixed(np.array([(key + (number + 1) * _GOLDEN) & _MASK for number in range(_ROUNDS)], np.uint64))
 
     def __call__(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the elements at some positions; the time depends on their number alone."""
+        """Return the elements, int64 (n,), at some positions, int64 (n,); the time depends on their number alone."""
         result = self._rounds(positions.astype(np.uint64))
+        # Cycle walking. The product of both parts exceeds the length by less than a, one in about sqrt(length) numbers.
         while (beyond := np.flatnonzero(result >= self._length)).size:
             result[beyond] = self._rounds(result[beyond])
         return result.astype(np.int64)
@@ -209,7 +209,7 @@ class DataSpec(LoaderSpec):
 
 
 def order(spec: DataSpec, epoch: int) -> Callable[[_Indices], _Indices]:
-    """Return the order of an epoch: a function from positions to samples of the dataset."""
+    """Return the order of an epoch: a function from positions, int64 (n,), to indices in the dataset, int64 (n,)."""
     if not spec.shuffle:
         return lambda positions: positions
     return Permutation(spec.length, xxhash.xxh3_64_intdigest(f"{spec.seed}.{epoch}".encode()))

@@ -222,7 +222,7 @@ class ShardLoader(ElasticLoader):
     """Iterable over this rank's batches of a dataset in shards. It has no length: the samples are not known ahead.
 
     Args:
-        exchange: collective that adds a vector over all ranks, in place
+        exchange: collective that adds a vector, int64 (1 + 2 * streams,), over all ranks, in place
     """
 
     def __init__(
@@ -297,6 +297,7 @@ class ShardLoader(ElasticLoader):
 
     def _agree(self, mine: list[Part], cursor: Cursor) -> Window:
         """Return the window of all ranks' parts, with the positions of all streams after it. A collective."""
+        # Samples of the window, and for each stream the index of its shard and the samples that are read of that.
         table = torch.zeros(1 + 2 * self._spec.streams, dtype=torch.int64)
         for part in mine:  # a stream is read by one rank alone: where the others have zeros, the sum is its position
             table[0] += len(part.ids)

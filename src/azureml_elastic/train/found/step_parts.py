@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from azureml_elastic.train.found.checksums import checksums
+from azureml_elastic.train.found.comparison import checksums
 from azureml_elastic.train.found.search import version_of, write
 
 _CHECKED = 2

@@ -102,7 +102,7 @@ class CommitCheckpoints:
         self._settle(commits, 0)
         if not self._schedule.due(commits):
             return
-        self._settle(commits, None)
+        self._settle(commits, None)  # one save at a time: the schedule has left this one long enough
         self._checkpoints.require()
         self._schedule.saving(commits)
         self._checkpoints.begin(commits, self._tracked(), None)
@@ -113,23 +113,18 @@ class CommitCheckpoints:
             self._schedule.written(commits)
 
     def _tracked(self) -> TrackedState:
-        objects = self._objects()
-        return TrackedState(
-            {name: value if isinstance(value, nn.Module) else _State(value) for name, value in objects.items()}
-        )
+        by_state = {
+            name: each if isinstance(each, nn.Module) else _State(each.state_dict, each.load_state_dict)
+            for name, each in self._objects().items()
+        }
+        return TrackedState(by_state)
 
 
 class _State:
-    """Any object, by its state alone: reading that of an optimizer must not make it step, which is a collective."""
+    """A state by two functions: reading that of an optimizer itself would make it step, which is a collective."""
 
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def state_dict(self) -> Any:
-        return self._value.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self._value.load_state_dict(state)
+    def __init__(self, read: Callable[[], Any], load: Callable[[Any], Any]) -> None:
+        self.state_dict, self.load_state_dict = read, load
 
 
 class TorchState(HorovodState):  # type: ignore[misc]
@@ -180,7 +175,7 @@ class TorchState(HorovodState):  # type: ignore[misc]
     def _objects(self) -> dict[str, Any]:
         """Return the modules, optimizers and samplers of the state by name, and its plain values as ``values``."""
         found = {name: handler.value for name, handler in self._handlers.items()}
-        return {**found, "values": _Values(self._saved_state, self._restore_values)}
+        return {**found, "values": _State(lambda: dict(self._saved_state), self._restore_values)}
 
     @override
     def save(self) -> None:
@@ -216,20 +211,6 @@ class TorchState(HorovodState):  # type: ignore[misc]
     def _restore_values(self, values: Mapping[str, Any]) -> None:
         self._saved_state = dict(values)
         self._set_attrs()
-
-
-class _Values:
-    """Plain values as an object with a state."""
-
-    def __init__(self, values: Mapping[str, Any], restore: Any) -> None:
-        self._values = values
-        self._restore = restore
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self._values)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._restore(state)
 
 
 def _broadcast(name: str, state: Any, source: int) -> Any:

@@ -27,7 +27,7 @@ _CHUNK = 1 << 17
 _MESSAGE = 1 << 23
 """Numbers that are sent at once, while the next ones are converted."""
 
-_Term = Sequence[torch.Tensor | None]
+_Term = Sequence[torch.Tensor | None]  # of the shapes and types of the sums
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,13 @@ class _Format:
     bias: int
 
     def exponents(self, largest: torch.Tensor) -> torch.Tensor:
-        """Return the biased exponents of numbers; that of a negative number is negative."""
+        """Return the biased exponents, int32 (blocks,), of numbers (blocks,); that of a negative one is negative."""
         return largest.view(self.integer).bitwise_right_shift(self.fraction).to(torch.int32)
 
     def powers(self, exponents: torch.Tensor, terms: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the powers of two that make integers of terms, and their inverses, NaN where a term is not finite.
 
-        Args:
-            exponents: biased exponents of the largest numbers
-            terms: number of terms that must fit
+        Both are ``real`` (blocks,), for ``exponents``, int32 (blocks,), of the largest numbers; so many terms must fit.
         """
         # A term becomes at most 2**room, so that the sum is at most 2**30: it must not become 2**31, which has no place
         # beside the sign. (2**62 and 2**63 in 64 bits.)
@@ -72,8 +70,11 @@ _WIDE = _Format(torch.float64, torch.int64, fraction=52, bias=1023)
 class ExactSum:
     """The sum of tensors over all ranks, the same for any distribution of the terms; used again for each step.
 
+    Numbers of up to 32 bits are added up as int32 after a scaling in float32, wider ones and integers as int64 in
+    float64; each sum is cast to the type of its tensor at the end.
+
     Args:
-        like: tensors of the shape, type and device of the sums, the same on all ranks
+        like: tensors of the shape, type and device of the sums, the same on all ranks; any shapes, on one device
     """
 
     def __init__(self, like: Sequence[torch.Tensor]) -> None:
@@ -94,9 +95,10 @@ class ExactSum:
             each.clear()
 
     def add(self, term: _Term) -> None:
-        """Add a term of this rank; it has a tensor for each of ``like``, or ``None`` for zeros.
+        """Add a term of this rank; it has a tensor for each of ``like``, of its shape, or ``None`` for zeros.
 
-        The tensors are kept, and must not be changed before :meth:`finish`.
+        The tensors are kept, and must not be changed before :meth:`finish`: the power of two of a block is known only
+        then, from the terms of all ranks.
         """
         self._terms += 1
         for each in self._sums:
@@ -106,8 +108,8 @@ class ExactSum:
         """Return the sums, and drop the terms. A collective.
 
         Returns:
-            A sum for each of ``like``; ``None`` where no rank has a term. Where a term is not finite, the sum of its
-            block is NaN.
+            A sum for each of ``like``, of its shape and type; ``None`` where no rank has a term. Where a term is not
+            finite, the sum of its block is NaN.
         """
         found: list[torch.Tensor | None] = [None] * len(self._like)
         if not self._like:
@@ -116,7 +118,9 @@ class ExactSum:
         # Each rank has a place for its number of terms, so that one collective agrees on the exponents and counts both.
         counts = [self._terms if rank == dist.get_rank() else 0 for rank in range(ranks)]
         largest = [each.exponents() for each in self._sums]
-        agreed = torch.cat([*largest, torch.tensor(counts, dtype=torch.int32, device=largest[0].device)])
+        agreed = torch.cat(
+            [*largest, torch.tensor(counts, dtype=torch.int32, device=largest[0].device)]
+        )  # (blocks + ranks,)
         if ranks > 1:
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
         *exponents, counted = agreed.split([*map(len, largest), ranks])  # type: ignore[no-untyped-call]
@@ -159,7 +163,7 @@ class _SumOfFormat:
 
     Attributes:
         tensors: the tensors by index
-        firsts: first block of each
+        firsts: first block of each, int64 (tensors,)
     """
 
     def __init__(self, form: _Format, tensors: dict[int, torch.Tensor]) -> None:
@@ -194,7 +198,7 @@ class _SumOfFormat:
                 continue
             own = self._take(chunk, term)
             absolute = torch.abs(own.to(self._format.real), out=self._scratch[: own.numel()])
-            largest = absolute.view(-1, _BLOCK).amax(1)
+            largest = absolute.view(-1, _BLOCK).amax(1)  # (blocks of the chunk,)
             for tensor in missing:
                 first = chunk.tensors[tensor]
                 largest[first : first + _blocks(self.tensors[tensor].numel())] = -1
@@ -208,7 +212,7 @@ class _SumOfFormat:
         """Yield the sums by index. A collective if ``exchange``.
 
         Args:
-            exponents: biased exponent of each block's largest number on all ranks
+            exponents: biased exponent of each block's largest number on all ranks, int32 (blocks,)
             count: number of terms on all ranks
             present: tensors of which a rank has a term
             exchange: whether there are other ranks
@@ -219,7 +223,7 @@ class _SumOfFormat:
         for message in self._messages(present):  # the next one is converted while this one is sent
             for index in message:
                 chunk = self._chunks[index]
-                factors = powers[chunk.blocks.start : chunk.blocks.stop, None]
+                factors = powers[chunk.blocks.start : chunk.blocks.stop, None]  # (blocks of the chunk, 1)
                 self._add_up(self._terms[index], factors, words[chunk.words])
             chunks = [self._chunks[index] for index in message]
             place = slice(chunks[0].words.start, chunks[-1].words.stop)
@@ -258,12 +262,13 @@ class _SumOfFormat:
             yield message
 
     def _add_up(self, terms: list[torch.Tensor], powers: torch.Tensor, words: torch.Tensor) -> None:
-        """Write the sum of a chunk's terms, as integers."""
+        """Write the sum of a chunk's terms, (numbers,) each, to integers, (numbers,); ``powers`` is (blocks, 1)."""
         if not terms:
             words.zero_()
         scaled, rounded = self._scratch[: words.numel()], self._rounded[: words.numel()]
         for index, term in enumerate(terms):
             torch.mul(term.to(self._format.real).view(-1, _BLOCK), powers, out=scaled.view(-1, _BLOCK))
+            # The one step that loses anything: a product with a power of two is exact, and so is the sum of integers.
             scaled.round_()
             if index == 0:
                 words.copy_(scaled)
@@ -271,7 +276,7 @@ class _SumOfFormat:
                 words.add_(rounded.copy_(scaled))
 
     def _take(self, chunk: _Chunk, term: _Term) -> torch.Tensor:
-        """Return the numbers of a chunk; they are not copied where they are whole blocks of one tensor."""
+        """Return the numbers of a chunk, (blocks * 256,); not copied where they are whole blocks of one tensor."""
         if chunk.numbers is not None:
             (tensor,) = chunk.tensors
             whole = term[tensor]

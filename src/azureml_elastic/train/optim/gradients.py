@@ -2,7 +2,7 @@
 
 Data parallelism averages over ranks, but the mean over samples is required. Each micro-batch's mean loss is weighted
 accordingly, ranks exchange gradients in the backward pass of their last one only, and a rank without a sample takes
-part with a weight of zero.
+part with a weight of zero. Gradients have the shape of their parameters; losses and norms are numbers, of shape ().
 
 AdaScale needs the squared norms of a micro-batch's gradient and of the mean over the ranks. Where the ranks exchange
 the gradient of a single micro-batch, both are taken of the buckets of ``DistributedDataParallel``, before and after the
@@ -80,8 +80,8 @@ class _Norms:
 
     Args:
         in_buckets: whether the norms are those of buckets
-        local: squared norms before the exchange
-        buckets: buckets that were exchanged
+        local: squared norms before the exchange, () each
+        buckets: buckets that were exchanged, (numbers of some gradients,) each
     """
 
     in_buckets: bool = False
@@ -144,7 +144,7 @@ def _hook(model: DistributedDataParallel, norms: _Norms) -> bool:
     group = model.process_group
     try:
         # torch compares annotations, which are texts in this module; a lambda has none.
-        # Of torch's class: for this group alone, and not the script's own.
+        # By torch's class: ElasticDataParallel would keep it for the next group as the script's own.
         DistributedDataParallel.register_comm_hook(
             model, norms, lambda norms, bucket: _exchange(norms, bucket.buffer(), group)
         )
@@ -154,17 +154,18 @@ def _hook(model: DistributedDataParallel, norms: _Norms) -> bool:
 
 
 def _exchange(norms: _Norms, bucket: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket over the ranks, as torch does without a hook, and take its norm before that."""
+    """Average a bucket, (numbers,), over the ranks, as torch does without a hook, and take its norm before that."""
     if norms.in_buckets:
-        norms.local.append(_squared(bucket))
+        norms.local.append(_squared(bucket))  # queued before the exchange, which overwrites the bucket
         norms.buckets.append(bucket)  # the mean will be there, and holds until the next backward pass
+    # Divided before the sum, as torch's own reducer does: results are those without a hook, bit by bit.
     work = dist.all_reduce(bucket.div_(group.size()), group=group, async_op=True)
     averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
     return averaged
 
 
 def _squared(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the squared norm."""
+    """Return the squared norm of a tensor of any shape as (), in 32 bits at least."""
     if tensor.is_contiguous() and tensor.dtype in (torch.float32, torch.float64):
         flat = tensor.view(-1)
         return torch.dot(flat, flat)  # four fifths of the time of a norm, and without its root
@@ -241,10 +242,14 @@ class Gradients:
                 self._sum = _ExactStep(self._parameters, self._buffers, self._exact_sum)
 
     def backward(self, loss: torch.Tensor, micro: MicroBatch, tokens: int | None) -> None:
-        """Compute the gradients of a micro-batch.
+        """Compute the gradients of a micro-batch. A collective in the last one of a step.
 
         Args:
+            loss: mean over the micro-batch, of one element
             tokens: number of tokens that the loss is the mean over, ``None`` for a mean over the samples
+
+        Raises:
+            UsageError: ``tokens`` is given for some micro-batches of a step only, or cannot be had here.
         """
         if micro.index == 0:
             self._tokens = None if tokens is None else 0
@@ -266,7 +271,7 @@ class Gradients:
         else:
             self._state.backward(weighed)
         if self._norms is not None and weight:
-            # The gradient is that of the weighted loss.
+            # The gradient is that of the weighted loss. This term is b_i/N |g_i|^2 of GradientNoiseScale.
             self._local += micro.samples / micro.window.count * self._norms.local() / weight**2
         if self._sum is not None:
             self._sum.add(micro)
@@ -308,7 +313,7 @@ class Gradients:
                     parameter.grad.mul_(samples / tokens)
 
     def _observe(self, micro: MicroBatch, mean: float) -> None:
-        sums = torch.tensor([self._local, micro.index + 1 if micro.samples else 0], dtype=torch.float64)
+        sums = torch.tensor([self._local, micro.index + 1 if micro.samples else 0], dtype=torch.float64)  # (2,)
         self._world.control.add_up(sums)
         local, batches = sums.tolist()
         first = self._position.first
@@ -321,7 +326,8 @@ class _ExactStep:
     """The gradients of a step's micro-batches, and their changes to buffers such as those of batch normalisation.
 
     Each micro-batch begins with the buffers of the step before. At the end of the step they are the mean, weighted as
-    gradients are; counters, such as the number of batches, add up.
+    gradients are; counters, such as the number of batches, add up. A term of the sum has the gradients, each of the
+    shape of its parameter, and then the changes of the buffers, each of the shape of its buffer.
     """
 
     def __init__(self, parameters: list[torch.Tensor], buffers: list[torch.Tensor], total: ExactSum) -> None:
@@ -349,7 +355,7 @@ class _ExactStep:
         weight = micro.samples / micro.window.count
         changes: list[torch.Tensor | None] = []
         for buffer, begun in zip(self._buffers, self._begun, strict=True):
-            changed = not torch.equal(buffer, begun)
+            changed = not torch.equal(buffer, begun)  # waits for the device; an unchanged buffer is not sent
             changes.append((buffer - begun) * (weight if buffer.is_floating_point() else 1) if changed else None)
             buffer.copy_(begun)
         if micro.samples:  # not a batch with weight zero

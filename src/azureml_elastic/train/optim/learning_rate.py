@@ -66,9 +66,9 @@ class GradientNoiseScale:
         """Return the estimates after another step; gradients that overflow are skipped.
 
         Args:
-            local: the sum of ``b_i/N |g_i|^2``
-            mean: ``|g|^2``
-            micro_batches: S; a step with fewer than two is skipped
+            local: the sum of ``b_i/N |g_i|^2`` over the micro-batches of all ranks
+            mean: ``|g|^2``, of the gradient that the optimizer applies
+            micro_batches: S, of all ranks; a step with fewer than two is skipped
             count: N, samples of the step
             reference: G, samples of a step of the reference
         """
@@ -96,10 +96,10 @@ _NO_NOISE = GradientNoiseScale()
 
 @dataclass(frozen=True)
 class Scale:
-    """The current factor, and the ramp to the target factor.
+    """The current factor of the learning rate, relative to the script's, and the ramp to the target factor.
 
     Args:
-        world_size: world size of the target factor
+        world_size: number of ranks of the target factor
         start: factor at which the ramp began
         elapsed: steps of the ramp that are completed
         steps: number of steps of the whole ramp
@@ -120,7 +120,10 @@ class Scale:
         return self.start + (wanted - self.start) * self.elapsed / self.steps
 
     def enter(self, policy: FixedPerWorkerBatch, world_size: int, momentum: float) -> tuple[Self, float]:
-        """Return the state at another world size, and the factor for momentum buffers; ``momentum`` may be 0."""
+        """Return the state at another world size, and the factor for momentum buffers; ``momentum`` may be 0.
+
+        The second keeps ``gamma eta u``, what the buffer adds to the weights, as it was.
+        """
         if world_size == self.world_size:
             return self, 1.0
         now, wanted = self.factor(policy), target(policy, world_size, self.noise)
@@ -146,7 +149,7 @@ class Scale:
 
 
 def ramp_steps(ramp: Ramp, ratio: float, momentum: float) -> int:
-    """Return the number of steps of a rise by a ratio, with the momentum of the optimizer, 0 without one."""
+    """Return the number of optimizer steps of a rise by a ratio, with the momentum of the optimizer, 0 without one."""
     if ramp.steps != "auto":
         return ramp.steps
     if not 0 < momentum < 1:
@@ -155,7 +158,11 @@ def ramp_steps(ramp: Ramp, ratio: float, momentum: float) -> int:
 
 
 def target(policy: FixedPerWorkerBatch, world_size: int, noise: GradientNoiseScale = _NO_NOISE) -> float:
-    """Return the factor that a policy requires at a world size after all ramps; AdaScale's follows from the noise."""
+    """Return the factor that a policy requires at a world size after all ramps; AdaScale's follows from the noise.
+
+    Linear: P. Goyal et al., "Accurate, Large Minibatch SGD" (arXiv 1706.02677). Square root: A. Krizhevsky, "One weird
+    trick for parallelizing convolutional neural networks" (arXiv 1404.5997).
+    """
     k = world_size / policy.reference_world_size
     gain = noise.gain(policy.reference_world_size, world_size)
     factor = {"linear": k, "sqrt": math.sqrt(k), "adascale": gain, "none": 1.0}[policy.scaling]
@@ -186,12 +193,15 @@ class LearningRate:
     def attach(self, optimizers: list[Optimizer]) -> None:
         """Register the hooks of optimizers, which must have the settings that the policy changes."""
         for optimizer in optimizers:
-            if self._policy is not None:
-                _require_fitting(self._policy, optimizer)
+            rescales, kind = self._policy is not None and self._policy.momentum == "rescale", type(optimizer).__name__
+            if rescales and not all("momentum" in group for group in optimizer.param_groups):
+                what = "divides the momentum buffers of SGD"
+                raise UsageError(f'momentum="rescale" {what}, which {kind} has not. Take Ramp().')
             self._hooked.append(_HookedOptimizer(optimizer, self._before_step))
 
     def begin(self) -> None:
         """Restore the rates that a failed step has left changed. Called before each step."""
+        # Nothing else would: torch calls the hook behind a step only where the step has returned.
         for each in self._hooked:
             each.restore()
 
@@ -254,6 +264,7 @@ class LearningRate:
     def _before_step(self, optimizer: Optimizer) -> float:
         if self._steps.discarded:
             # torch's optimizers leave a parameter without a gradient alone: neither momentum nor decay changes it.
+            # Here, as the script may have computed gradients since the step was discarded.
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
@@ -305,7 +316,7 @@ class _HookedOptimizer:
                 self._changed.append((group, rate, group["lr"]))
             elif not any(rate is each for each in scaled):
                 scaled.append(rate)
-                original = rate.clone()
+                original = rate.clone()  # (), on its device
                 rate.mul_(factor)  # a fused or captured step has the tensor itself
                 self._changed.append((group, original, rate.clone()))
 
@@ -313,12 +324,6 @@ class _HookedOptimizer:
 def _changes_weights(optimizer: Optimizer) -> bool:
     """Return whether a step may change weights: reading a new optimizer's state makes it step at a rate of 0."""
     return any(float(group["lr"]) for group in optimizer.param_groups)
-
-
-def _require_fitting(policy: FixedPerWorkerBatch, optimizer: Optimizer) -> None:
-    kind = type(optimizer).__name__
-    if policy.momentum == "rescale" and not all("momentum" in group for group in optimizer.param_groups):
-        raise UsageError(f'momentum="rescale" divides the momentum buffers of SGD, which {kind} has not. Take Ramp().')
 
 
 def _steps_at(spec: LoaderSpec, consumed: int) -> int:

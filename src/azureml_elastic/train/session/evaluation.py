@@ -46,6 +46,7 @@ def evaluate(
                 model.share_buffers()  # those of batch normalisation differ between ranks while they train
             with _evaluating(modules), torch.no_grad():
                 own = _sums(lifecycle, measure, dataset, batch_size, options)
+            # Ranks that compute the same samples, by tensor parallelism, have the same sums: one of them counts.
             gathered = lifecycle.world.control.gather(own if lifecycle.position.counts else {})
         if generation == lifecycle.position.generation:
             names = dict.fromkeys(name for sums in gathered for name in sums)
@@ -72,6 +73,7 @@ def _sums(
     for index, batch in enumerate(DataLoader(dataset, batch_sampler=batches, **options)):
         measured = measure(to_device(batch, lifecycle.device))
         for name, value in measured.items() if index < len(part) else ():
+            # Read batch by batch, which waits for the device: a sum there would depend on the batches of a rank.
             sums.setdefault(name, []).append(float(value))
     return sums
 

@@ -98,7 +98,7 @@ class ProcessGroupLifecycle:
             awaits = before_track and self._state_follows()
             made = ElasticDataParallel(model, absorb, lambda: self._steps.discarded, awaits_state=awaits, **options)
             self.models.append(made)
-            if before_track:
+            if before_track:  # a new process makes these in the same order, see _rejoin()
                 self._made_before_track.append(made)
         return made
 
@@ -167,7 +167,7 @@ class ProcessGroupLifecycle:
             # The code may evaluate with other weights in their place, by an optimizer with modes of its own, too.
             with_modes = [each for each in tracked.optimizers if several and callable(getattr(each, "eval", None))]
             optimizers = [OptimizerCopy(each, torch.device("cpu")) for each in with_modes]
-            found.end_code()
+            found.end_code()  # whose copies those below replace
             undo, undo_found = _capture(tracked, self.device, tracked.weights() if several else []), found.capture()
             stands_at = self.position.stands_at
 
@@ -323,6 +323,7 @@ class ProcessGroupLifecycle:
 
     def _rejoin(self) -> None:
         """Enter the next round with the furthest state among its ranks, and discard the current step."""
+        # First: a kernel that is still queued would write to what is dropped, undone or sent to others below.
         if not self._settle_device():
             self._exit()
         self._tracked.drop_gradients()  # some are averaged, some are not
@@ -371,6 +372,7 @@ class ProcessGroupLifecycle:
             self._give_way()  # from this thread: the state does not change while the training thread is blocked
 
     def _open(self) -> None:
+        # A round may end while its groups are being formed. There is no state yet: what is lost is the place alone.
         while True:
             try:
                 self.world.open()
@@ -423,6 +425,8 @@ class ProcessGroupLifecycle:
 
     def _exit(self) -> NoReturn:
         self._agent.report(GaveWay())  # the exit code means nothing to the agent: a script may end with any
+        # Not by SystemExit: the script's own handlers might wait for ranks that are gone, and on a thread other than
+        # the main one it would end that alone. What the script has printed is not flushed by os._exit().
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_AGENT_LOST)

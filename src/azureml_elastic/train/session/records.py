@@ -150,7 +150,7 @@ class LoggedValues:
         while self._committed:
             step, values = self._committed[0]
             if not wait and not all(value.arrived() for value in values.values() if isinstance(value, Fetched)):
-                return
+                return  # and so do all behind it: the agent gets the steps in their order
             self._committed.popleft()
             numbers = (
                 (name, value if isinstance(value, float) else float(value.read().item()))
@@ -161,7 +161,7 @@ class LoggedValues:
 
 
 def _number(name: str, value: Any) -> float | Fetched:
-    """Return a value as a number, or as a copy that becomes one.
+    """Return a value as a number, or, of a tensor of one element, as a copy that becomes one.
 
     Raises:
         UsageError: the value is no number.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakSet
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, IterableDataset
@@ -275,6 +276,45 @@ class Run:
                 model.dissolve()  # its threads must not outlive the interpreter
 
 
+class RunMember:
+    """What a script and the integration of a training stack ask alike of the run that their process is part of."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._lifecycle = run.lifecycle
+        self._steps = run.steps
+
+    @property
+    def steps(self) -> int:
+        """Number of optimizer steps that the run has completed, over all rounds."""
+        return self._run.state.steps
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this process."""
+        return self._lifecycle.device
+
+    @property
+    def rank(self) -> int:
+        """Rank among all processes of the round."""
+        return self._lifecycle.world.identity.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes of the round."""
+        return self._lifecycle.world.identity.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def epoch(self) -> int:
+        """Current epoch, counted from 0."""
+        return max(self._run.position.epochs)
+
+
 def open_run(
     checkpoint: CheckpointPolicy | None = None,
     *,
@@ -289,7 +329,7 @@ def open_run(
     policy = settings.policy(checkpoint)
     assert policy.path is not None
     storage = open_storage(policy.path)
-    storage.prepare()
+    storage.prepare()  # before the process group: a rank that fails here keeps no other waiting
     agent: Agent
     if environment.channel is None:
         agent = StandaloneAgent(storage, identity)

@@ -9,7 +9,6 @@ This is the interface of scripts alone: what a call does is in the parts that
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from types import TracebackType
@@ -24,47 +23,14 @@ from typing_extensions import Self
 
 from azureml_elastic.config import BatchPolicy, CheckpointPolicy, Profile
 from azureml_elastic.distributed.device import device_of
-from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.worker_messages import Busy, Free
 from azureml_elastic.train.data.loader import ElasticLoader
 from azureml_elastic.train.data.map_loader import SizedDataset
 from azureml_elastic.train.data.shard_loader import ShardedDataset
+from azureml_elastic.train.deepspeed_batches import GLOBAL_BATCH, config_for
 from azureml_elastic.train.optim.learning_rate import Schedule
 from azureml_elastic.train.session.evaluation import evaluate
-from azureml_elastic.train.session.run import Run, open_run
-
-_BATCH, _MICRO, _ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-
-_OURS = ("elasticity", "nebula")
-"""Blocks that this library replaces; newer releases of DeepSpeed refuse them."""
-
-
-def config_for(
-    config: Mapping[str, Any], global_batch_size: int, world_size: int, micro_batch_size: int | None = None
-) -> dict[str, Any]:
-    """Return a copy of a configuration with the batch sizes of a world size, see ``run.deepspeed_config()``.
-
-    DeepSpeed requires three numbers whose product is the global batch: batch of a rank, accumulation, number of ranks.
-    In an elastic run the number of ranks changes, and their shares may differ by one sample. These numbers are
-    therefore nominal: the loader divides the samples, and ``run.backward()`` weights them.
-    """
-    configured = config.get(_BATCH, "auto")
-    if configured not in ("auto", global_batch_size):
-        raise UsageError(
-            f"The configuration's {_BATCH} is {configured}, but the loader's global batch is {global_batch_size}. "
-            "Remove it, or make them equal."
-        )
-    if config.get(_ACCUMULATION, "auto") not in ("auto", 1) and micro_batch_size is None:
-        raise UsageError(
-            f"The configuration's {_ACCUMULATION} is {config[_ACCUMULATION]}; run.loader() yields the batch of a whole "
-            "optimizer step unless it has a micro_batch_size. Give that to both, or remove the field."
-        )
-    result = {key: copy.deepcopy(value) for key, value in config.items() if key not in _OURS}
-    share = -(-global_batch_size // world_size)
-    micro = min(micro_batch_size or share, share)
-    # DeepSpeed allocates buffers for sums if there is more than one, which another world size may need.
-    batches = 1 if micro_batch_size is None else max(2, -(-share // micro))
-    return {**result, _MICRO: micro, _ACCUMULATION: batches, _BATCH: micro * batches * world_size}
+from azureml_elastic.train.session.run import RunMember, open_run
 
 
 def start(
@@ -94,28 +60,8 @@ def start(
     return Session(open_run(checkpoint, batch=batch, profile=profile, audit=audit))
 
 
-class Session:
+class Session(RunMember):
     """One process of an elastic run; made by :func:`~azureml_elastic.train.start`."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._lifecycle = run.lifecycle
-        self._steps = run.steps
-
-    @property
-    def steps(self) -> int:
-        """Number of optimizer steps that the run has completed, over all rounds."""
-        return self._run.state.steps
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this process."""
-        return self._lifecycle.device
-
-    @property
-    def rank(self) -> int:
-        """Rank among all processes of the round."""
-        return self._lifecycle.world.identity.rank
 
     @property
     def local_rank(self) -> int:
@@ -123,24 +69,9 @@ class Session:
         return self._lifecycle.world.identity.local_rank
 
     @property
-    def world_size(self) -> int:
-        """Number of processes of the round."""
-        return self._lifecycle.world.identity.world_size
-
-    @property
     def round(self) -> int:
         """Number of the round, 0 without an agent."""
         return self._lifecycle.world.identity.round
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0."""
-        return self.rank == 0
-
-    @property
-    def epoch(self) -> int:
-        """Current epoch, counted from 0."""
-        return max(self._run.position.epochs)
 
     @property
     def accumulating(self) -> bool:
@@ -321,7 +252,7 @@ class Session:
 
         Args:
             measure: function that takes a batch of ``DataLoader`` on the device, and returns sums over its samples by
-                name
+                name: numbers, or tensors of one element
             dataset: map-style dataset, the same on all ranks
             batch_size: number of samples of a batch
             options: further arguments of ``DataLoader``
@@ -387,8 +318,8 @@ class Session:
         """
         batching = replace(self._run.batching, micro_batch_size=micro_batch_size)
         size = batching.window_size(global_batch_size, self.world_size)
-        if config.get("train_batch_size") == global_batch_size:  # at the reference world size
-            config = {**config, "train_batch_size": size}
+        if config.get(GLOBAL_BATCH) == global_batch_size:  # at the reference world size
+            config = {**config, GLOBAL_BATCH: size}
         return config_for(config, size, self.world_size, micro_batch_size)
 
     def finish(self) -> None:

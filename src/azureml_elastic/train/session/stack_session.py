@@ -30,14 +30,14 @@ from azureml_elastic.ipc.worker_messages import Expects
 from azureml_elastic.train.data.drawn_order import DrawnOrder
 from azureml_elastic.train.data.map_loader import WindowLoader
 from azureml_elastic.train.data.sampling import Cursor
-from azureml_elastic.train.session.run import Run, has_run, open_run
+from azureml_elastic.train.session.run import Run, RunMember, has_run, open_run
 
 _LOADER = "train"
 
 _LOG = logging.getLogger(__name__)
 
 
-class StackSession:
+class StackSession(RunMember):
     """A session whose steps are those of a training stack.
 
     Args:
@@ -47,38 +47,11 @@ class StackSession:
     """
 
     def __init__(self, run: Run, reference_world_size: int) -> None:
-        self._run = run
-        self._lifecycle = run.lifecycle
+        super().__init__(run)
         self.position = run.position
         self._state = run.state
-        self._steps = run.steps
         self.reference_world_size = reference_world_size
         self._shape: tuple[int, int] | None = None
-
-    @property
-    def steps(self) -> int:
-        """Number of optimizer steps that the run has completed, over all rounds."""
-        return self._state.steps
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this process."""
-        return self._lifecycle.device
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes of the round."""
-        return self._lifecycle.world.identity.world_size
-
-    @property
-    def rank(self) -> int:
-        """Number of this process in the round."""
-        return self._lifecycle.world.identity.rank
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0."""
-        return self.rank == 0
 
     @property
     def folder(self) -> Path:
@@ -91,11 +64,6 @@ class StackSession:
     def over(self) -> bool:
         """Whether the session has ended."""
         return self._run.machine.over
-
-    @property
-    def epoch(self) -> int:
-        """Current epoch, counted from 0."""
-        return max(self.position.epochs)
 
     def windows(
         self,

@@ -252,7 +252,8 @@ class WeightsWatch:
         self._policy = policy
         self._probes: list[torch.Tensor] = []
         self._trained: list[int] = []  # those of the probes that an optimizer changes
-        self._known: torch.Tensor | None = None  # their sums while the weights were those of a completed step
+        # Sums of the probes while the weights were those of a completed step, float64 (probes,).
+        self._known: torch.Tensor | None = None
         self._weights: list[torch.Tensor] = []
         self._watches_loss = True
         self._losses: list[torch.Tensor] = []
@@ -279,7 +280,7 @@ class WeightsWatch:
         self._watches_loss = not state.scales_gradients
 
     def observe(self, loss: torch.Tensor) -> None:
-        """Take the loss of a backward pass into account."""
+        """Take the loss of a backward pass, of one element, into account."""
         if self._watches_loss:
             self._losses.append(loss.detach())
 
@@ -294,7 +295,9 @@ class WeightsWatch:
         if losses or self._probes:
             with torch.no_grad():
                 # A sum is finite where all of its terms are, and on the CPU it takes a fifth of the time of isfinite().
-                sums = torch.stack([each.sum(dtype=torch.float64) for each in (*losses, *self._probes)])
+                sums = torch.stack(
+                    [each.sum(dtype=torch.float64) for each in (*losses, *self._probes)]
+                )  # (losses + probes,)
                 self._known = sums[len(losses) :]
                 self._pending.append((step, len(losses), device_of(sums.device).fetch(sums)))
         while self._pending:
@@ -323,6 +326,7 @@ class WeightsWatch:
             if self._known is None or not self._trained:
                 return True
             now = torch.stack([self._probes[index].sum(dtype=torch.float64) for index in self._trained])
+            # Bit by bit: the same kernel has added the same numbers up. NaN, which "warn" lets pass, equals NaN.
             same = torch.isclose(now, self._known[self._trained], rtol=0, atol=0, equal_nan=True).all()
         if not same and "changed" not in self._reported:
             self._reported.add("changed")
@@ -338,6 +342,7 @@ class WeightsWatch:
         if not self._weights:
             return True
         with torch.no_grad():
+            # One kernel for many weights, and one wait for the device; NaN is the maximum where there is one.
             largest = torch._foreach_norm(self._weights, float("inf"))  # noqa: SLF001 - what clip_grad_norm_ uses
             return bool(torch.isfinite(torch.stack([each.float() for each in largest])).all())
 

@@ -92,8 +92,10 @@ class Steps:
         self._gradients.begin(micro)
         if self._schedule_check is not None:
             self._schedule_check.begin_step(self._state.tracked)
-        if micro.index == 0:
-            self._record(loader, micro.window)
+        if micro.index == 0 and self.complete_loop is None:
+            self._audit.begin(self._state.steps + 1, loader, micro.window)
+        elif micro.index == 0:
+            self._unrecorded = loader, micro.window
         return True
 
     def repeat(self, loader: LoaderState) -> None:
@@ -163,7 +165,7 @@ class Steps:
             position.require_whole()
             # An optimizer whose closure has raised left its rate scaled: what is saved below has the script's own.
             self._rate.begin()
-            self._rate.commit(position.first_window)
+            self._rate.commit(position.first_window)  # before the position, which closes the window
             pending = position.commit() or pending
             self._lifecycle.complete_update()
             # Before the step counts, as that raises for weights that are NaN: the values of such a step are sent.
@@ -337,12 +339,6 @@ class Steps:
                 self._state.after_step(save=action == "save")
         finally:
             self._machine.end_boundary()
-
-    def _record(self, loader: LoaderState, window: Window) -> None:
-        if self.complete_loop is None:
-            self._audit.begin(self._state.steps + 1, loader, window)
-        else:
-            self._unrecorded = loader, window
 
     def _report_expected(self) -> None:
         """Report the steps that the whole run will have, when the epochs begin and whenever the number changes."""

@@ -171,7 +171,7 @@ class TrainingState:
         return self.steps > 0 if self._last_saved is None else self._last_saved != self._here
 
     def observe(self, loss: torch.Tensor) -> None:
-        """Take the loss of a backward pass into account."""
+        """Take the loss of a backward pass, of one element, into account."""
         self._weights_watch.observe(loss)
 
     def note_weights(self) -> None:
@@ -341,7 +341,7 @@ class TrainingState:
             try:
                 self._agent.hand_over(self.steps, descriptor, part=part)
             finally:
-                os.close(descriptor)
+                os.close(descriptor)  # the agent has opened the memory by now, which keeps it
         except (OSError, ElasticError, RuntimeError) as error:
             _LOG.warning("The state of step %d could not be handed over in memory: %s", self.steps, error)
             return False
@@ -395,8 +395,11 @@ class TrainingState:
                     present = self._objects.targets(source.state)
             tensors = source.read(present, control, views=device_of(self._world.device).separate)
             self._apply(source.content, tensors, live=live)
-            if not live:
-                self._restore_random(source.random(self._identity.local_rank))
+            inherited = None if live else source.random(self._identity.local_rank)
+            if inherited is not None:
+                random_state.restore(inherited, self._world.device)
+            elif not live:  # the previous worker's are not known
+                random_state.begin("step", self.steps, "rank", self._identity.rank)
         newest = self._checkpoints.newest
         if newest is not None and newest.step == self.steps:
             self._last_saved = self._here
@@ -432,13 +435,6 @@ class TrainingState:
     def _restored(self) -> None:
         self._weights_watch.forget_weights()
         self._machine.restored(in_step=bool(self._position.opened))
-
-    def _restore_random(self, inherited: torch.Tensor | None) -> None:
-        """Continue the random generators of the previous worker, or seed new ones."""
-        if inherited is not None:
-            random_state.restore(inherited, self._world.device)
-        else:
-            random_state.begin("step", self.steps, "rank", self._identity.rank)
 
     def _restore_position(self, data: Any, *, live: bool) -> None:
         """Restore a position in the data. Code of the script between two epochs can be neither repeated nor skipped."""

@@ -7,8 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from azureml_elastic.train.found.checksums import _on_device, checksums
-from azureml_elastic.train.found.comparison import Change, Comparison, agreed
+from azureml_elastic.train.found.comparison import Change, Comparison, _on_device, agreed, checksums
 from azureml_elastic.train.found.search import Found, FoundTensor
 
 

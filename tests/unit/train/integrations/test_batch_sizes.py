@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.train.integrations.deepspeed.batch_sizes import BatchSizes, batch_sizes, for_engine
+from azureml_elastic.train.deepspeed_batches import BatchSizes, batch_sizes, for_engine
 
 BATCH, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 

@@ -19,9 +19,8 @@ from typing_extensions import override
 
 from azureml_elastic.train.integrations.nested import rebuilt, tensors_of
 from azureml_elastic.train.integrations.script_loop import state_folders
-from azureml_elastic.train.integrations.script_loop.loop import ScriptLoop
+from azureml_elastic.train.integrations.script_loop.loop import ScriptLoop, Stack
 from azureml_elastic.train.integrations.script_loop.own_schedulers import schedulers_of
-from azureml_elastic.train.integrations.script_loop.stack import Stack
 from azureml_elastic.train.integrations.script_loop.state_folders import Place
 from azureml_elastic.train.integrations.sources import Source, source_of
 from azureml_elastic.train.integrations.wrapping import Wrapped
@@ -82,12 +81,8 @@ class TrainingLoop(Stack):
 
     def __init__(self, prepared: Prepared) -> None:
         session, accelerator, source = prepared.session, prepared.accelerator, prepared.source
-        accumulation, size, ranks = (
-            accelerator.gradient_accumulation_steps,
-            source.batch_size,
-            session.reference_world_size,
-        )
-        own_size = -(-size // ranks) if accelerator.split_batches else size
+        accumulation, ranks = accelerator.gradient_accumulation_steps, session.reference_world_size
+        own_size = -(-source.batch_size // ranks) if accelerator.split_batches else source.batch_size
         self.loop = ScriptLoop(session, self, accumulation=accumulation, batch_size=own_size)
         self._session = session
         self._accelerator = accelerator

@@ -16,9 +16,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from wrapt import wrap_function_wrapper
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.train.integrations.deepspeed.batch_sizes import (
+from azureml_elastic.train.deepspeed_batches import (
     GLOBAL_BATCH,
-    BatchSizes,
     batch_sizes,
     for_engine,
     show,
@@ -54,12 +53,10 @@ def _wrap_loaders(_: Any) -> None:
     wrap_function_wrapper(torch.utils.data, "DataLoader.__len__", _length)
 
 
-def _loop_of(engine: Any) -> TrainingLoop | None:
-    return getattr(engine, _LOOP, None)
-
-
-def _folders_of(engine: Any) -> CheckpointFolders | None:
-    return getattr(engine, _FOLDERS, None)
+def _in(attribute: str, *methods: str) -> dict[str, Wrapped]:
+    return {
+        f"DeepSpeedEngine.{name}": in_loop(name, lambda engine: getattr(engine, attribute, None)) for name in methods
+    }
 
 
 @in_session
@@ -103,7 +100,10 @@ def _initialize(session: StackSession, wrapped: Wrapped, instance: Any, args: An
     dataset, given["training_data"] = given["training_data"], None
     engine, optimizer, loader, scheduler = wrapped(*call.args, **call.kwargs)
     if known is not None:
-        _begin(session, engine, known)
+        loop = TrainingLoop(session, engine, known)
+        setattr(engine, _LOOP, loop)
+        setattr(engine, _FOLDERS, loop.folders)
+        _loops.append(loop)
         if dataset is not None:
             loader = engine.training_dataloader = engine.deepspeed_io(dataset)
     return engine, optimizer, loader, scheduler
@@ -142,13 +142,6 @@ def _read_config(config: str) -> dict[str, Any]:
     return found
 
 
-def _begin(session: StackSession, engine: Any, sizes: BatchSizes) -> None:
-    loop = TrainingLoop(session, engine, sizes)
-    setattr(engine, _LOOP, loop)
-    setattr(engine, _FOLDERS, loop.folders)
-    _loops.append(loop)
-
-
 def _iterate(wrapped: Wrapped, loader: Any, args: Any, kwargs: Any) -> Any:
     if _loops and _is_training_data(loader):
         replaced = _loops[0].replaced(loader)
@@ -179,8 +172,8 @@ def _is_training_data(loader: DataLoader[Any]) -> bool:
 WRAPPERS: Wrappers = {
     "deepspeed": {"init_distributed": _init_distributed, "initialize": _initialize},
     "deepspeed.runtime.engine": {
-        **{f"DeepSpeedEngine.{name}": in_loop(name, _loop_of) for name in ("backward", "step", "deepspeed_io")},
-        **{f"DeepSpeedEngine.{name}": in_loop(name, _folders_of) for name in ("save_checkpoint", "load_checkpoint")},
+        **_in(_LOOP, "backward", "step", "deepspeed_io"),
+        **_in(_FOLDERS, "save_checkpoint", "load_checkpoint"),
     },
 }
 

@@ -28,12 +28,11 @@ from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.distributed.device import device_of
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data.map_loader import loader_options
-from azureml_elastic.train.integrations.deepspeed.batch_sizes import BatchSizes, show
+from azureml_elastic.train.deepspeed_batches import BatchSizes, show
 from azureml_elastic.train.integrations.script_loop import state_folders
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
-from azureml_elastic.train.integrations.script_loop.loop import ScriptLoop
+from azureml_elastic.train.integrations.script_loop.loop import ScriptLoop, Stack
 from azureml_elastic.train.integrations.script_loop.own_schedulers import schedulers_of
-from azureml_elastic.train.integrations.script_loop.stack import Stack
 from azureml_elastic.train.integrations.script_loop.state_folders import Place, flush
 from azureml_elastic.train.integrations.wrapping import Wrapped
 from azureml_elastic.train.session.stack_session import StackSession
@@ -239,9 +238,7 @@ class TrainingLoop(Stack):
     def deepspeed_io(self, wrapped: Wrapped, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Return a loader of windows over the data in place of the engine's, where those are the training's."""
         loader, engine = wrapped(dataset, *args, **kwargs), self._engine
-        others = {
-            key: value for key, value in kwargs.items() if key in ("route", "data_sampler", "batch_size") and value
-        }
+        others = any(kwargs.get(name) for name in ("route", "data_sampler", "batch_size"))
         if args or others or self._loader is not None:
             return loader
         if isinstance(dataset, IterableDataset) or loader.curriculum_learning_enabled:

@@ -15,11 +15,12 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from azureml_elastic.train.data.loader import to_device
 from azureml_elastic.train.data.map_loader import WindowLoader
@@ -39,12 +40,42 @@ from azureml_elastic.train.integrations.script_loop.repeated_steps import (
     RepetitionLog,
 )
 from azureml_elastic.train.integrations.script_loop.script_steps import ScriptSteps
-from azureml_elastic.train.integrations.script_loop.stack import Stack
 from azureml_elastic.train.integrations.script_loop.state_folders import ScriptFolders
 from azureml_elastic.train.integrations.script_loop.states import Left, Looking, Pass, Repeating, State, Training
 from azureml_elastic.train.session.stack_session import StackSession
 
 _LOG = logging.getLogger(__name__)
+
+
+class Stack(Protocol):
+    """A training stack whose script has the loop."""
+
+    unstepped: str = "The optimizer has not stepped at the end of a global batch."
+    """Warning for a loop that does not step where the stack expects it."""
+
+    def objects(self) -> Mapping[str, Any]:
+        """Return the objects to track."""
+
+    def models(self) -> list[nn.Module]:
+        """Return the models as the script calls them."""
+
+    def own_schedulers(self) -> list[Any]:
+        """Return the schedulers that the script steps by itself."""
+
+    def plain_batches(self) -> Iterator[Any]:
+        """Yield the batches of a pass that trains nothing, as the stack divides them among the ranks."""
+
+    def mark(self, *, last: bool) -> None:
+        """Have the stack take the next micro-batch for the last one of a step, or not."""
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the script iterates over other data than those that it trains."""
+        return False
+
+    def restored(self) -> None:
+        """Do what belongs to the beginning, once the state of the run is restored."""
+        return
 
 
 class _Superseded(Exception):

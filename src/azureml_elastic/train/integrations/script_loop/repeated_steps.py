@@ -255,10 +255,8 @@ class RepeatedModels:
         if not self.certain:
             loss = self._loss if model.training else _Loss(None, self._warn)
             return _answered(compute(model, args, kwargs), loss)
-        key = (
-            id(model),
-            *(each.shape for each in tensors_of((args, kwargs))),
-        )  # a step may call a model with several batches
+        # By shapes: a step may call a model with several batches.
+        key = (id(model), *(each.shape for each in tensors_of((args, kwargs))))
         found = self._outputs.get(key)
         if found is None:
             found = compute(model, args, kwargs)

@@ -97,7 +97,10 @@ def _world_size(wrapped: Callable[[Any], int], arguments: Any) -> int:
 
 @in_session
 def _train(session: StackSession, wrapped: Wrapped, trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with holds(another_stack_trains), replaced(trainer, {"_save_checkpoint": partial(_save_checkpoint, trainer)}):
+    def save_marked(wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
+        return save(trainer, partial(wrapped, *args, **kwargs))
+
+    with holds(another_stack_trains), replaced(trainer, {"_save_checkpoint": save_marked}):
         if obstacle(session, trainer, args, kwargs) is not None:
             return wrapped(*args, **kwargs)
         return TrainingLoop(session, trainer).train(wrapped, *args, **kwargs)
@@ -122,10 +125,6 @@ def _load_engine(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any
     if TrainingLoop.restores(args[1] if len(args) > 1 else kwargs.get("checkpoint_path")):
         return None
     return wrapped(*args, **kwargs)
-
-
-def _save_checkpoint(trainer: Any, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
-    return save(trainer, partial(wrapped, *args, **kwargs))
 
 
 WRAPPERS: Wrappers = {

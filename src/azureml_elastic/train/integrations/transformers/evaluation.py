@@ -130,7 +130,7 @@ class EvaluationLoader:
         rows = len(tensor)
         # evaluation_loop repeats the loss of a batch, which is a mean, as often as the batch size that it was given.
         loss = tensor.ndim == 1 and tensor.is_floating_point() and rows == self.batch_size
-        heights = self._gather(torch.tensor([rows], device=tensor.device)).tolist()
+        heights = self._gather(torch.tensor([rows], device=tensor.device)).tolist()  # (ranks,)
         padding = tensor.new_zeros((max(heights) - rows, *tensor.shape[1:]))
         gathered = self._gather(torch.cat([tensor, padding]))
         fetched = self._rounds.fetched(self._sizes)

@@ -133,11 +133,6 @@ class Progress:
                 found.setdefault(type(callback).__name__, []).append(callback.state())
         return {name: states[0] if len(states) == 1 else states for name, states in found.items()}
 
-    def apply_flags(self, restored: dict[str, Any]) -> None:
-        """Request again what a step requested whose following code has not run."""
-        for name, value in restored["flags"].items():
-            setattr(self._trainer.control, name, value)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the last capture; numbers that a GPU computes are read only here."""
         captured = self._captured

@@ -176,9 +176,7 @@ class TrainingLoop:
         """Count the labels of all ranks' micro-batches, without those that have no samples of their own."""
         if self._data.loader is None or not self._data.loader.untrained:  # a batch of an evaluation
             return wrapped(batches, *args, **kwargs)
-        micros = (
-            self._data.loader.untrained
-        )  # those of one step: Trainer.get_batch_samples fetches all before any is trained
+        micros = self._data.loader.untrained  # of one step: get_batch_samples() fetches all before any is trained
         batches = [
             batch if micro.samples else _without_labels(batch) for batch, micro in zip(batches, micros, strict=True)
         ]
@@ -326,7 +324,8 @@ class TrainingLoop:
         pending = stage in (Stage.STEP, Stage.CALLBACKS, Stage.EPOCH_CALLBACKS)
         if pending:
             session.advance_pending(changes_state=True)
-            progress.apply_flags(restored)
+            for name, value in restored["flags"].items():  # what the step has requested, and has not had
+                setattr(trainer.control, name, value)
             self._stage_after = Stage.EPOCH if stage is Stage.EPOCH_CALLBACKS else Stage.DONE
             if stage is Stage.STEP:
                 self._continuing = True
