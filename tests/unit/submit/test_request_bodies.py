@@ -7,18 +7,11 @@ from azure.ai.ml import Input, Output
 from azure.ai.ml.entities import Environment, JupyterLabJobService, UserIdentityConfiguration
 
 from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, ElasticResources
-from azureml_elastic.submit import ElasticCommandJob
+from tests.unit.submit.jobs import UNCACHED, small_job
 
 START = "python ${{inputs.azureml_elastic_runtime}} --checkpoint-dir ${{outputs.azureml_elastic_checkpoints}} -- "
 PROGRAM = "python train.py --lr ${{inputs.lr}} --data ${{inputs.data}}"
 COMPILED = f"pip list && {START}{PROGRAM} | tee log"
-UNCACHED = {
-    "DATASET_MOUNT_CACHE_SIZE": "0",
-    "DATASET_MOUNT_ATTRIBUTE_CACHE_TTL": "1",
-    "DATASET_MOUNT_BLOCK_BASED_CACHE_ENABLED": "False",
-    "DATASET_MOUNT_BLOCK_FILE_CACHE_ENABLED": "False",
-    "DATASET_MOUNT_MEMORY_CACHE_SIZE": "0",
-}
 RUNTIME = {
     "uri": "azureml://datastores/workspaceblobstore/paths/LocalUpload/<sha256>/azureml_elastic_runtime.pyz",
     "mode": "Download",
@@ -29,16 +22,12 @@ DATA = "azureml://datastores/workspaceblobstore/paths/data/"
 
 
 def make(**fields):
-    return ElasticCommandJob(
+    return small_job(
         **{
-            "code": "src",
             "command": f"pip list && {PROGRAM} | tee log",
-            "environment": "azureml:env:1",
-            "compute": "gpu",
             "inputs": {"lr": 0.1, "data": Input(type="uri_folder", path=DATA, mode="ro_mount")},
             "outputs": {"model": Output(type="uri_folder")},
             "environment_variables": {"A": "1", "DATASET_MOUNT_CACHE_SIZE": "1 GB"},
-            "resources": ElasticResources(max_instance_count=2),
             "distribution": ElasticDistribution(process_count_per_instance=4),
             "display_name": "digits",
             "experiment_name": "elastic",
