@@ -39,6 +39,23 @@ def make(**fields):
     )
 
 
+COMMON = {
+    "displayName": "digits",
+    "experimentName": "elastic",
+    "description": "a test",
+    "tags": {"team": "a"},
+    "properties": {"p": "1"},
+    "isArchived": False,
+    "computeId": "<workspace>/computes/gpu",
+    "inputs": {
+        "lr": {"value": "0.1", "jobInputType": "literal"},
+        "data": {"uri": DATA, "mode": "ReadOnlyMount", "jobInputType": "uri_folder"},
+        "azureml_elastic_runtime": RUNTIME,
+    },
+}
+"""Fields of the job of each placement."""
+
+
 def variables(job):
     return {**UNCACHED, "A": "1", "DATASET_MOUNT_CACHE_SIZE": "1 GB", "AZUREML_ELASTIC_PLAN": job.plan.to_json()}
 
@@ -87,20 +104,9 @@ def test_fan_out_is_a_pipeline_of_single_nodes(submit, sent, components):
     assert sent() == [
         {
             "properties": {
+                **COMMON,
                 "jobType": "Pipeline",
-                "displayName": "digits",
-                "experimentName": "elastic",
-                "description": "a test",
-                "tags": {"team": "a"},
-                "properties": {"p": "1"},
-                "isArchived": False,
-                "computeId": "<workspace>/computes/gpu",
                 "settings": {"continue_on_step_failure": True, "force_rerun": True, "_source": "CLASS"},
-                "inputs": {
-                    "lr": {"value": "0.1", "jobInputType": "literal"},
-                    "data": {"uri": DATA, "mode": "ReadOnlyMount", "jobInputType": "uri_folder"},
-                    "azureml_elastic_runtime": RUNTIME,
-                },
                 "outputs": {"model": {"jobOutputType": "uri_folder"}},
                 "jobs": {
                     "node_0": {
@@ -144,25 +150,14 @@ def single(job, resources, **more):
     """The body of a job without a pipeline around it."""
     return {
         "properties": {
+            **COMMON,
             "jobType": "Command",
-            "displayName": "digits",
-            "experimentName": "elastic",
-            "description": "a test",
-            "tags": {"team": "a"},
-            "properties": {"p": "1"},
-            "isArchived": False,
-            "computeId": "<workspace>/computes/gpu",
             "environmentId": "<workspace>/environments/env/versions/1",
             "codeId": "<workspace>/codes/<uuid>/versions/1",
             "command": COMPILED,
             "environmentVariables": variables(job),
             "distribution": {"processCountPerInstance": 1, "distributionType": "PyTorch"},
             "resources": {"properties": {}, **resources},
-            "inputs": {
-                "lr": {"value": "0.1", "jobInputType": "literal"},
-                "data": {"uri": DATA, "mode": "ReadOnlyMount", "jobInputType": "uri_folder"},
-                "azureml_elastic_runtime": RUNTIME,
-            },
             "outputs": {
                 "model": {"jobOutputType": "uri_folder"},
                 "azureml_elastic_checkpoints": {
