@@ -181,6 +181,14 @@ def test_workers_do_not_outlive_their_agent(agent, tmp_path):
     assert [outcome.code for outcome in world.outcomes()] == [EXIT_AGENT_LOST] * 2
 
 
+def test_a_worker_whose_round_ends_before_it_has_reached_the_store_does_not_wait_for_it(agent, tmp_path):
+    gone = {"WORLD_SIZE": 2, "MASTER_PORT": 9, **environment(agent, 1)}  # torch tries for half an hour to connect
+    world = World(1, workers.agent_session, tmp_path / "c", 10, None, **gone)
+    agent.wait_for("hello")
+    agent.server.broadcast({"op": "interrupt", "whole": 0})
+    assert [outcome.code for outcome in world.outcomes()] == [EXIT_AGENT_LOST]
+
+
 def test_a_lost_table_does_not_start_the_run_anew(agent, tmp_path):
     (before,) = World(1, workers.agent_session, tmp_path / "c", 20, 5, **environment(agent, 1)).values()
     assert before == [0, 20]

@@ -99,24 +99,34 @@ def plain(value):
 
 @pytest.mark.parametrize(("kind", "how", "form"), WAYS)
 def test_a_step_is_exactly_one_at_the_multiplied_rate(kind, how, form):
-    """Between steps the rate is the own one, also in the state of the optimizer."""
     weights = {}
-    for name, factor, world_size in [("scaled", 1, K), ("reference", K, None), ("control", 1, 1), ("plain", 1, None)]:
-        model, rate = network(), rate_of(form) * factor
-        optimizer = optimizer_of(model, kind, how, rate)
+    for name, factor, world_size in [("scaled", 1, K), ("reference", K, None), ("control", 1, 1)]:
+        model = network()
+        optimizer = optimizer_of(model, kind, how, rate_of(form) * factor)
         if world_size is not None:
             scaled(optimizer, world_size=world_size)
-        seen = applied(optimizer)
-
-        def look(optimizer=optimizer, rate=rate):
-            assert optimizer.param_groups[0]["lr"] is rate
-            assert plain(optimizer.state_dict()["param_groups"][0]["lr"]) == plain(rate)
-
-        weights[name] = fit(model, optimizer, after=look)
-        assert seen == [plain(rate * (world_size or 1))] * STEPS
+        weights[name] = fit(model, optimizer)
     assert torch.equal(weights["scaled"], weights["reference"])
     assert not torch.equal(weights["scaled"], weights["control"])
-    assert torch.equal(weights["control"], weights["plain"])
+    untouched = network()
+    assert torch.equal(weights["control"], fit(untouched, optimizer_of(untouched, kind, how, rate_of(form))))
+
+
+@pytest.mark.parametrize(("kind", "how", "form"), WAYS)
+def test_between_steps_the_rate_is_the_own_one(kind, how, form):
+    model, rate = network(), rate_of(form)
+    optimizer = optimizer_of(model, kind, how, rate)
+    scaled(optimizer)
+    seen, between, saved = applied(optimizer), [], []
+
+    def look():
+        between.append(optimizer.param_groups[0]["lr"])
+        saved.append(plain(optimizer.state_dict()["param_groups"][0]["lr"]))
+
+    fit(model, optimizer, after=look)
+    assert seen == [plain(rate * K)] * STEPS
+    assert all(each is rate for each in between)
+    assert saved == [plain(rate_of(form))] * STEPS
 
 
 @pytest.mark.parametrize("form", ["float", "tensor"])
@@ -249,9 +259,16 @@ def test_a_closure_that_fails_leaves_nothing_behind(form):
     assert torch.equal(workers.flat(model.parameters()), workers.flat(network().parameters()))
 
 
+@pytest.mark.parametrize("form", ["float", "tensor"])
+def test_the_step_after_a_closure_that_fails_is_scaled_once(form):
+    model, optimizer, _ = failed(form)
+    seen, reference = applied(optimizer), network()
+    assert torch.equal(fit(model, optimizer), fit(reference, optimizer_of(reference, rate=rate_of(form) * K)))
+    assert seen == [plain(rate_of(form) * K)] * STEPS
+    assert plain(optimizer.param_groups[0]["lr"]) == plain(rate_of(form))
+
+
 CHANGES = {
-    "none": ("float", lambda group: None, RATE),
-    "none of a tensor": ("tensor", lambda group: None, torch.tensor(RATE)),
     "a new number": ("float", lambda group: group.update(lr=0.5), 0.5),
     "a new tensor": ("tensor", lambda group: group.update(lr=torch.tensor(0.5)), 0.5),
     "filled": ("tensor", lambda group: group["lr"].fill_(0.5), 0.5),
@@ -261,14 +278,14 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_step_after_a_closure_that_fails_is_scaled_once_whatever_was_set_meanwhile(change):
+def test_a_rate_that_is_set_after_a_closure_that_fails_is_kept(change):
     form, act, value = CHANGES[change]
     model, optimizer, _ = failed(form)
     act(optimizer.param_groups[0])
-    seen, reference = applied(optimizer), network()
-    assert torch.equal(fit(model, optimizer), fit(reference, optimizer_of(reference, rate=value * K)))
-    assert seen == [plain(value * K)] * STEPS
-    assert plain(optimizer.param_groups[0]["lr"]) == plain(value)
+    seen = applied(optimizer)
+    fit(model, optimizer, range(2))
+    assert seen == [value * K] * 2
+    assert plain(optimizer.param_groups[0]["lr"]) == value
 
 
 def test_a_scheduler_that_steps_after_a_failing_closure_is_noticed():
@@ -339,6 +356,22 @@ def test_momentum_is_divided_once_and_only_where_the_factor_rises(how):
         assert rate.factor == world_size
         assert torch.equal(buffers(optimizer), before * (1 / divisor))
         fit(model, optimizer, [2])
+
+
+def test_divided_momentum_moves_the_weights_as_before():
+    moved = []
+    for world_size in (1, 4):
+        model = network()
+        optimizer = optimizer_of(model, "momentum")
+        rate = scaled(optimizer, FixedPerWorkerBatch(scaling="linear", momentum="rescale"), world_size=1)
+        before = fit(model, optimizer, range(3))
+        rate.enter(world_size)
+        for parameter in model.parameters():
+            parameter.grad.zero_()
+        optimizer.step()
+        moved.append(workers.flat(model.parameters()) - before)
+    assert torch.equal(*moved)
+    assert moved[0].abs().sum() > 0
 
 
 def test_momentum_that_was_divided_before_a_restart_is_not_divided_again():
@@ -553,19 +586,25 @@ def test_adascale_needs_the_whole_model_on_each_rank(tmp_path):
         assert "needs the whole model on each rank" in said
 
 
-RAMP = FixedPerWorkerBatch(scaling="linear", momentum=Ramp(steps=4))
-
-
-def test_a_ramp_goes_on_over_restarts_at_other_world_sizes_and_begins_anew_after_another_policy(tmp_path):
+def test_a_ramp_goes_on_over_restarts_at_other_world_sizes(tmp_path):
+    policy = FixedPerWorkerBatch(scaling="linear", momentum=Ramp(steps=4))
     factors = []
-    for size, until, policy in [(1, 2, RAMP), (3, 5, RAMP), (3, 6, RAMP), (2, 7, FixedGlobalBatch()), (2, 9, RAMP)]:
+    for size, until in [(1, 2), (3, 5), (3, 6), (2, 8)]:
         values = World(size, rates.fit, tmp_path, until, policy).values()
         for found in values:
             assert found["weights"] == values[0]["weights"]
             assert found["applied"] == [RATE * factor for factor in values[0]["factors"]]
             assert found["between"] == {RATE}
         factors.append(values[0]["factors"])
-    assert factors == [[1, 1], [1, 1.5, 2], [2.5], [1], [1, 1.25]]
+    assert factors == [[1, 1], [1, 1.5, 2], [2.5], [2, 2]]
+
+
+def test_a_run_that_takes_another_policy_goes_on_from_a_factor_of_one(tmp_path):
+    first, second = FixedPerWorkerBatch(scaling="linear", momentum=Ramp(steps=4)), FixedGlobalBatch()
+    factors = []
+    for size, until, policy in [(1, 2, second), (2, 4, first), (2, 5, second), (1, 6, first)]:
+        factors.append(World(size, rates.fit, tmp_path, until, policy).values()[0]["factors"])
+    assert factors == [[1, 1], [1, 1.25], [1], [1]]
 
 
 def test_adascale_measures_the_noise_of_all_micro_batches(tmp_path):

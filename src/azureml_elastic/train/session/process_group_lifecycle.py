@@ -364,6 +364,8 @@ class ProcessGroupLifecycle:
 
     def _exit_if_stuck(self) -> None:
         """Exit if the training thread stays blocked in a collective."""
+        if self._training_state is None and not self._agent.stays:
+            self._exit()  # with nothing to hand over: torch tries for half an hour to reach a store that is gone
         if is_stuck(self._thread, lambda: self._agent.wait_interrupted(0)):
             _LOG.warning(
                 "A collective does not end although its connections are closed (a defect of gloo). This process hands "
@@ -398,18 +400,14 @@ class ProcessGroupLifecycle:
         """Exit, so that a new process continues from the state that this one hands over."""
         undo = self._undo if self._steps.discarded or self._steps.pending else lambda: None
         # Without an undo the script's code may have changed the state halfway: it is the state of no step.
-        if self._settle_device() and undo is not None:
+        if self._training_state is not None and self._settle_device() and undo is not None:
             undo()
             if self._hands_over:
                 self.state.hand_over()
         self._exit()
 
     def _settle_device(self) -> bool:
-        """Let the device complete what is queued, and restore buffers that a step in progress has changed.
-
-        Returns:
-            Whether the device is idle, so that the state can be read.
-        """
+        """Let the device complete what is queued, and restore what a step has changed; return whether it is idle."""
         if not self._device.drain(_DRAIN_SECONDS):
             _LOG.warning(
                 "%s has failed, or has not completed its work within %g s after its collectives were aborted. The "
