@@ -34,7 +34,7 @@ LIMITS: Mapping[str, int] = {
     "submit": 5_739,
     "templates": 79,
     "testing": 4_489,
-    "tests": 73_046,
+    "tests": 73_908,
     "train": 16_442,
 }
 """Lines by package, with those of its templates and of its blank lines; ``(modules)`` are those of the root."""

@@ -29,6 +29,7 @@ from azureml_elastic.ledger.events import (
     HangDetected,
     HealthChecked,
     Progress,
+    Restored,
     RoundEntered,
     RoundReopened,
     Unreachable,
@@ -48,8 +49,6 @@ REPORTED_WITHIN_S = 30.0
 NODES = ("node-a", "node-b", "node-c")
 PORTS = (29400, 29420)
 
-needs_iptables = pytest.mark.skipif(not shutil.which("iptables"), reason="closing ports needs iptables")
-
 
 class Network(Namespaces):
     """Three machines on one switch, with a table beside it."""
@@ -67,16 +66,20 @@ class Network(Namespaces):
         self._processes = self.stack.enter_context(NodeProcesses(self.folder, self._starting))
         return self
 
-    def separate(self, one: str, other: str, *, both: bool = True) -> None:
-        self.cut(one, other)
-        if both:
-            self.cut(other, one)
+    def separate(self, one: str, *others: str, both: bool = True) -> None:
+        for other in others:
+            self.cut(one, other)
+            if both:
+                self.cut(other, one)
 
-    def join(self, one: str, other: str) -> None:
-        self.mend(one, other)
-        self.mend(other, one)
+    def join(self, one: str, *others: str) -> None:
+        for other in others:
+            self.mend(one, other)
+            self.mend(other, one)
 
     def close_ports(self, at: str, *match: str) -> None:
+        if not shutil.which("iptables"):
+            pytest.skip("closing ports needs iptables")
         self.within(at, "iptables", "-w", "-A", "INPUT", "-p", "tcp", *match, "-j", "DROP")
 
     def start(
@@ -186,21 +189,18 @@ def test_nodes_that_reach_each_other_train_on_the_ports_of_the_range(network, ve
 
 
 def test_a_node_that_is_cut_off_is_left_out_and_says_why_until_the_network_is_mended(network):
-    for other in ("node-a", "node-b"):
-        network.separate("node-c", other)
+    network.separate("node-c", "node-a", "node-b")
     network.start(minimum=2, steps=40)
     network.until(lambda: network.events(Unreachable, "node-c") and "node-c" in network.log("node-a"))
     network.until(lambda: network.worlds("node-a") == network.worlds("node-b") == [2])
     assert network.worlds("node-c") == []
     assert network.reported_after("node-c", "node-a") < REPORTED_WITHIN_S
-    for other in ("node-a", "node-b"):
-        network.join("node-c", other)
+    network.join("node-c", "node-a", "node-b")
     network.until(lambda: network.worlds("node-c") == [3])
 
 
 def test_below_the_minimum_the_run_fails_and_every_node_says_who_cannot_reach_whom(network):
-    for other in ("node-a", "node-b"):
-        network.separate("node-c", other)
+    network.separate("node-c", "node-a", "node-b")
     network.start(minimum=3, steps=40, max_failed_rounds=3)
     assert network.wait() == dict.fromkeys(NODES, 1)
     assert network.reported_after("node-c", "node-a") < REPORTED_WITHIN_S
@@ -250,7 +250,19 @@ def test_two_that_are_separated_while_they_train_are_found_when_the_round_hangs(
     assert pair_is_named(network)
 
 
-@needs_iptables
+def test_workers_keep_their_state_where_rank_0_is_lost_to_one_node_and_then_to_the_other(network):
+    network.start(minimum=2, recovery="in_process", epochs=400)
+    network.until(lambda: max((event.step for event in network.events(Progress, "node-a")), default=0) > 10)
+    for other, seconds in (("node-c", 2.5), ("node-b", 10.0)):
+        network.cut(other, "node-a")
+        time.sleep(seconds)
+    for other in ("node-b", "node-c"):
+        network.mend(other, "node-a")
+    network.until(lambda: all(network.events(RoundEntered, name)[-1].world_size == 3 for name in NODES))
+    restored = [event for name in NODES for event in network.events(Restored, name) if event.round > 1]
+    assert min(event.step for event in restored) > 10, restored
+
+
 def test_hubs_that_members_do_not_need_are_not_missed(network):
     for one, other in (("node-b", "node-c"), ("node-c", "node-b")):
         network.close_ports(one, "-s", network.addresses[other], "--dport", f"{PORTS[0]}:{PORTS[1]}")
@@ -259,7 +271,6 @@ def test_hubs_that_members_do_not_need_are_not_missed(network):
     assert network.reopened() == []
 
 
-@needs_iptables
 def test_one_that_lets_nobody_in_is_left_out_although_it_reaches_the_others(network):
     network.close_ports("node-a", "--syn", "-i", "eth0")
     network.start(minimum=2, steps=40)
@@ -269,7 +280,6 @@ def test_one_that_lets_nobody_in_is_left_out_although_it_reaches_the_others(netw
     assert network.worlds("node-b")[-1] == 2
 
 
-@needs_iptables
 def test_ports_that_workers_need_are_missed_by_name_although_the_range_is_open(network):
     for name in NODES:
         network.close_ports(name, "--syn", "-i", "eth0", "!", "--dport", f"{PORTS[0]}:{PORTS[1]}")
@@ -284,7 +294,6 @@ def test_ports_that_workers_need_are_missed_by_name_although_the_range_is_open(n
     assert not (network.folder / "progress").exists()
 
 
-@needs_iptables
 def test_a_store_that_one_node_cannot_reach_is_noticed_in_seconds(network):
     network.close_ports("node-a", "-s", network.addresses["node-c"], "--dport", f"{PORTS[0] + 1}:{PORTS[1]}")
     network.start(minimum=2, steps=40)

@@ -3,8 +3,22 @@
 import pytest
 from azure.ai.ml import Input
 
+from azureml_elastic.config import ElasticResources
 from azureml_elastic.errors import SubmitError
-from tests.unit.submit.jobs import small_job
+from azureml_elastic.submit import ElasticCommandJob
+
+
+def make(placement="fan_out", **fields):
+    return ElasticCommandJob(
+        **{
+            "code": "src",
+            "command": "python train.py",
+            "environment": "azureml:env:1",
+            "compute": "gpu",
+            "resources": ElasticResources(max_instance_count=2, placement=placement),
+            **fields,
+        }
+    )
 
 
 @pytest.mark.parametrize("placement", ["fan_out", "gang"])
@@ -20,7 +34,7 @@ from tests.unit.submit.jobs import small_job
 )
 def test_inputs_without_a_usable_value(placement, value, part):
     with pytest.raises(SubmitError) as caught:
-        small_job(placement, inputs={"x": value}).compile()
+        make(placement, inputs={"x": value}).compile()
     assert "input 'x'" in str(caught.value)
     assert part in str(caught.value)
 
@@ -37,7 +51,7 @@ def test_the_label_of_an_environment_is_looked_up_by_the_name_alone(client, work
         "properties": {"image": "i"},
         "systemData": {},
     }
-    client.jobs.create_or_update(small_job(environment=name))
+    client.jobs.create_or_update(make(environment=name))
     asked = [request for request in workspace.requests if "/environments/" in request]
     assert asked
     assert not [request for request in asked if "azureml:" in request]

@@ -23,27 +23,24 @@ def run(code, folder):
     )
 
 
-JOB = 'ElasticCommandJob(command="python train.py", environment="e", resources={"max_instance_count": 2})'
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        f"""
+def test_the_model_alone_does_without_azure_ai_ml(folder):
+    code = """
 import sys
 from azureml_elastic.submit.job import ElasticCommandJob
-assert {JOB}.plan.resources.max_instance_count == 2
+job = ElasticCommandJob(command="python train.py", environment="e", resources={"max_instance_count": 2})
+assert job.plan.resources.max_instance_count == 2
 assert not any(name.startswith("azure.ai") for name in sys.modules)
-""",
-        f"""
+"""
+    assert run(code, folder).stderr == ""
+
+
+def test_the_package_registers_the_model(folder):
+    code = """
 from azureml_elastic.submit import ElasticCommandJob
 from azure.ai.ml.entities._builders import BaseNode, Command
-assert isinstance({JOB}, BaseNode) and not isinstance({JOB}, Command)
-""",
-    ],
-    ids=["alone", "registered"],
-)
-def test_the_model_alone_does_without_azure_ai_ml_and_the_package_registers_it(folder, code):
+job = ElasticCommandJob(command="python train.py", environment="e", resources={"max_instance_count": 2})
+assert isinstance(job, BaseNode) and not isinstance(job, Command)
+"""
     assert run(code, folder).stderr == ""
 
 
@@ -51,7 +48,10 @@ def test_the_model_alone_does_without_azure_ai_ml_and_the_package_registers_it(f
     "code",
     [
         "from azureml_elastic.submit import ElasticCommandJob",
-        f"from azureml_elastic.submit.job import ElasticCommandJob\n{JOB}.compile()",
+        """
+from azureml_elastic.submit.job import ElasticCommandJob
+ElasticCommandJob(command="python train.py", environment="e", resources={"max_instance_count": 2}).compile()
+""",
     ],
 )
 def test_without_azure_ai_ml_the_error_names_the_extra(folder, code):

@@ -83,14 +83,6 @@ class Counted(nn.Module):
         SIZES.append(size)
 
 
-class Small(Counted):
-    """A model with a linear layer."""
-
-    def __init__(self, outputs=3):
-        super().__init__()
-        self.inner = nn.Linear(4, outputs)
-
-
 SIZES: list[int] = []
 
 
@@ -107,16 +99,6 @@ def is_divided(script, step):
     SIZES.clear()
     script.check(step, start=2)
     return max(SIZES[:3]) <= LIMIT
-
-
-def label_loss(model, batch):
-    """A step of a script with a batch of inputs and labels."""
-    return functional.cross_entropy(model(batch[0]), batch[1])
-
-
-def mean_loss(model, batch):
-    """A step of a script with a model whose outputs have a time first."""
-    return functional.cross_entropy(model(batch[0]).mean(0), batch[1])
 
 
 # --- shapes that are divided -----------------------------------------------------------------------------------------
@@ -142,11 +124,6 @@ class Recurrent(Counted):
         return self.head(self.lstm(x)[0])
 
 
-class Last(Recurrent):
-    def forward(self, x):
-        return super().forward(x)[-1]
-
-
 @pytest.mark.parametrize("samples", [sequences(ragged=False), sequences()], ids=["equal", "padded"])
 @pytest.mark.parametrize("move", [lambda x: x, lambda x: x.float() * 1.0, lambda x: x.clone()])
 def test_time_first(samples, move):
@@ -158,22 +135,33 @@ def test_time_first(samples, move):
 
 @pytest.mark.parametrize("equal_at_first", [False, True])
 def test_a_part_is_padded_as_it_would_be_with_all_ranks_where_its_outputs_have_no_time(equal_at_first):
+    class Last(Recurrent):
+        def forward(self, x):
+            return super().forward(x)[-1]
+
     samples = sequences()
     if equal_at_first:  # those of which the layout is learned
         samples = [(torch.randn(5, 4), torch.tensor(0)) for _ in range(PROBED)] + samples
     script = Script(samples, time_first, Last())
 
+    def step(model, batch):
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
     begin = PROBED if equal_at_first else 0
-    found, _ = script.train(label_loss, start=begin)
+    found, _ = script.train(step, start=begin)
     (whole,) = script.whole
     whole.zero_grad()
     for start in (begin, begin + 2, begin + 4):  # what three ranks train
-        (label_loss(whole, time_first(samples[start : start + 2])) / 3).backward()
+        (step(whole, time_first(samples[start : start + 2])) / 3).backward()
     for one, other in zip(found, [each.grad for each in whole.parameters()], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_computed_of_a_padded_batch_is_cut_with_its_padding():
+    class Last(Recurrent):
+        def forward(self, x):
+            return super().forward(x)[-1]
+
     def step(model, batch):
         return functional.cross_entropy(model(batch[0].transpose(0, 1)), batch[1])
 
@@ -187,7 +175,10 @@ def test_what_is_computed_of_a_padded_batch_is_cut_with_its_padding():
 def test_as_many_times_as_samples():
     samples = [(torch.randn(6, 4), torch.tensor(n % 3)) for n in range(12)]
 
-    assert is_divided(Script(samples, time_first, Recurrent()), mean_loss)
+    def step(model, batch):
+        return functional.cross_entropy(model(batch[0]).mean(0), batch[1])
+
+    assert is_divided(Script(samples, time_first, Recurrent()), step)
 
 
 class Detector(Counted):
@@ -410,16 +401,23 @@ class Chances(Counted):
 
 
 def test_dropout_and_random_numbers_do_not_keep_a_batch_whole(caplog):
+    def step(model, batch):
+        return functional.cross_entropy(model(batch.x), batch.y)
+
     script = Script(points(Pair), default_collate, Chances())
-    script.train(label_loss)
+    script.train(step)
     SIZES.clear()
-    script.train(label_loss)
+    script.train(step)
     assert not caplog.records
     assert max(SIZES[:3]) <= LIMIT
 
 
 def test_the_check_leaves_the_random_numbers_as_they_were():
-    class Noisy(Small):
+    class Noisy(Counted):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 3)
+
         def forward(self, x):
             return self.inner(x) * torch.rand(())
 
@@ -452,14 +450,21 @@ def test_a_layer_of_zeros_hides_nothing(caplog):
             hidden = self.inner(x)
             return self.out(hidden - hidden.mean(0))
 
-    assert not is_divided(Script(points(Pair), default_collate, Mixed()), label_loss)
+    def step(model, batch):
+        return functional.cross_entropy(model(batch.x), batch.y)
+
+    assert not is_divided(Script(points(Pair), default_collate, Mixed()), step)
     assert caplog.text.count("gradients for a sample depend on the others") == 1
 
 
 # --- what is computed whole ------------------------------------------------------------------------------------------
 
 
-class Contrastive(Small):
+class Contrastive(Counted):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 5)
+
     def forward(self, one, other):
         self.note(len(one))
         scores = functional.normalize(self.inner(one)) @ functional.normalize(self.inner(other)).T
@@ -508,8 +513,12 @@ class Hooked(Counted):
         return self.out(self.inner(one + other))
 
 
-class Hinge(Small):
+class Hinge(Counted):
     """A loss that is zero as long as all is well."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 1)
 
     def forward(self, one, other):
         self.note(len(one))
@@ -539,7 +548,7 @@ def test_what_the_first_batch_sets_up_keeps_the_first_batch_whole_alone(caplog):
         (Standardized(), "fails by|depend on the others"),
         (Summing(), r"its Summing\.(seen|mean) changes"),
         (Hooked(), "hook"),
-        (Hinge(1), "zero, which shows nothing"),
+        (Hinge(), "zero, which shows nothing"),
     ],
     ids=lambda each: type(each).__name__ if isinstance(each, nn.Module) else "",
 )
@@ -661,12 +670,16 @@ def test_lengths_as_an_argument_are_packed_within():
 # --- means over labels -----------------------------------------------------------------------------------------------
 
 
-class Tagger(Small):
+class Tagger(Counted):
     """A model whose loss is a mean over labels, which it gets by a name or by position."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Linear(4, 3)
 
     def forward(self, x, labels):
         self.note(len(x))
-        return functional.cross_entropy(self.inner(x).flatten(0, 1), labels.flatten())
+        return functional.cross_entropy(self.layers(x).flatten(0, 1), labels.flatten())
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -687,10 +700,14 @@ def test_labels_that_are_first_all_there_and_later_not(named):
 
 
 def test_a_mean_over_a_mask_that_first_hides_nothing(caplog):
-    class MaskedMean(Small):
+    class MaskedMean(Counted):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Linear(4, 1)
+
         def forward(self, x, mask):
             self.note(len(x))
-            return (self.inner(x)[..., 0].square() * mask).sum() / mask.sum()
+            return (self.layers(x)[..., 0].square() * mask).sum() / mask.sum()
 
     samples = [(torch.randn(5, 4), torch.ones(5)) for _ in range(12)]
     for n in range(6, 12):
