@@ -46,6 +46,8 @@ _LOG = logging.getLogger(__name__)
 _R = TypeVar("_R", bound=messages.Reply)
 _FLUSH_SECONDS = 5.0
 """Time for a last report to leave the process: without it the agent would take the end for a failure."""
+_REQUEST_SECONDS = 60.0
+"""Time for the agent to reply, which asks the table in between."""
 _TRANSFER_SECONDS = 3600.0
 """Time for the agent to send a shard to another node; it gives up much sooner where nothing moves."""
 _STRONGEST_FIRST: tuple[Action, ...] = ("leave", "rejoin", "save")
@@ -98,7 +100,6 @@ class ChannelAgent:
     """The node's agent at the other end of the channel.
 
     Args:
-        request_timeout: seconds for the agent to reply; it asks the table in between.
         decision_timeout: seconds for an announced decision to come. After that this worker cannot know what the
             others do, so it fails, and the round starts again from the last checkpoint.
         stays: whether this process may outlive its round.
@@ -116,13 +117,11 @@ class ChannelAgent:
         path: str,
         identity: WorkerIdentity,
         *,
-        request_timeout: float = 60.0,
         decision_timeout: float = 60.0,
         stays: bool = False,
     ) -> None:
         self.stays = stays
         self._identity = identity
-        self._request_timeout = request_timeout
         self._decision_timeout = decision_timeout
         self._changed = threading.Condition()
         self._boundaries: dict[int, _Boundary] = {}
@@ -248,10 +247,10 @@ class ChannelAgent:
     def _send(self, message: messages.WorkerMessage) -> None:
         self._client.send(messages.FROM_WORKER.encode(message))
 
-    def _request(self, request: messages.Request, expected: type[_R], timeout: float | None = None) -> _R:
+    def _request(self, request: messages.Request, expected: type[_R], timeout: float = _REQUEST_SECONDS) -> _R:
         fields = messages.FROM_WORKER.encode(request)
         try:
-            reply = messages.FROM_AGENT.decode(self._client.request(fields, timeout or self._request_timeout))
+            reply = messages.FROM_AGENT.decode(self._client.request(fields, timeout))
         except (TimeoutError, ConnectionError) as error:
             raise TableUnavailable(f"The node's agent did not answer {fields['op']!r}: {error}") from error
         except MalformedMessage as error:

@@ -105,7 +105,7 @@ class StandaloneAgent:
                 )
         self._attempted = reference  # the pointer may name it even if an error is raised
         self._storage.replace(POINTER, json.dumps(reference.to_json()).encode() + b"\n")
-        self._latest = reference
+        self._latest = reference  # what the next commit has to find there
 
     def completed(self, step: int, samples: int = 0) -> Action | None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""

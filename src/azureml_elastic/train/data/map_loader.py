@@ -241,7 +241,7 @@ class WindowLoader(MapLoader):
         self.collated = PartedCollate(context.options.get("collate_fn") or default_collate)
         options = {**context.options, "collate_fn": self.collated}
         super().__init__(dataset, state, replace(context, options=options), drawn)
-        self._collate = self.collated.collate
+        self._collate = self.collated.collate  # of fillers, which nobody divides
         self.dataset = dataset
         self.batch_size = self._batching.micro_batch_size
         self.untrained: deque[MicroBatch] = deque()

@@ -251,6 +251,7 @@ class ShardLoader(ElasticLoader):
             )
         groups = self._groups(world_size, position.identity.rank)
         reader = self._reader(cursor, groups)
+        # With processes they read ahead: only what _agree() counts is consumed, and the rest is read again.
         parts = iter(self._make(reader, batch_size=None, collate_fn=identity))
 
         def following(cursor: Cursor) -> tuple[list[Part], Window | None]:

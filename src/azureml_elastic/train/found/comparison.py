@@ -90,7 +90,7 @@ class Comparison:
         for each in found.tensors:
             path = self.path_of(each)
             before = self._known.get(id(each.tensor))
-            if before is None or before.reference() is not each.tensor:
+            if before is None or before.reference() is not each.tensor:  # an id alone may be another tensor's by now
                 before = None
             known = before or _Known(path, weakref.ref(each.tensor), None, version_of(each.tensor))
             new[id(each.tensor)] = known
@@ -103,10 +103,6 @@ class Comparison:
         self._known, self._paths = new, {known.path: known for known in new.values()}
         changes.state = {path: each for each, known in hashed if (path := known.path) in self._changed}
         return changes
-
-    def checksums_of(self, state: Mapping[str, FoundTensor]) -> dict[str, int]:
-        """Return the present checksums by path."""
-        return dict(zip(state, checksums([each.tensor for each in state.values()]), strict=True))
 
     def _note_rebound(self, each: FoundTensor, known: _Known, changes: Changes) -> None:
         last = self._paths[known.path]

@@ -175,6 +175,7 @@ class _Search:
                 self._updated.add(path)
             if name in bindings.elements:
                 self._elements.add(path)
+        # Breadth first: what is near to a variable gets the short path, and is found before the limit is reached.
         while todo and len(self._seen) < _MOST_OBJECTS:
             item = todo.popleft()
             if self._is_new(item):
@@ -211,13 +212,9 @@ class _Search:
         elif item.depth < _DEEPEST and not _is_left_out(item.value, kind):
             of_stack = _is_of_stack(kind, item.of_stack)
             holds = package_of(kind) not in sys.stdlib_module_names or kind in _HOLDERS or kind.__module__ == "__main__"
-            holder = (item.path, item.value) if holds and not of_stack else item.holder
-            if (
-                holds
-                and not of_stack
-                and not issubclass(kind, nn.Module)
-                and any(map(_is_of_transformers, kind.__mro__))
-            ):
+            own = holds and not of_stack
+            holder = (item.path, item.value) if own else item.holder
+            if own and not issubclass(kind, nn.Module) and "transformers" in map(package_of, kind.__mro__):
                 self._derived.append((item.path, item.value))
             try:
                 parts = list(_parts(item.value, kind))
@@ -332,17 +329,12 @@ def package_of(kind: type) -> str:
     return str(kind.__module__).partition(".")[0]
 
 
-def is_of_stack(kind: type) -> bool:
-    """Return whether a training stack defines a class."""
-    return package_of(kind) in _STACKS
-
-
 @functools.cache
 def set_by_stacks(kind: Any) -> frozenset[str]:
     """Return the attributes that methods of a class's bases set, where these are a stack's or torch's."""
     names: set[str] = set()
     for base in kind.__mro__:
-        if is_of_stack(base) or issubclass(nn.Module, base):
+        if package_of(base) in _STACKS or issubclass(nn.Module, base):
             for member in base.__dict__.values():
                 if isinstance(member, FunctionType):
                     names |= _stored(member.__code__)
@@ -353,10 +345,6 @@ def _stored(code: CodeType) -> set[str]:
     inner = (each for each in code.co_consts if isinstance(each, CodeType))
     own = {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"}
     return own.union(*map(_stored, inner))
-
-
-def _is_of_transformers(kind: type) -> bool:
-    return package_of(kind) == "transformers"
 
 
 def _is_of_stack(kind: type, holder_is: bool) -> bool:

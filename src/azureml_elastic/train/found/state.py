@@ -19,7 +19,7 @@ from azureml_elastic.checkpoint.state import tree
 from azureml_elastic.checkpoint.state.tracked import Tensors, Tracked
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.distributed.control_group import ControlGroup
-from azureml_elastic.train.found.comparison import Change, Changes, Comparison, agreed
+from azureml_elastic.train.found.comparison import Change, Changes, Comparison, agreed, checksums
 from azureml_elastic.train.found.numbers import Numbers
 from azureml_elastic.train.found.search import (
     Found,
@@ -47,13 +47,14 @@ class FoundState(Tracked):
 
     Attributes:
         repeated: whether the script repeats trained steps, and its own code in them, after a restart
+        error: error that has left the script's frames, which are taken from it then
     """
 
     def __init__(self) -> None:
         super().__init__("found")
         self.repeated = False
         self._thread = threading.get_ident()
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._tracked: TrackedState | None = None
         self._comparison = Comparison()
         self._begun = False
@@ -75,10 +76,6 @@ class FoundState(Tracked):
     def attach(self, tracked: TrackedState) -> None:
         """Look for state beside tracked objects from now on."""
         self._tracked = tracked
-
-    def left_by(self, error: BaseException) -> None:
-        """Take the script's frames from an error that has left them."""
-        self._error = error
 
     # --- moments of a step -------------------------------------------------------------------------------------------
 
@@ -242,8 +239,9 @@ class FoundState(Tracked):
                        "%s are more than are looked into for state beside the tracked objects: what is not found "
                        "begins anew after a restart, unless it is tracked.")  # fmt: skip
         self._watch(found)
-        sums = self._comparison.checksums_of(changes.state)
-        return changes, {path: Change(sums[path], each.buffer) for path, each in changes.state.items()}
+        sums = checksums([each.tensor for each in changes.state.values()])
+        pairs = zip(changes.state.items(), sums, strict=True)
+        return changes, {path: Change(value, each.buffer) for (path, each), value in pairs}
 
     def _watch(self, found: Found) -> None:
         """Watch the numbers of what holds tensors, and of objects of a trainer's kind."""
@@ -373,7 +371,7 @@ class FoundState(Tracked):
     def _search(self) -> Found:
         tensors, objects = self._objects.owned()
         memory = {memory_key(each) for each in tensors}
-        return search(frames_of(self._thread, self._error), memory, {*map(id, objects)})
+        return search(frames_of(self._thread, self.error), memory, {*map(id, objects)})
 
     def _follow(self, found: Found) -> None:
         """Take over the tensors to which the paths of the state lead now, where the script has bound them anew."""

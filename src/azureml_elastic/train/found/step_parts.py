@@ -58,6 +58,7 @@ class StepPart:
         self._seen.update(begun.tensors.keys())
         now = self._sums({path: begun.tensors[path] for path in begun.sums})
         self._changing |= _changed(begun) | {path for path, value in begun.sums.items() if now[path] != value}
+        # What was copied as it was not known yet, and has not changed, costs no further memory.
         for path in begun.copies.keys() - self._changing:
             del self._buffers[path]
 

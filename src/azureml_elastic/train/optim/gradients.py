@@ -113,6 +113,7 @@ class GradientNorms:
         self._norms.clear()
         self._norms.in_buckets = exchanged and self._has_buckets
         if self._norms.in_buckets:
+            # For good, where the script has a hook of its own: torch takes one for each model.
             self._has_buckets = self._norms.in_buckets = all(_hook(model, self._norms) for model in self._models)
         if not self._norms.in_buckets and not self._has_hooks:
             self._has_hooks = True

@@ -126,6 +126,7 @@ class Scale:
         """
         if world_size == self.world_size:
             return self, 1.0
+        # From the factor of this moment: where another change comes within a ramp, the rate makes no jump.
         now, wanted = self.factor(policy), target(policy, world_size, self.noise)
         moved = replace(self, world_size=world_size, start=now, elapsed=0, steps=0)
         if wanted <= now:

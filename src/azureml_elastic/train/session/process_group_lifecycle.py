@@ -136,14 +136,7 @@ class ProcessGroupLifecycle:
 
     def discard_step(self) -> None:
         """Discard the current step: :meth:`end_discarded_step` undoes its changes."""
-        undo = _capture(self._tracked, self.device, self._tracked.untrained_weights())
-        undo_found = self.state.found.capture()
-
-        def undo_all() -> None:
-            undo()
-            undo_found()
-
-        self._undo = undo_all
+        self._undo = _capture(self.state, self.device, self._tracked.untrained_weights())
         self._steps.discard()
 
     def end_discarded_step(self) -> None:
@@ -168,12 +161,11 @@ class ProcessGroupLifecycle:
             with_modes = [each for each in tracked.optimizers if several and callable(getattr(each, "eval", None))]
             optimizers = [OptimizerCopy(each, torch.device("cpu")) for each in with_modes]
             found.end_code()  # whose copies those below replace
-            undo, undo_found = _capture(tracked, self.device, tracked.weights() if several else []), found.capture()
+            undo = _capture(self.state, self.device, tracked.weights() if several else [])
             stands_at = self.position.stands_at
 
             def undo_all() -> None:
                 undo()
-                undo_found()
                 self.position.stands_at = stands_at
                 for each in optimizers:
                     each.restore()
@@ -240,7 +232,7 @@ class ProcessGroupLifecycle:
     def on_uncaught(self, error: BaseException) -> None:
         """Exit with the state handed over if the script ends because one of its own collectives has lost a peer."""
         if is_peer_error(error) and not self._steps.over and self._agent.wait_interrupted(_PEER_SECONDS):
-            self.state.found.left_by(error)
+            self.state.found.error = error
             self._give_way()
 
     @property
@@ -431,15 +423,19 @@ class ProcessGroupLifecycle:
 
 
 def _capture(
-    state: TrackedState, device: torch.device, weights: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    training_state: TrainingState, device: torch.device, weights: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> Callable[[], None]:
     """Copy everything that the script's code changes; return a function that restores it.
 
-    The copy has schedulers, other tracked objects, optimizer settings, buffers and random number generators.
+    The copy has schedulers, other tracked objects, optimizer settings, buffers, random number generators, and what the
+    script keeps beside them.
 
     Args:
         weights: weights that it may change, with copies
     """
+    state = training_state.tracked
+    assert state is not None
+    undo_found = training_state.found.capture()
     others = state.others()
     groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
     settings = [(group, key, _copy(value)) for group in groups for key, value in group.items() if key != "params"]
@@ -458,6 +454,7 @@ def _capture(
             for target, value in (*buffers, *weights):
                 target.copy_(value)
         random_state.restore(random, device)
+        undo_found()
 
     return restore
 

@@ -294,7 +294,8 @@ class Profiling:
         worker = f"{self._node}_rank{self._identity.rank}_round{self._identity.round}"
         name = f"{worker}_steps{self._window[0]}-{self._last}"
         self._folder.mkdir(parents=True, exist_ok=True)
-        partial = self._folder / f"{name}.part.gz"  # a process may be killed while it writes
+        # Renamed once it is whole: a process may be killed while it writes, and TensorBoard reads what it finds.
+        partial = self._folder / f"{name}.part.gz"
         profiler.export_chrome_trace(str(partial))
         whole = partial.replace(self._folder / f"{name}.{time.time_ns()}{_SUFFIX}")
         _LOG.info("The profile of steps %d to %d is %s.", self._window[0], self._last, whole)

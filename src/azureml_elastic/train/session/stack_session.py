@@ -145,7 +145,8 @@ class StackSession(RunMember):
         Raises:
             CheckpointError: it cannot be saved.
         """
-        self._steps.save_unsaved()
+        if self._state.tracked is not None and not self.over and self._state.has_unsaved_progress():
+            self._steps.save(wait=True)
 
     def find(self, name: str, part: str | None = None) -> Any:
         """Return the state of one object that :meth:`track` will restore, if any. A collective when called first.

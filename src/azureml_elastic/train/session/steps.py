@@ -284,11 +284,6 @@ class Steps:
             self._agent.report(Finished(self._state.steps))
         self._machine.finish()
 
-    def save_unsaved(self) -> None:
-        """Commit a checkpoint of the steps since the last one, if there are any. A collective."""
-        if self._state.tracked is not None and not self._machine.over and self._state.has_unsaved_progress():
-            self.save(wait=True)
-
     def require_tracked(self, method: str) -> None:
         """Raise ``UsageError`` for a method that was called too early, or too late."""
         if self._state.tracked is None:

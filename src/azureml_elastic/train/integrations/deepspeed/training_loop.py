@@ -101,7 +101,7 @@ class CheckpointFolders:
         """Name a folder as the last complete checkpoint beside it."""
         temporary = folder.parent / f".{_LATEST}"
         temporary.write_text(folder.name, encoding="utf-8")
-        flush(temporary)
+        flush(temporary)  # first: who reads it finds the former name or this one, whole, also after a crash
         os.replace(temporary, folder.parent / _LATEST)  # noqa: PTH105
         flush(folder.parent)
 

@@ -310,7 +310,7 @@ class DividedArguments:
             assert known is not None
             self.alone = True
             self._signature.append((path, "alone", value.dim(), value.dtype))
-            return self._collated(known.path)
+            return self._piece_of(known.path)
         elif rule is not None and rule.kind is Kind.CUT and value.size(rule.dim) == self.count:
             dim = rule.dim
         else:
@@ -329,21 +329,15 @@ class DividedArguments:
                 self.padded = True
         if not value.is_floating_point() or _is_named_mask(path):
             self._masks.append((path, value))
-        return self._cut_piece(value, dim, path_of_part)
+        return self._piece_of(path_of_part, value, dim)
 
-    def _cut_piece(self, value: torch.Tensor, dim: int, path: Path | None) -> _Piece:
+    def _piece_of(self, path: Path | None, value: torch.Tensor | None = None, dim: int = 0) -> _Piece:
         def piece(start: int, stop: int, index: int | None) -> Any:
-            if index is None or path is None:
-                return value.narrow(dim, start, stop - start)
-            return self.batch.collated(index, path)
-
-        return piece
-
-    def _collated(self, path: Path) -> _Piece:
-        def piece(start: int, stop: int, index: int | None) -> Any:
-            if index is None:
+            if index is not None and path is not None:
+                return self.batch.collated(index, path)
+            if value is None:
                 raise IndivisibleError(f"what it gets of samples {start} to {stop} cannot be cut from the batch")
-            return self.batch.collated(index, path)
+            return value.narrow(dim, start, stop - start)
 
         return piece
 
@@ -375,5 +369,5 @@ class DividedArguments:
             self.alone = True
             if not self.batch.untouched(value):
                 self._computed = f"a {type(value).__name__} that the script has changed"
-            return self._collated(known.path)
+            return self._piece_of(known.path)
         return lambda start, stop, index: value

@@ -144,8 +144,10 @@ class _Divisions:
                         raise
         except IndivisibleError as reason:
             self._failed += 1
-            if reason.always or self._failed > 1:  # a model may set itself up by its first batch
-                self._say(model, str(reason))
+            # Once, and not for the first batch alone, by which a model may set itself up.
+            if not self._warned and (reason.always or self._failed > 1):
+                self._warned = True
+                _warn(model, str(reason))
         if generators is not None:
             generators()
         return whole(*args, **kwargs)
@@ -195,11 +197,6 @@ class _Divisions:
                     raise
                 division.cut = True
         return outputs.join(_computed(forward, given, edges, alone=False), weights)
-
-    def _say(self, model: nn.Module, reason: str) -> None:
-        if not self._warned:
-            self._warned = True
-            _warn(model, reason)
 
 
 def _computed(forward: Callable[..., Any], given: DividedArguments, edges: list[int], *, alone: bool) -> list[Any]:

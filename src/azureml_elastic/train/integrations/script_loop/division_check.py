@@ -92,7 +92,7 @@ def _compare(
 
 
 def weights_of(edges: list[int], labels: torch.Tensor | None) -> Weights:
-    """Return the weights of parts in means."""
+    """Return the weights of parts in means, given the labels of each sample, (samples,)."""
     pairs = list(itertools.pairwise(edges))
     counted = None if labels is None else [int(labels[start:stop].sum()) for start, stop in pairs]
     return Weights([stop - start for start, stop in pairs], counted)
@@ -146,6 +146,8 @@ def _compare_gradients(
         difference = other if one is None else one if other is None else one - other
         if difference is not None:
             error, own = float(difference.norm()), 0.0 if norm is None else float(norm)
+            # Also relative to all gradients: one that is the small difference of large terms is rounding alone. Not
+            # "error > ...": NaN is an error.
             if not error <= limit * own + 8 * still.eps * total:
                 raise IndivisibleError("its gradients for a sample depend on the others")
 
@@ -160,11 +162,12 @@ def _window(given: DividedArguments, labels: torch.Tensor | None) -> tuple[int, 
 
 
 def _gradients(outputs: Any, of: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...] | None:
-    """Return the gradients of a sum over all outputs, in which each element has another factor."""
+    """Return the gradients, of the shapes of ``of``, of a sum over all outputs in which each element has a factor."""
     total = None
     for each in tensors_of(outputs):
         if each.is_floating_point() and each.requires_grad:
-            factors = torch.arange(1, each.numel() + 1, device=each.device, dtype=torch.float32).sin()
+            # In a plain sum the errors of two samples could cancel each other out.
+            factors = torch.arange(1, each.numel() + 1, device=each.device, dtype=torch.float32).sin()  # (numel,)
             # Not all alike in a batch: a number itself, and vectors by their mean size.
             term = (each.float().flatten() * factors).sum() / math.sqrt(each.numel())
             total = term if total is None else total + term

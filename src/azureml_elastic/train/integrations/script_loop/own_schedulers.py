@@ -55,6 +55,7 @@ def _replace_step(kind: type) -> None:
 
 def _note(wrapped: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any) -> Any:
     if not any(each() is scheduler for each in _made):
+        # Weakly: one that the script drops must not keep its optimizer, and that its weights.
         _made.append(weakref.ref(scheduler))
     return wrapped(*args, **kwargs)
 

@@ -99,6 +99,7 @@ class OutputLayout:
                 self.zeros.add(path)
             if whole.is_floating_point() and bool(whole.isnan().any()):
                 raise IndivisibleError(f"its outputs have no number{_named(path)}", always=False)
+            # Labels before samples: where all samples have as many, both hold for this batch, and one for the next.
             for join in Join:
                 joined = _joined_numbers(join, parts, weights)
                 if joined is not None and alike(whole, joined, limit):
@@ -171,7 +172,7 @@ def _concatenable(parts: Sequence[Any], dim: int) -> bool:
 
 
 def _joined_numbers(join: Join, parts: Sequence[torch.Tensor], weights: Weights) -> torch.Tensor | None:
-    """Return tensors of equal shape together, ``None`` where they cannot be by that."""
+    """Return tensors of equal shape together, in that shape; ``None`` where they cannot be by that."""
     if join is Join.SAME:
         return parts[0] if all(torch.equal(part, parts[0]) for part in parts) else None
     if join in (Join.CONCATENATED, Join.CHAINED) or (join is not Join.SUM and not parts[0].is_floating_point()):

@@ -142,6 +142,7 @@ class StepHistory:
         self._open.clear()
 
     def _read(self) -> None:
+        # All losses of an epoch, (), in one copy to the host: to read each by itself would wait for its kernels.
         for (epoch, _), losses in itertools.groupby(self._new, key=lambda each: (each[0], each[1].device)):
             while len(self._epochs) <= epoch:
                 self._epochs.append(array("f"))

@@ -54,6 +54,7 @@ def save(trainer: Any, write: Callable[[], Any]) -> Any:
     def begin() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         marker.write_text("This checkpoint is being written, or its writer has ended meanwhile.\n")
+        # Before the first file is written: a crash must not keep that and lose the mark.
         flush(marker)
         flush(folder)
 
