@@ -102,7 +102,7 @@ class StepMachine:
 
     def take(self) -> bool:
         """A loader yields a batch of the next step, or another one of this step; return whether it begins a step."""
-        self._refuse("a batch was taken", StepState.DEFERRED)  # what waits would be forgotten
+        self._require("a batch was taken", *{*StepState} - {StepState.DEFERRED})  # what waits would be forgotten
         if self.state is not StepState.BETWEEN:
             return False
         self.state = StepState.ACCUMULATING
@@ -184,7 +184,7 @@ class StepMachine:
 
     def restore(self) -> None:
         """The state is about to be replaced by another one."""
-        self._refuse("the state was replaced", StepState.OVER)
+        self._require("the state was replaced", *{*StepState} - {StepState.OVER})
         self.state = StepState.RESTORING
 
     def restored(self, *, in_step: bool) -> None:
@@ -215,8 +215,4 @@ class StepMachine:
 
     def _require(self, what: str, *states: StepState) -> None:
         if self.state not in states:
-            raise RuntimeError(f"A defect of azureml_elastic: {what} in the state {self.state.value!r}.")
-
-    def _refuse(self, what: str, state: StepState) -> None:
-        if self.state is state:
             raise RuntimeError(f"A defect of azureml_elastic: {what} in the state {self.state.value!r}.")

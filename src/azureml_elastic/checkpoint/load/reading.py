@@ -66,6 +66,7 @@ def load(
         by_file: defaultdict[str, list[Read]] = defaultdict(list)
         for read in reads(targets, chunks):
             by_file[stored[read.source][0]].append(read)
+        # By file, which is opened once; an object store serves several at a time.
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="read-checkpoint") as pool:
             tasks = [pool.submit(_read, storage, manifest, name, each, stored) for name, each in by_file.items()]
             for task in tasks:

@@ -150,6 +150,7 @@ class CheckpointSchedule:
             # Without a pace to compare with, no step counts as slowed down.
             expected = (step - saved_at) * (self._pace if self._pace is not None else self.write_seconds)
             cost = self._saved_time - stopped + max(0.0, self.write_seconds - expected)
+            # Half of what was known: one slow write alone does not set the interval.
             self.cost_seconds = (self.cost_seconds + cost) / 2 if self._measured else cost
             self._measured = True
         self._quiet, self._stopped = (step, now), None

@@ -134,6 +134,7 @@ def _packed(regions: Iterable[Region], chunks: Sequence[Chunk]) -> Iterator[tupl
 def route(number: int, piece: Piece, attempt: int = 0) -> list[int]:
     """Return the ranks that a piece passes through, the one that holds it first; another one at each attempt."""
     holders, receivers = piece.holders, piece.receivers
+    # By what is left of the number: by the number itself each holder would always meet the same first receiver.
     turn = number // len(holders) % len(receivers)
     return [holders[(number + attempt) % len(holders)], *receivers[turn:], *receivers[:turn]]
 
@@ -203,7 +204,6 @@ class _Content:
 
     def __init__(self, held: HeldChunks, wanted: Mapping[Region, torch.Tensor]) -> None:
         self._held = held
-        self._chunks = held.chunks
         self._targets = {
             part: part.of(target, region.offsets)
             for region, target in wanted.items()
@@ -236,7 +236,7 @@ class _Content:
 
     def _parts(self, piece: Piece, content: torch.Tensor) -> Iterator[torch.Tensor]:
         for region, begin in zip(piece.regions, piece.begins, strict=False):
-            dtype = getattr(torch, self._chunks[region.source].dtype)
+            dtype = getattr(torch, self._held.chunks[region.source].dtype)
             nbytes = prod(region.sizes) * dtype.itemsize
             yield content[begin : begin + nbytes].view(dtype).view(region.sizes)
 

@@ -219,11 +219,14 @@ class OptimizerState(Tracked):
     @override
     def differences(self, plain: Any, stored: Kinds, present: Kinds) -> list[str]:
         names = {name for group in self.collect()[0]["param_groups"] for name in group["params"]}
+        # Of parameters with a state, by their own shapes: a new optimizer has no state of its own to compare.
+        begun = _keys(plain["state"])
+        before = {name: each["shape"] for name, each in plain["parameters"].items() if name in begun}
         return [
             *self._group_differences(plain),
-            *self._shape_differences(plain),
+            *shape_differences(before, {name: each["shape"] for name, each in self._parameters().items()}),
             *optimizer_differences(stored, present),
-            *parameter_differences(_keys(plain["state"]), names),
+            *parameter_differences(begun, names),
         ]
 
     @override
@@ -282,12 +285,6 @@ class OptimizerState(Tracked):
     def _group_differences(self, plain: Any) -> list[str]:
         groups = self.collect()[0]["param_groups"]
         return group_differences(*([group["params"] for group in each] for each in (plain["param_groups"], groups)))
-
-    def _shape_differences(self, plain: Any) -> list[str]:
-        """Return sentences about parameters whose state is that of another shape: a new optimizer has none to show."""
-        begun, now = _keys(plain["state"]), self._parameters()
-        before = {name: each["shape"] for name, each in plain["parameters"].items() if name in begun}
-        return shape_differences(before, {name: each["shape"] for name, each in now.items()})
 
     def _parameters(self) -> dict[str, dict[str, Any]]:
         """Return the types and shapes of the whole parameters by name."""

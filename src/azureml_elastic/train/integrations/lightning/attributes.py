@@ -94,7 +94,9 @@ class Attributes:
         assert self._first is not None
         found: dict[str, Values] = {}
         for key, holder in _holders(self._trainer):
-            first, own = self._first.get(key, {}), _is_lightnings(holder)
+            first = self._first.get(key, {})
+            # Floats of an object of Lightning's own are times of this process's clock.
+            own = type(holder).__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
             for name, value in vars(holder).items():
                 if name in _left_to_lightning(holder):
                     continue
@@ -164,11 +166,6 @@ _layers: WeakKeyDictionary[Any, list[tuple[str, Any]]] = WeakKeyDictionary()
 def _is_own(layer: Any) -> bool:
     source = getattr(sys.modules.get(type(layer).__module__), "__file__", None) or ""
     return type(layer).__module__ == "__main__" or not ("site-packages" in source or "dist-packages" in source)
-
-
-def _is_lightnings(holder: Any) -> bool:
-    """Return whether a class is Lightning's: its floats are times of this process's clock."""
-    return type(holder).__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
 
 
 _skipped: dict[type, frozenset[str]] = {}

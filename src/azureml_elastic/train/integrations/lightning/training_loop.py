@@ -41,11 +41,6 @@ PROGRESS = "lightning"
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 
 
-def versions_of(trainer: Any) -> list[Any]:
-    """Return class and version of each logger; on rank 0, which makes its folder or run if there is none."""
-    return [[type(logger).__name__, logger.version if _attribute(logger) else None] for logger in trainer.loggers]
-
-
 def set_versions(trainer: Any, versions: list[Any]) -> list[Any]:
     """Set the versions of loggers that have not begun to write, and return those loggers."""
     found = []
@@ -169,7 +164,8 @@ class TrainingLoop:
             ckpt_path = trainer.ckpt_path = None
             trainer._checkpoint_connector._loaded_checkpoint = {}  # noqa: SLF001 - read before this call
             trainer.num_sanity_val_steps = 0  # they were run when the training began
-        versions = versions_of(trainer) if self._session.is_main else None
+        loggers = trainer.loggers if self._session.is_main else []
+        versions = [[type(each).__name__, each.version if _attribute(each) else None] for each in loggers]
         # Rank 0's: each rank would find another free version as soon as one of them has made its folder.
         self._progress.versions = self._session.from_main(versions)
         set_versions(trainer, self._progress.versions)

@@ -19,7 +19,7 @@ import torch
 
 from azureml_elastic.train.integrations.transformers.training_data import TrainingData
 
-_IGNORED_LABEL = -100
+IGNORED_LABEL = -100
 
 _MOVES = ("to", "cuda", "cpu", "detach", "clone", "contiguous")
 """Methods whose result is the same number."""
@@ -69,7 +69,7 @@ def count_labels(trainer: Any, batch: Mapping[str, Any]) -> torch.Tensor:
         labels = batch["labels"]
         if getattr(trainer, "_loss_shifts_labels", False):
             labels = labels[..., 1:]
-    return torch.as_tensor(labels.ne(_IGNORED_LABEL).sum())
+    return torch.as_tensor(labels.ne(IGNORED_LABEL).sum())
 
 
 class Stage(Enum):

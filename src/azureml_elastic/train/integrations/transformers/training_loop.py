@@ -25,14 +25,19 @@ from torch.distributed.tensor import DTensor
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train.integrations import sources
 from azureml_elastic.train.integrations.accelerate import training_data
-from azureml_elastic.train.integrations.transformers.progress import LabelCount, Progress, Stage, count_labels
+from azureml_elastic.train.integrations.transformers.progress import (
+    IGNORED_LABEL,
+    LabelCount,
+    Progress,
+    Stage,
+    count_labels,
+)
 from azureml_elastic.train.integrations.transformers.training_data import DATA_METHODS, TrainingData
 from azureml_elastic.train.integrations.wrapping import Wrapped, first_of, replaced
 from azureml_elastic.train.session.stack_session import StackSession
 
 _LOG = logging.getLogger(__name__)
 
-_IGNORED_LABEL = -100
 _LOOP = "_inner_training_loop"
 _PROGRESS = "trainer"
 _STATE_FOLDER = "trainer-state-"
@@ -448,7 +453,7 @@ def _without_labels(batch: Any) -> Any:
     if not isinstance(batch, Mapping) or "labels" not in batch:
         return batch
     names = [name for name in ("labels", "shift_labels") if name in batch]
-    return {**batch, **{name: torch.full_like(batch[name], _IGNORED_LABEL) for name in names}}
+    return {**batch, **{name: torch.full_like(batch[name], IGNORED_LABEL) for name in names}}
 
 
 def _remove_checkpoints_on_signals(trainer: Any) -> None:
