@@ -93,7 +93,7 @@ def test_rank_0_notices_a_lost_table_and_a_new_node_joins(lost):
     (pending,) = lost.nodes.start(lost.nodes.make("node-9", 1, 4))
     until(lambda: group[0].status().waiting or group[0].status().broken)
     if not group[0].status().broken:
-        group[0].round_end.reopen(Reopen("joining"))
+        group[0].round_end.write(Reopen("joining"))
     lost.nodes.rejoin(*group)
     assert len(pending.result(TIMEOUT).round.members) == 3
 
@@ -137,7 +137,7 @@ def test_a_node_whose_handshake_is_refused_reads_the_key_again(nodes):
     until(lambda: group[0].status().waiting or group[0].status().broken)
     assert sum(nodes.table.calls.values()) - calls <= 40 + 20 * (time.monotonic() - began)
     if not group[0].status().broken:
-        group[0].round_end.reopen(Reopen("joining"))
+        group[0].round_end.write(Reopen("joining"))
     nodes.rejoin(*group)
     assert len(pending.result(TIMEOUT).round.members) == 3
     assert {node._context.authenticator.key.hex() for node in nodes.made} == {nodes.table.get(RUN_KEY).value["key"]}

@@ -128,6 +128,12 @@ class Nodes:
     def join(self, *nodes: Rendezvous) -> list[Assignment]:
         return [future.result(TIMEOUT) for future in self.start(*nodes)]
 
+    def form(self, *nodes: Rendezvous) -> None:
+        """Have nodes join of which each waits for all."""
+        for node in nodes:
+            node.announce()
+        self.join(*nodes)
+
     def rejoin(self, *nodes: Rendezvous) -> list[Assignment]:
         """What the agent does when its round breaks."""
 
@@ -135,7 +141,7 @@ class Nodes:
             until(lambda: node.status().broken)
             status = node.status()
             if not status.over or status.lost:
-                node.round_end.reopen(Reopen("lost", lost=status.lost))
+                node.round_end.write(Reopen("lost", lost=status.lost))
             return node.join()
 
         return [future.result(TIMEOUT) for future in [self.pool.submit(again, node) for node in nodes]]

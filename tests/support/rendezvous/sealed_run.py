@@ -97,7 +97,7 @@ class Run:
     def change_round(self):
         """Reopen the round, let both nodes join the next one, and return the seconds until both have."""
         began = time.monotonic()
-        self.leader.round_end.reopen(Reopen("a test"))
+        self.leader.round_end.write(Reopen("a test"))
         follower = next(node for node in self.nodes if node is not self.leader)
         until(lambda: follower.status().over)
         with ThreadPoolExecutor(2) as pool:

@@ -154,10 +154,10 @@ class Node:
                 return
             if self._ends is not None:
                 how, self._ends = self._ends, None
-                rendezvous.round_end.reopen(do.Reopen("requested by the test", **how))
+                rendezvous.round_end.write(do.Reopen("requested by the test", **how))
                 return
             if rendezvous.machine.leads and status.waiting:
-                rendezvous.round_end.reopen(do.Reopen("joining"))
+                rendezvous.round_end.write(do.Reopen("joining"))
                 return
 
     def _end(self, seen: RoundSeen) -> None:

@@ -723,9 +723,6 @@ class Node:
     def _change_row(self, action: do.Reopen | do.Close) -> None:
         """End the round, or the run; see ``rendezvous.round_end``."""
         round_, view = self.round, self.hub.view(self.now)
-        if isinstance(action, do.Reopen) and self.newest.after(round_) is not None:
-            self.world.after(0.0, lambda: self.when_running(partial(self._answer, ev.EndWritten(mine=False))))
-            return
         absent = self.machine.absent(view) & getattr(action, "lost", frozenset())
         facts = EndFacts(self.now - self.machine.entered, view.waiting, absent, f"{sorted(absent)} have not connected")
         to = version_after(round_, action, facts, max_failed_rounds=self.timings.max_failed_rounds)

@@ -155,6 +155,16 @@ def test_a_call_for_a_version_that_has_passed_is_not_made():
     assert node.joiner.round.state == "sealed"
 
 
+@pytest.mark.parametrize("state", ["succeeded", "failed"])
+def test_what_workers_hold_is_kept_unless_the_run_has_ended_well(state):
+    world = World()
+    node, driver = member(world)
+    world.newest.observe(Round(1, state))
+    driver.turn(woken=True)
+    assert node.part is Part.ENDED
+    assert node.keeps_state == (state == "failed")
+
+
 def test_messages_of_earlier_rounds_are_dropped_and_those_of_later_ones_stay():
     world = World()
     _, driver = member(world)
@@ -218,6 +228,7 @@ def lost(*names):
     return ev.HubSent(messages.Lost(names, ()))
 
 
+@pytest.mark.parametrize("is_ended", [False, True])
 @pytest.mark.parametrize(
     ("names", "happened", "seconds", "by"),
     [
@@ -226,7 +237,7 @@ def lost(*names):
         ("acbd", [ev.LinkEnded(was_given_up=True)], 0.1, None),
     ],
 )
-def test_the_round_is_left_to_the_survivor_whose_turn_it_is(names, happened, seconds, by):
+def test_the_round_is_left_to_the_survivor_whose_turn_it_is(names, happened, seconds, by, is_ended):
     world = World()
     node, driver = member(world, of_nodes(*names))
     world.received = Received(leader=happened)
@@ -235,23 +246,13 @@ def test_the_round_is_left_to_the_survivor_whose_turn_it_is(names, happened, sec
     assert driver.deadline == pytest.approx(seconds)
     assert [action.by.node for action in world.took(do.AwaitEnd)] == ([by] if by else [])
     assert not world.took(do.Reopen)
-    world.newest.observe(Round(2))
+    if is_ended:
+        world.newest.observe(Round(2))
+    else:
+        world.now = driver.deadline
     driver.turn(woken=True)
-    assert not world.took(do.Reopen)
-    assert node.round.number == 1
+    assert bool(world.took(do.Reopen)) != is_ended
     assert node.part is Part.JOINING
-
-
-def test_a_round_that_nobody_ends_in_time_is_ended_by_the_next_one():
-    world = World()
-    world.answers[do.Reopen] = None
-    _, driver = member(world, of_nodes(*"acbd"))
-    world.received = Received(leader=[ev.LinkEnded()])
-    driver.turn(woken=True)
-    assert not world.took(do.Reopen)
-    world.now = driver.deadline
-    driver.turn()
-    assert world.took(do.Reopen)[0].lost == {"a"}
 
 
 def test_a_round_whose_rank_0_is_lost_before_it_has_ended_it_is_ended_without_both():
@@ -285,5 +286,6 @@ def test_a_node_that_cannot_enter_leaves_the_end_to_the_survivor_whose_turn_it_i
         world.now = driver.deadline
         world.answers[do.Reopen] = ev.EndWritten(mine=True)
     driver.turn(woken=True)
-    assert [action.lost for action in world.took(do.Reopen)] == ([] if ends else [{"a"}])
+    reopening = do.Reopen("refused", frozenset({"a"}), round_failed=True)
+    assert world.took(do.Reopen) == ([] if ends else [reopening])
     assert node.part is Part.JOINING

@@ -14,7 +14,6 @@ import threading
 import time
 
 from azureml_elastic.checkpoint.snapshots.handed_over import write_handed_over
-from azureml_elastic.errors import RunSucceeded
 from azureml_elastic.ipc.agent_interface import HandedOverState
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.port import AgentPort
@@ -103,18 +102,13 @@ class NodeAgent:
                 driver.turn(woken=self._port.wait(driver.deadline - self._port.clock()))
             return machine.ending
 
-    def _end_workers(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        """End the workers. Whatever ends this agent may end those of all nodes: the last one to hold a state writes it.
-
-        Nobody needs it where the run has ended well, or where the workers have saved at an agreed step boundary.
-        """
-        ending, workers = self.machine.ending, self._group.workers
-        saved = ending is State.LEFT and self._group.all(self._channel.workers.report().stopped)
-        last = ending is not State.SUCCEEDED and not saved and kind is not RunSucceeded
+    def _end_workers(self, _: type[BaseException] | None, error: BaseException | None, __: object) -> None:
+        """End the workers, and write the state that they hand over where it is to be kept."""
+        workers = self._group.workers
         workers.begin_stopping()
         workers.finish_stopping()
         # Only now: workers hand their state over while they are stopped.
-        held = self._channel.take_state() if last else None
+        held = self._channel.take_state() if self.machine.keeps_state else None
         if held is not None:
             if error is not None:
                 _LOG.warning("This agent ends: %s: %s", type(error).__name__, error)

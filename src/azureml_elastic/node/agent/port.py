@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -256,7 +255,7 @@ class AgentPort:
         """Yield a notice, which is final from then on: it is about to be announced."""
         if not self._preemption.noticed:
             return
-        until = time.monotonic() + self._preemption.seconds_left
+        until = self.clock() + self._preemption.seconds_left
         if until < self._until - _SOONER_SECONDS and self._preemption.commit_to_leave():
             self._until = until
             yield ev.Noticed(until, self._preemption.reason)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -59,7 +58,7 @@ class NewcomerWatch:
         waits: which nodes wait for what, in one sentence; empty where none waits.
     """
 
-    def __init__(self, folder: Path, timeout: timedelta | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, folder: Path, timeout: timedelta | None, clock: Callable[[], float]) -> None:
         self._folder = folder
         self._timeout = None if timeout is None else timeout.total_seconds()
         self._clock = clock
@@ -146,7 +145,7 @@ class SessionWatch:
         self,
         folder: Path,
         record: Callable[[type[TrainsWithoutSession]], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
         self._folder = folder
         self._record = record

@@ -87,6 +87,8 @@ class Node:
         seen: what is known of it.
         ending: how this node's part has ended; ``None`` where another node has ended the run.
         closed: the end of the run, where this node has ended it.
+        keeps_state: whether what this node's workers hand over when they end is kept for the next start of the run:
+            whatever ends this node may end all of them, and nobody else may hold a state.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Node:
         self.seen = ev.RoundSeen()
         self.ending: State | None = None
         self.closed: do.Close | None = None
+        self.keeps_state = True
         self._limits = limits
         self._timings = timings
         self._newest = newest
@@ -244,7 +247,7 @@ class Node:
             self.part = Part.STARTING
             return self._call(*actions, do.StartWorkers(self.round, self.rank))
         if joiner.state is JoinState.OVER:
-            self.part = Part.ENDED
+            self.part, self.keeps_state = Part.ENDED, joiner.round.state != "succeeded"
         elif actions and isinstance(actions[-1], do.Call):
             # A call takes up to seconds, and one for a version that has passed would be for nothing.
             if self._newest.after(joiner.round) is not None:
@@ -294,6 +297,7 @@ class Node:
         if training.state is State.RECOVERING:
             return [*actions, *self._prepare()]
         self.part, self.ending, self.closed = Part.ENDED, training.state, training.closed
+        self.keeps_state = training.keeps_state
         return actions
 
     # --- whose turn it is to end a round -----------------------------------------------------------------------------
@@ -306,7 +310,9 @@ class Node:
         """
         round_, me = self.round, self.me.node
         assert round_ is not None
-        if how.at_once or how.failures or me in how.lost or self._newest.after(round_) is not None:
+        if (newer := self._newest.after(round_)) is not None:
+            return self._follow(newer, now)
+        if how.at_once or how.failures or me in how.lost:
             return [how]
         informed = self.seen.lost if self._is_linked_to_leader else frozenset[str]()
         seconds, first = turn_of(round_, how.lost, me, informed=informed)
@@ -325,7 +331,7 @@ class Node:
     def _await_end(self, deferral: _Deferral, event: ev.NodeEvent, now: float) -> list[do.Action]:
         """Go on once another node has ended the round, or end it where none has in time or rank 0's node is gone."""
         assert self.round is not None
-        joiner, training, newer = self.joiner, self.training, self._newest.after(self.round)
+        joiner, newer = self.joiner, self._newest.after(self.round)
         is_due = now >= deferral.until or (deferral.informed and not self._is_linked_to_leader)
         if newer is None and not is_due:
             if joiner is not None and not isinstance(event, ev.TimerFired):
@@ -333,14 +339,18 @@ class Node:
             return []
         self.part, self._deferral = Part.MEMBER if joiner is None else Part.JOINING, None
         if newer is not None:
-            if training is not None:
-                return self._train(training, ev.EndWritten(mine=False), now)
-            return self._join(ev.NewerRound(newer), now) if joiner is not None else []
+            return self._follow(newer, now)
         how = replace(deferral.how, lost=deferral.how.lost | self.seen.lost)
-        if training is not None:
-            training.reopening = how
+        if self.training is not None:
+            self.training.reopening = how
         self.calls = joiner is not None
         return [how]
+
+    def _follow(self, newer: Round, now: float) -> list[do.Action]:
+        """Go on, as another node has ended the round."""
+        if self.training is not None:
+            return self._train(self.training, ev.EndWritten(mine=False), now)
+        return self._join(ev.NewerRound(newer), now) if self.joiner is not None else []
 
     # --- what is known of a round ------------------------------------------------------------------------------------
 

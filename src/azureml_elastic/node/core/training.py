@@ -136,6 +136,12 @@ class Training:
         return self.state in _OVER
 
     @property
+    def keeps_state(self) -> bool:
+        """Whether the workers' state may be the last one: the run has not ended well, nor have they saved to leave."""
+        saved = self.state is State.LEFT and self.are_all(self._workers.stopped)
+        return self.state is not State.SUCCEEDED and not saved
+
+    @property
     def leads(self) -> bool:
         """Whether this node is rank 0 of the round."""
         return self._leader is not None

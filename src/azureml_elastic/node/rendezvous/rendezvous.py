@@ -286,11 +286,11 @@ class Rendezvous:
 
     def _change_row(self, action: do.RowAction) -> ev.EndWritten:
         if isinstance(action, do.Close):
-            mine = self.round_end.close(action)
+            mine = self.round_end.write(action) is not None
             if mine:
                 self._record(events.RunEnded, succeeded=action.succeeded, message=action.message)
             return ev.EndWritten(mine)
-        written = self.round_end.reopen(action)
+        written = self.round_end.write(action)
         if written is None:
             return ev.EndWritten(mine=False)
         self._record(events.RoundReopened, reason=action.reason, lost=tuple(sorted(action.lost)))

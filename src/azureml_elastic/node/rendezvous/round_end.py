@@ -42,19 +42,6 @@ class RoundEnd:
     watch: HubWatch
     reachability: Reachability
 
-    def reopen(self, how: Reopen) -> Round | None:
-        """End the current round so that another can form, or the run after too many failed rounds.
-
-        Returns:
-            What this node has written; ``None`` where another one was first, and nothing is charged.
-        """
-        newer = self.context.latest.after(self.membership.assignment.round)
-        return self._write(how) if newer is None else None
-
-    def close(self, how: Close) -> bool:
-        """End the run for all nodes, and return whether this node has ended it."""
-        return self._write(how) is not None
-
     def await_other(self, how: AwaitEnd) -> None:
         """Connect to the hub of the survivor that is to end the round."""
         greeting = greeting_of(self.reachability.marked(self.machine.me), self.membership.assignment.round)
@@ -85,8 +72,12 @@ class RoundEnd:
         _LOG.warning("Members of round %d have not connected: %s. %s", round_.number, reason, self.reachability.advice)
         return reason
 
-    def _write(self, how: Reopen | Close) -> Round | None:
-        """Write what follows, send it to all connected nodes and return it, unless another node was first."""
+    def write(self, how: Reopen | Close) -> Round | None:
+        """Write what follows the round and send it to all connected nodes.
+
+        Returns:
+            What this node has written; ``None`` where another one was first, and nothing is charged.
+        """
         round_ = self.membership.assignment.round
         view, absent = self.hub.view(), frozenset[str]()
         if isinstance(how, Reopen) and not how.failures:

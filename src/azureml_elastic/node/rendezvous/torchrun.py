@@ -131,7 +131,7 @@ class TableRendezvousHandler(RendezvousHandler):
     def set_closed(self) -> None:
         """End the run as failed, since torchrun gives up."""
         if self._joined and not self._closed:
-            self._rendezvous.round_end.close(
+            self._rendezvous.round_end.write(
                 Close(succeeded=False, message="torchrun closed the rendezvous.", exit_code=1)
             )
             self._closed = True
@@ -154,7 +154,7 @@ class TableRendezvousHandler(RendezvousHandler):
         if self._joined and not self._closed:
             message = "" if error is None else f"A worker failed under torchrun: {error}"
             exit_code = 0 if error is None else 1
-            self._rendezvous.round_end.close(Close(succeeded=error is None, message=message, exit_code=exit_code))
+            self._rendezvous.round_end.write(Close(succeeded=error is None, message=message, exit_code=exit_code))
             self._closed = True
         self._rendezvous.shutdown()
         return True

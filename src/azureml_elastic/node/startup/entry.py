@@ -172,7 +172,7 @@ class _Node(Surroundings):
         sender = ShardSender(memory, rendezvous.authenticator)
         self._channel = Channel(recorder, queue, self._watch, memory, sender)
         stack.callback(self._channel.close)
-        self._newcomers = NewcomerWatch(self._channel.folder, distribution.newcomer_timeout)
+        self._newcomers = NewcomerWatch(self._channel.folder, distribution.newcomer_timeout, rendezvous.clock)
         # Before the preload server, which hands this to its workers, and before threads that read the environment.
         environment = self._set_inherited_variables(opened, environment)
         self._preload_server: PreloadServer | None = None
@@ -294,7 +294,8 @@ class _Node(Surroundings):
         hangs = HangWatch(
             self._watch, StackReporter(channel.folder, identity.folder / "stacks", identity.node, rendezvous.queue)
         )
-        session = SessionWatch(channel.folder, lambda kind: self._recorder.record(kind, rendezvous.machine.last_round))
+        record, machine = self._recorder.record, rendezvous.machine
+        session = SessionWatch(channel.folder, lambda kind: record(kind, machine.last_round), rendezvous.clock)
         rendezvous.machine.run_workers(self._plan, opens_session=opens)
         port = AgentPort(
             identity,

@@ -266,7 +266,7 @@ def test_a_candidate_without_a_row_is_not_sealed(run):
     client = run.member("a-ghost", "i-ghost")
     client.send(encoded(messages.Watch(run.round.number + 1, is_open=True, candidacy=ghost)))
     until(lambda: any(row.node == "a-ghost" for row in run.leader.hub.candidates()))
-    run.leader.round_end.reopen(Reopen("a test"))
+    run.leader.round_end.write(Reopen("a test"))
     follower = next(node for node in run.nodes if node is not run.leader)
     until(lambda: follower.status().over)
     with ThreadPoolExecutor(2) as pool:

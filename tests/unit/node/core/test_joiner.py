@@ -388,16 +388,6 @@ def test_a_hub_with_another_key_is_entered_again_after_the_key_was_read():
     assert node.feed(ev.Entered(refused=True), ev.MembersReached()) == do.Take()
 
 
-def test_a_machine_that_refuses_has_lost_its_agent():
-    node = Node()
-    node.candidate(a=member("a"))
-    node.enter(sealed("a", "me"))
-    failed = ev.EntryFailed("refused", unreachable=False, me=node.row)
-    assert node.feed(failed) == do.Reopen("refused", frozenset({"a"}), round_failed=True)
-    assert node.feed(ev.EndWritten(mine=True)) == do.ReadRound()
-    assert node.feed(ev.RoundRead(Round(2))) == do.PrepareRow(Round(2))
-
-
 @pytest.mark.parametrize(
     ("answers", "heartbeat", "ends"),
     [([False, False, True], None, True), ([True, None], None, False), ([None], 1, False), ([None], 0, True)],

@@ -204,6 +204,7 @@ def test_a_leaver_that_has_stopped_is_free_to_go_and_its_loss_means_nothing():
     stop(round_, "b")
     assert [type(action).__name__ for action in round_.take("b")] == ["FlushProgress", "StopWorkers", "Disconnect"]
     assert round_.machines["b"].state is State.LEFT
+    assert not round_.machines["b"].keeps_state, "it has saved with the others"
     for node in ("a", "c"):
         assert round_.sees(node, lost=frozenset({"b"})) == []
     stop(round_, "c", "a")

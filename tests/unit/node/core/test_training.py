@@ -347,6 +347,7 @@ def test_rank_0_marks_the_good_end_when_all_are_done():
     assert round_.sees("a", all_done=True) == [do.Close(succeeded=True)]
     round_.feed("a", ev.EndWritten(mine=True))
     assert state(round_, "a") is State.SUCCEEDED
+    assert not round_.machines["a"].keeps_state
 
 
 def test_the_others_make_sure_that_it_has():
@@ -400,6 +401,7 @@ def test_a_notice_is_announced_once_and_ends_the_round_when_its_time_is_over():
     assert only(done, do.StopWorkers).seconds == 0.0
     round_.feed("b", ev.EndWritten(mine=True))
     assert state(round_, "b") is State.LEFT
+    assert round_.machines["b"].keeps_state, "it may be the last one to hold a state"
 
 
 def test_the_others_wait_for_what_a_program_without_a_session_saves_at_its_end():

@@ -84,11 +84,11 @@ def test_a_quarantined_node_makes_room_for_a_node_that_is_well(nodes):
     assert names(assignment) == names(waiting.result(TIMEOUT)) == ["first", "a-excluded"]
     coming = nodes.start(second)[0]
     until(lambda: first.hub.view().waiting == {"second"})
-    assert first.round_end.reopen(Reopen("joining: second"))
+    assert first.round_end.write(Reopen("joining: second"))
     assignments = [*nodes.start(first), coming]
     outside = nodes.start(excluded)[0]
     assert [names(future.result(TIMEOUT)) for future in assignments] == [["first", "second"]] * 2
-    assert first.round_end.close(Close(succeeded=True))
+    assert first.round_end.write(Close(succeeded=True))
     with pytest.raises(RunSucceeded):
         outside.result(TIMEOUT)
 
@@ -112,12 +112,12 @@ def test_a_node_that_was_lost_reads_what_was_held_against_it(nodes):
     until(lambda: here.live("host-of-there") == 1)
     assert there.mine() == 0, "it has not read the strike yet"
     until(lambda: list(nodes.table.query("strike.")))
-    assert survivor.round_end.reopen(Reopen("lost there", lost=frozenset({"there"})))
+    assert survivor.round_end.write(Reopen("lost there", lost=frozenset({"there"})))
     alone = nodes.join(survivor)[0]
     assert names(alone) == ["here"]
     back = nodes.start(lost)[0]
     until(lambda: survivor.hub.view().waiting == {"there"})
-    assert survivor.round_end.reopen(Reopen("joining: there"))
+    assert survivor.round_end.write(Reopen("joining: there"))
     again = nodes.start(survivor)[0]
     assert names(again.result(TIMEOUT)) == names(back.result(TIMEOUT)) == ["here", "there"]
     assert [member.strikes for member in again.result().round.members] == [0, 1]

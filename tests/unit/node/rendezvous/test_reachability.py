@@ -127,7 +127,7 @@ def test_nodes_of_one_machine_share_a_range_through_many_rounds(tmp_path, free_r
             seen |= {assignments[0].store_address[1]}
             stores["node-0"].set("key", str(number))
             assert stores["node-1"].get("key") == str(number).encode()
-            assert nodes[0].round_end.reopen(Reopen("again"))
+            assert nodes[0].round_end.write(Reopen("again"))
     assert len(seen) > 3
     assert all(low <= port <= high for port in seen)
     stores.clear()

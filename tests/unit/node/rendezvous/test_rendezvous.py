@@ -62,11 +62,10 @@ def test_announced_nodes_are_waited_for(nodes):
 def test_nodes_of_another_program_with_the_same_run_id_are_refused(nodes, most):
     """Neither do they become members, nor do they take the end of the run for their own."""
     first, other = nodes.make("node-0", 1, most, program="train"), nodes.make("node-1", 1, most, program="evaluate")
-    first.announce()
-    nodes.join(first)
+    nodes.form(first)
     with pytest.raises(UsageError, match=r"another program.*AZUREML_ELASTIC_STEP"):
         other.join()
-    assert first.round_end.close(Close(succeeded=True))
+    assert first.round_end.write(Close(succeeded=True))
     late = nodes.make("node-2", 1, most, program="evaluate")  # has not read the run's key before
     with pytest.raises(UsageError, match="another program"):
         late.join()
@@ -86,9 +85,7 @@ def test_nobody_waits_for_an_announced_node_of_another_program(nodes):
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_survivors_of_any_rank_form_the_next_round(nodes, victim):
     group = [nodes.make(f"node-{k}", 1, 3) for k in range(3)]
-    for node in group:
-        node.announce()
-    nodes.join(*group)
+    nodes.form(*group)
     nodes.kill(group[victim])
     survivors = [node for k, node in enumerate(group) if k != victim]
     assignments = nodes.rejoin(*survivors)
@@ -100,9 +97,7 @@ def test_survivors_of_any_rank_form_the_next_round(nodes, victim):
 def test_a_node_that_joins_again_by_itself_stays_a_member(nodes):
     """As torch's agent does after a worker's failure: it calls the handler again, without ending the round first."""
     group = [nodes.make("node-0", 1, 3, table=Slow(nodes.table, 0.3)), nodes.make("node-1"), nodes.make("node-2")]
-    for node in group:
-        node.announce()
-    nodes.join(*group)
+    nodes.form(*group)
     (pending,) = nodes.start(group[0])
     nodes.rejoin(*group[1:])
     round_ = pending.result(TIMEOUT).round
@@ -231,7 +226,7 @@ def test_a_round_that_a_member_never_connected_to_has_failed_whichever_node_ends
     nodes.join(*pair)
     (ending,) = (node for node in pair if node.machine.leads is leads)
     until(lambda: ending.status().lost)
-    assert ending.round_end.reopen(Reopen("lost node-9", lost=ending.status().lost))
+    assert ending.round_end.write(Reopen("lost node-9", lost=ending.status().lost))
     round_ = ending._rows.read_round()
     assert round_.failed_rounds == 1
     first = ending.membership.assignment.round.members[0]
@@ -306,7 +301,7 @@ def test_rounds_leave_no_threads_behind(nodes):
 
     before = links()
     for _ in range(4):
-        group[0].round_end.reopen(Reopen("again"))
+        group[0].round_end.write(Reopen("again"))
         nodes.rejoin(*group)
     until(lambda: links() <= before)
 
@@ -326,7 +321,7 @@ def test_the_run_is_over_for_late_nodes(nodes):
 def test_a_failure_reaches_everyone_with_its_message_and_exit_code(nodes):
     first, second = nodes.make("node-0", 2, 2), nodes.make("node-1", 2, 2)
     nodes.join(first, second)
-    assert second.round_end.close(Close(succeeded=False, message="ValueError: no such file", exit_code=7))
+    assert second.round_end.write(Close(succeeded=False, message="ValueError: no such file", exit_code=7))
     until(lambda: first.status().over)
     for node in (first, nodes.make("node-2")):
         with pytest.raises(RunFailed, match="no such file") as failure:

@@ -58,7 +58,7 @@ def test_a_look_at_the_round_before_says_nothing_of_this_one(nodes):
     table.is_held = True
     until(lambda: is_asked(node, table))
     table.is_held = False
-    node.round_end.reopen(Reopen("another round"))
+    node.round_end.write(Reopen("another round"))
     (assignment,) = nodes.join(node)
     assert assignment.round.number == 2
     table.answers.set()  # with the row of round 1
