@@ -26,7 +26,7 @@ def main() -> None:
         distribution=ElasticDistribution(
             process_count_per_instance=1, max_restarts=1_000_000, recovery=given["recovery"]
         ),
-        health=HealthPolicy(strike_decay=0),
+        health=HealthPolicy(quarantine_strikes=None),
         preemption=PreemptionPolicy(scheduled_events=None),
         rendezvous=TableRendezvous(endpoint=given["endpoint"]),
         checkpoint=CheckpointPolicy(path=given["checkpoints"]),

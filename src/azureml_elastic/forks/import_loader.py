@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from azureml_elastic.forks.fork_checks import end_with, native_threads, trial_fork
-from azureml_elastic.forks.import_scan import Import
+from azureml_elastic.forks.import_scan import SESSION, Import
 from azureml_elastic.forks.import_variables import is_per_worker
 
 _READERS = frozenset(
@@ -60,7 +60,7 @@ def set_rank(environ: Mapping[str, str]) -> None:
 BASICS = (Import("torch"), Import("torch.distributed"))
 """Imports that each worker needs, in addition to those of the script."""
 
-_OWN = "azureml_elastic.train"
+_TRAIN = "azureml_elastic.train"
 
 LATER = (
     "sympy",
@@ -189,8 +189,10 @@ def import_all(found: Sequence[Import], excluded: Sequence[str], output: Output)
             before = output.sizes()
             try:
                 __import__(wanted.module, fromlist=list(wanted.names))
-                if wanted.module == _OWN or (wanted.package == _OWN.partition(".")[0] and "train" in wanted.names):
-                    _import_below(_OWN)
+                if wanted == SESSION:
+                    for module in pkgutil.iter_modules(sys.modules[_TRAIN].__path__, f"{_TRAIN}."):  # imported lazily
+                        with contextlib.suppress(Exception):
+                            importlib.import_module(module.name)
                 made += 1
             except BaseException as error:
                 output.truncate(before)
@@ -212,11 +214,12 @@ def later_of_packages(excluded: Container[str]) -> list[str]:
     wanted = dict.fromkeys(
         name for package in LATER_OF_PACKAGES if package in sys.modules for name in LATER_OF_PACKAGES[package]
     )
-    return [name for name in wanted if name not in sys.modules and _is_available(name.partition(".")[0], excluded)]
-
-
-def _is_available(package: str, excluded: Container[str]) -> bool:
-    return package not in excluded and (package in sys.modules or find_spec(package) is not None)
+    packages = {name: name.partition(".")[0] for name in wanted if name not in sys.modules}
+    return [
+        name
+        for name, package in packages.items()
+        if package not in excluded and (package in sys.modules or find_spec(package) is not None)
+    ]
 
 
 def import_later(name: str, output: Output) -> None:
@@ -227,13 +230,6 @@ def import_later(name: str, output: Output) -> None:
         importlib.import_module(name)
     warnings.filters[:] = filters  # type: ignore[index] # a list in fact
     output.truncate(before)
-
-
-def _import_below(package: str) -> None:
-    """Import the submodules that a package imports lazily."""
-    for module in pkgutil.iter_modules(sys.modules[package].__path__, package + "."):
-        with contextlib.suppress(Exception):
-            importlib.import_module(module.name)
 
 
 @contextlib.contextmanager

@@ -242,7 +242,15 @@ class LocalCluster:
             except (KeyboardInterrupt, SystemExit) as error:
                 # A signal that comes before hold() raises, and no launch is there that writes the report.
                 if not paths.report.exists():
-                    _early_report(paths, error).write()
+                    (
+                        Report(
+                            name=paths.run_dir.name,
+                            paths=paths,
+                            outcome="interrupted",
+                            exit_code=_exit_code(error),
+                            message="The run was interrupted before its nodes were started.",
+                        )
+                    ).write()
                 raise
             signals.raise_received()
         return report
@@ -355,17 +363,6 @@ def _node_words(argv: Sequence[str], distribution: ElasticDistribution) -> tuple
     words, name, variables = words_with_placeholders(argv)
     refuse_changing(variables, distribution)
     return ("--", *words) if name is None else ("--placeholders", name, "--", *words)
-
-
-def _early_report(paths: Paths, error: BaseException) -> Report:
-    """Return the report of a run that was interrupted before its nodes were started."""
-    return Report(
-        name=paths.run_dir.name,
-        paths=paths,
-        outcome="interrupted",
-        exit_code=_exit_code(error),
-        message="The run was interrupted before its nodes were started.",
-    )
 
 
 def _exit_code(error: BaseException) -> int:

@@ -79,7 +79,7 @@ def calibrate(runs: Iterable[Sequence[Event]], base: Parameters | None = None) -
             "preload_seconds": max(0.0, joining - start),
             "first_step_seconds": _median(samples.first_step, base.first_step_seconds),
             "recovery_seconds": _recoveries(samples.recovery, base),
-            "checkpoint_pause_seconds": _mean(samples.pause, base.checkpoint_pause_seconds),
+            "checkpoint_pause_seconds": (fmean(samples.pause) if samples.pause else base.checkpoint_pause_seconds),
             "checkpoint_write_seconds": _median(samples.write, base.checkpoint_write_seconds),
             "finish_seconds": _median(samples.finish, base.finish_seconds),
         }
@@ -182,7 +182,3 @@ def _per_step(found: Sequence[tuple[float, int]], paused: float) -> float:
 
 def _median(values: Sequence[float], default: float) -> float:
     return max(0.0, median(values)) if values else default
-
-
-def _mean(values: Sequence[float], default: float) -> float:
-    return fmean(values) if values else default

@@ -88,8 +88,7 @@ def test_this_library_is_imported_last_where_only_functions_import_it(project):
         import json
         """
     )
-    own = (Import("azureml_elastic.train"), Import("azureml_elastic", ("train",)))
-    assert find_imports("script", script).imports == (Import("json"), *own)
+    assert find_imports("script", script).imports == (Import("json"), Import("azureml_elastic", ("train",)))
     project(script="import os\nos.environ['WHATEVER'] = '1'\ndef main():\n    from azureml_elastic import train\n")
     assert "azureml_elastic" not in modules(script)
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from azureml_elastic.environment import names as variables
 from azureml_elastic.forks.stack_imports import for_plain_start
-from azureml_elastic.forks.uncaught_error import add_file_name, find_file
+from azureml_elastic.forks.unreadable_file import add_file_name, find_file
 from azureml_elastic.node.failures.classification import signature_of
 from azureml_elastic.node.failures.tracebacks import ExceptionInfo
 

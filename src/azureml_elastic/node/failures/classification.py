@@ -195,7 +195,7 @@ def _examine(rank: int, failure: FailedWorker, *, oom_killed: bool) -> Failure:
             kind = "out_of_memory"
         conclusive = kind not in ("peer", "timeout")
         return Failure(rank, code, _shortened(parsed.text), kind, signature_of(chain[-1]), conclusive=conclusive)
-    lines = _shortened(_last_lines(text))
+    lines = _shortened("\n".join(text.splitlines()[-_TAIL_LINES:]).strip())
     if is_full(failure.stderr):
         lines = f"{lines}\n{_FULL.format(failure.stderr.parent)}".strip()
     if name:
@@ -303,10 +303,6 @@ def _read(path: Path) -> str:
             return file.read().decode(errors="replace")
     except OSError:
         return ""
-
-
-def _last_lines(text: str) -> str:
-    return "\n".join(text.splitlines()[-_TAIL_LINES:]).strip()
 
 
 def _shortened(text: str) -> str:
