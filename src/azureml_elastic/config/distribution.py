@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from azureml_elastic.config.base import ConfigModel, Duration, PositiveDuration, Span, Takes, default
+from azureml_elastic.config.base import ConfigModel, Duration, Span, Takes, default
 
 Recovery = Literal["restart", "in_process"]
 """How the workers recover from the loss of another worker; see :class:`ElasticDistribution`."""
@@ -43,7 +43,6 @@ class ElasticDistribution(ConfigModel):
             next round. After it, the steps since the last checkpoint are lost.
         preload_workers: whether each node runs a preload server, which imports the script's modules once and forks the
             workers, wherever forking is safe.
-        monitor_interval: time between two checks of the local workers.
         stop_timeout: time between SIGTERM and SIGKILL when the workers of an ended round are stopped, as under
             torchrun. On a node that is being preempted they have what is left of its notice instead.
         newcomer_timeout: time for which new nodes wait until a program without a session has saved a file that it has
@@ -60,7 +59,6 @@ class ElasticDistribution(ConfigModel):
     recovery: Recovery = "restart"
     handover_timeout: Takes[Duration, Span] = default(timedelta(seconds=5))
     preload_workers: bool = True
-    monitor_interval: Takes[PositiveDuration, Span] = default(timedelta(seconds=0.1))
     stop_timeout: Takes[Duration, Span] = default(timedelta(seconds=30))
     newcomer_timeout: Takes[Duration | None, Span | None] = default(None)
 

@@ -107,7 +107,6 @@ class Ramp(ConfigModel):
         steps: length of the rise; ``"auto"`` is ``0.8 * ratio / (1 - momentum)`` steps for a rise by that ratio.
     """
 
-    kind: Literal["ramp"] = "ramp"
     steps: int | Literal["auto"] = "auto"
 
     @model_validator(mode="after")
@@ -196,15 +195,12 @@ class PreemptionPolicy(ConfigModel):
             a checkpoint.
         scheduled_events: base address of the metadata service that announces Azure's scheduled events, without the
             ``/scheduledevents`` suffix. ``None`` disables polling.
-        lead: time before an event's earliest start at which the node leaves, for event types other than ``Preempt``,
-            which may be announced days ahead.
         marker: path of a file whose existence is a notice; ``{node}`` is replaced by the node's identifier. ``None``
             disables the file.
     """
 
     grace: Takes[Duration, Span] = default(timedelta(seconds=25))
     scheduled_events: Annotated[str, AfterValidator(_metadata_address)] | None = METADATA_ADDRESS
-    lead: Takes[Duration, Span] = default(timedelta(minutes=2))
     marker: str | None = Field(default=None, min_length=1)
 
 
@@ -236,7 +232,9 @@ class ReplacementPolicy(ConfigModel):
 class MetricsPolicy(ConfigModel):
     """Where the agent of rank 0's node publishes what the script logs, and the metrics of the run itself.
 
-    Publishing never delays or fails a run.
+    Publishing never delays or fails a run. Metrics and spans are exported by OpenTelemetry, too, where
+    ``OTEL_EXPORTER_OTLP_ENDPOINT`` is set and ``OTEL_SDK_DISABLED`` is not ``true``; this needs the extra
+    ``opentelemetry``.
 
     Args:
         mlflow: whether to publish to MLflow, where ``MLFLOW_TRACKING_URI`` is set, as on Azure ML, and MLflow is
@@ -244,13 +242,10 @@ class MetricsPolicy(ConfigModel):
         tensorboard: folder for TensorBoard's files, which all nodes see, or one that Azure ML uploads; variables of the
             node, as in ``"$AZURE_ML_OUTPUT_logs"``, are expanded. ``None`` for no files. Needs the extra
             ``tensorboard``.
-        opentelemetry: whether to export metrics and spans by OpenTelemetry, where ``OTEL_EXPORTER_OTLP_ENDPOINT`` is
-            set. Needs the extra ``opentelemetry``.
     """
 
     mlflow: bool = True
     tensorboard: str | None = Field(default=None, min_length=1)
-    opentelemetry: bool = True
 
 
 def _ranks(value: tuple[int, ...]) -> tuple[int, ...]:

@@ -123,8 +123,8 @@ class NodeEnvironment(Environment):
 
     @property
     def exports_opentelemetry(self) -> bool:
-        """Whether the address of an OTLP receiver is set, which switches the export on."""
-        return bool(self.get("OTEL_EXPORTER_OTLP_ENDPOINT"))
+        """Whether the address of an OTLP receiver is set, which switches the export on, and it is not disabled."""
+        return bool(self.get("OTEL_EXPORTER_OTLP_ENDPOINT")) and (self.get("OTEL_SDK_DISABLED") or "").lower() != "true"
 
     @property
     def names_opentelemetry_service(self) -> bool:

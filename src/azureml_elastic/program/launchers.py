@@ -66,12 +66,13 @@ class Launcher:
         return *(call.removeprefix("-m ").split()[0] for call in self.calls), *self.other_names.split()
 
 
-_RESTARTS = {"max-restarts": "max_restarts", "monitor-interval": "monitor_interval"}
+_RESTARTS = {"max-restarts": "max_restarts"}
 TORCHRUN = Launcher(
     "torchrun",
     ("torchrun", "-m torch.distributed.run"),
     fields=_RESTARTS,
-    dropped="nnodes node-rank master-addr master-port local-addr rdzv-backend rdzv-endpoint rdzv-id rdzv-conf",
+    dropped="monitor-interval nnodes node-rank master-addr master-port local-addr rdzv-backend rdzv-endpoint rdzv-id "
+    "rdzv-conf",
     flags="standalone use-env module run-path",
     refused="no-python virtual-local-rank",
     short={"-m": "module", "-r": "redirects", "-t": "tee"},
@@ -95,7 +96,7 @@ LAUNCHERS = (
         nodes="num-machines",
         fields=_RESTARTS,
         variables={"mixed-precision": "ACCELERATE_MIXED_PRECISION", "num-cpu-threads-per-process": "OMP_NUM_THREADS"},
-        dropped="machine-rank main-process-ip main-process-port rdzv-backend rdzv-conf",
+        dropped="machine-rank monitor-interval main-process-ip main-process-port rdzv-backend rdzv-conf",
         flags="multi-gpu same-network module quiet",
         refused="no-python cpu debug enable-cpu-affinity use-deepspeed use-fsdp use-megatron-lm "
         "use-parallelism-config dynamo-use-fullgraph dynamo-use-dynamic dynamo-use-regional-compilation "

@@ -205,7 +205,7 @@ def _fields(launcher: Launcher, options: Mapping[str, str]) -> tuple[dict[str, A
     for option, name in launcher.fields.items():
         if option in options:
             try:
-                fields[name] = float(options[option]) if name == "monitor_interval" else int(options[option])
+                fields[name] = int(options[option])
             except ValueError:
                 refused.append(f"--{option} {options[option]} cannot be read as a number.")
     if launcher.count not in options:

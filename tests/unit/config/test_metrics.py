@@ -11,12 +11,12 @@ RESOURCES = ElasticResources(max_instance_count=1)
 
 
 def test_mlflow_and_opentelemetry_are_on_where_the_node_is_configured_for_them():
-    assert MetricsPolicy() == MetricsPolicy(mlflow=True, tensorboard=None, opentelemetry=True)
+    assert MetricsPolicy() == MetricsPolicy(mlflow=True, tensorboard=None)
     assert Plan(resources=RESOURCES).metrics == MetricsPolicy()
 
 
 def test_it_is_part_of_the_plan():
-    policy = MetricsPolicy(mlflow=False, tensorboard="$AZURE_ML_OUTPUT_logs", opentelemetry=False)
+    policy = MetricsPolicy(mlflow=False, tensorboard="$AZURE_ML_OUTPUT_logs")
     plan = Plan(resources=RESOURCES, metrics=policy)
     assert Plan.from_json(plan.to_json()).metrics == policy
 

@@ -46,7 +46,7 @@ from azureml_elastic.errors import PlanError
         ),
         (lambda: ElasticDistribution(process_count_per_instance="many"), "process_count_per_instance"),
         (lambda: ElasticDistribution(max_restarts=-1), "max_restarts"),
-        (lambda: ElasticDistribution(monitor_interval=0), "not positive"),
+        (lambda: CheckpointPolicy(every=0), "not positive"),
         (lambda: CheckpointPolicy(keep=1), "keep"),
         (lambda: CheckpointPolicy(every=timedelta(seconds=-1)), "-1 s is not positive"),
         (lambda: RendezvousTimings(heartbeat_interval=2, heartbeat_timeout=3), "heartbeat_timeout=3 s"),
@@ -104,7 +104,7 @@ plans = st.builds(
         ElasticDistribution,
         process_count_per_instance=st.one_of(st.just("auto"), st.integers(1, 8)),
         max_restarts=st.integers(0, 9),
-        monitor_interval=st.timedeltas(timedelta(milliseconds=1), timedelta(days=1)),
+        handover_timeout=st.timedeltas(timedelta(milliseconds=1), timedelta(days=1)),
     ),
     checkpoint=st.builds(
         CheckpointPolicy,

@@ -52,7 +52,7 @@ def test_without_a_launcher_there_is_nothing_to_read(command):
         (
             "python3.11 -m torch.distributed.run --monitor-interval 2 train.py",
             "python3.11 train.py",
-            {"monitor_interval": 2.0},
+            {},
         ),
         (
             "python -u -m torch.distributed.run \\\n  --nproc_per_node 2 \\\n  'my train.py' a",

@@ -201,7 +201,7 @@ class PyTorchDistribution:
         ({"resources": {"max_instance_cout": 2}}, "did you mean max_instance_count?"),
         ({"resources": {"max_instance_count": True}}, "True is no number"),
         ({"distribution": {"process_count_per_instance": True}}, "True is no number"),
-        ({"distribution": {"monitor_interval": False}}, "False is no number"),
+        ({"distribution": {"stop_timeout": False}}, "False is no number"),
         ({"checkpoint": {"every": True}}, "checkpoint.every\n  True is no number"),
         ({"replacement": {"budget": True}}, "True is no number"),
         ({"timeout": True}, "True is no number"),

@@ -89,6 +89,9 @@ _SOONER_SECONDS = 0.01
 
 _LOG = logging.getLogger(__name__)
 
+_LOOK_SECONDS = 0.1
+"""Time between two looks at the workers: the ends of processes wake nobody, nor do imports."""
+
 
 class AgentPort:
     """The world of a node whose agent runs workers; a :class:`~azureml_elastic.node.driver.Port`."""
@@ -123,8 +126,6 @@ class AgentPort:
         self._strikes = strikes
         self._observations = observations
         self._table = table
-        # The ends of processes wake nobody, nor do imports.
-        self._interval = distribution.monitor_interval.total_seconds()
         self._store = self._watched_store = RoundStore()
         self._pids: tuple[int, ...] = ()
         self._until = float("inf")
@@ -179,8 +180,8 @@ class AgentPort:
         """
         machine = self._rdzv.machine
         if machine.training is None:
-            return self._rdzv.wait(min(seconds, self._interval) if machine.prepares else seconds)
-        return self._rdzv.queue.wait(min(seconds, self._interval))
+            return self._rdzv.wait(min(seconds, _LOOK_SECONDS) if machine.prepares else seconds)
+        return self._rdzv.queue.wait(min(seconds, _LOOK_SECONDS))
 
     def perform(self, action: do.Action) -> ev.NodeEvent | None:
         """See :class:`~azureml_elastic.node.driver.Port`.

@@ -24,6 +24,9 @@ _LOG = logging.getLogger(__name__)
 _EVENTS = "/scheduledevents?api-version=2020-07-01"
 _NAME = "/instance/compute/name?api-version=2021-02-01&format=text"
 
+_LEAD_SECONDS = 120.0
+"""Time before the start of an event at which a node leaves; one other than ``Preempt`` may be announced days ahead."""
+
 _RESTARTS = ("Reboot", "Redeploy")
 _LEAVING = ("Preempt", "Terminate", *_RESTARTS)
 
@@ -86,7 +89,7 @@ def seconds_left(event: ScheduledEvent, now: datetime) -> float | None:
 
 
 def leave_announcements(
-    events: Iterable[ScheduledEvent], *, name: str | None, host_name: str, now: datetime, lead: float, past: set[str]
+    events: Iterable[ScheduledEvent], *, name: str | None, host_name: str, now: datetime, past: set[str]
 ) -> dict[str, Announcement]:
     """Return announcements of the events for which this node must leave now, by event id.
 
@@ -94,7 +97,6 @@ def leave_announcements(
         name: Azure's name of this machine, see :func:`concerns`.
         host_name: see :func:`concerns`.
         now: see :func:`seconds_left`.
-        lead: seconds before the start of an event other than ``Preempt`` from which the node leaves.
         past: ids of events that have already taken effect on this machine.
     """
     found = {}
@@ -102,7 +104,7 @@ def leave_announcements(
         if event.type not in _LEAVING or event.id in past or not concerns(event, name, host_name):
             continue
         left = seconds_left(event, now)
-        if event.type == "Preempt" or left is None or left <= lead:
+        if event.type == "Preempt" or left is None or left <= _LEAD_SECONDS:
             found[event.id] = Announcement(f"scheduled event {event.type} {event.id}", left)
     return found
 
@@ -125,7 +127,6 @@ class ScheduledEvents(PolledSource):
 
     Args:
         announce: callback for each document, with the events for which this node must leave.
-        lead: see :func:`leave_announcements`.
     """
 
     def __init__(
@@ -134,14 +135,12 @@ class ScheduledEvents(PolledSource):
         announce: Callable[[Mapping[str, Announcement]], None],
         *,
         host_name: str,
-        lead: float = 120.0,
         interval: float = 1.0,
         timeouts: MetadataTimeouts | None = None,
     ) -> None:
         super().__init__("scheduled-events", announce, interval)
         self._address = address
         self._host_name = host_name
-        self._lead = lead
         self._timeouts = timeouts or MetadataTimeouts()
         self._name: str | None = None
         self._answered = False
@@ -171,7 +170,7 @@ class ScheduledEvents(PolledSource):
         self._log(events)
         # Times of events are those of the service; this machine's clock may be off by more than a notice is long.
         now, name, host_name = answer.time or datetime.now(timezone.utc), self._name, self._host_name
-        leaving = leave_announcements(events, name=name, host_name=host_name, now=now, lead=self._lead, past=self._past)
+        leaving = leave_announcements(events, name=name, host_name=host_name, now=now, past=self._past)
         self._announce(leaving)
         return self._interval
 

@@ -57,7 +57,6 @@ class PreemptionWatcher:
                     policy.scheduled_events,
                     partial(self.announce, "event"),
                     host_name=socket.gethostname(),
-                    lead=policy.lead.total_seconds(),
                     interval=interval,
                 )
             )

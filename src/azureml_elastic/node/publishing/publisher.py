@@ -194,7 +194,7 @@ def open_publishing(identity: NodeIdentity, environment: NodeEnvironment) -> Pub
     if policy.tensorboard is not None:
         folder = Path(environment.expand(policy.tensorboard))
         threads.append(PublishingThread("TensorBoard", partial(TensorBoardPublisher, folder, identity.node)))
-    if policy.opentelemetry and environment.exports_opentelemetry:
+    if environment.exports_opentelemetry:
         opened = partial(open_otlp, identity.run_id, identity.node, environment)
         threads.append(PublishingThread("OpenTelemetry", opened))
     return Publishing(threads)

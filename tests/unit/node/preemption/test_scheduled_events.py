@@ -286,14 +286,14 @@ def test_times(text, read):
 
 
 def test_decisions():
-    event = ScheduledEvent("e", "Terminate", "Scheduled", ("a",), NOW + timedelta(seconds=50))
-    assert seconds_left(event, NOW) == 50
+    event = ScheduledEvent("e", "Terminate", "Scheduled", ("a",), NOW + timedelta(seconds=120))
+    assert seconds_left(event, NOW) == 120
     assert concerns(event, "A", "b")
     assert not concerns(event, "b", "a")
     assert concerns(event, None, "A")
     one = {"name": "a", "host_name": "", "past": set()}
-    assert leave_announcements([event], now=NOW, lead=49, **one) == {}
-    assert leave_announcements([event], now=NOW, lead=50, **one).keys() == {"e"}
-    assert leave_announcements([event], now=NOW, lead=50, **{**one, "past": {"e"}}) == {}
+    assert leave_announcements([event], now=NOW - timedelta(seconds=1), **one) == {}
+    assert leave_announcements([event], now=NOW, **one).keys() == {"e"}
+    assert leave_announcements([event], now=NOW, **{**one, "past": {"e"}}) == {}
     unknown = ScheduledEvent("e", "Terminate", "Scheduled", ("a",))
-    assert leave_announcements([unknown], now=NOW, lead=0, **one)["e"].seconds_left is None
+    assert leave_announcements([unknown], now=NOW, **one)["e"].seconds_left is None
