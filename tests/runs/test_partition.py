@@ -37,7 +37,7 @@ from azureml_elastic.ledger.events import (
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.local.azurite import Azurite
 from azureml_elastic.local.cluster import NODE_COMMAND
-from azureml_elastic.local.node_start import CommandStart, NodeStart
+from azureml_elastic.local.node_start import NodeStart
 from azureml_elastic.local.processes import NodeProcess, NodeProcesses
 from tests.support.namespaces import Namespaces
 from tests.support.node_server import FORKED, StartAt
@@ -175,7 +175,7 @@ def network(tmp_path, request):
         yield made
 
 
-@pytest.mark.parametrize(("network", "version"), [(CommandStart(), 4), (FORKED, 6)], indirect=["network"])
+@pytest.mark.parametrize(("network", "version"), [(NodeStart(), 4), (FORKED, 6)], indirect=["network"])
 def test_nodes_that_reach_each_other_train_on_the_ports_of_the_range(network, version):
     network.start(minimum=3, steps=40, version=version)
     network.until(lambda: all(network.worlds(name) == [3] for name in NODES))

@@ -132,7 +132,7 @@ def forked_with(script: Path) -> NodeStart:
     return ForkStart(functools.partial(_server, imports), _BECOME_NODE)
 
 
-class StartAt:
+class StartAt(NodeStart):
     """Start of nodes that differ in what their environment decides.
 
     Args:
@@ -140,8 +140,6 @@ class StartAt:
         more: function that returns further variables of a node with an environment.
         starting: start of the nodes; by default forks of the server of all runs.
     """
-
-    refusal = None
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ from azureml_elastic.local.azurite import SQLITE_TABLE, TableChoice, check_table
 from azureml_elastic.local.faults.model import Schedule
 from azureml_elastic.local.fork_start import are_forked, open_fork_start
 from azureml_elastic.local.launch import Launch
-from azureml_elastic.local.node_start import NODE_COMMAND, CommandStart, NodeStart, StartMethod
+from azureml_elastic.local.node_start import NODE_COMMAND, NodeStart, StartMethod
 from azureml_elastic.local.processes import NodeProcesses
 from azureml_elastic.local.run_end import StopSignals
 from azureml_elastic.local.view import UntilBroken, View
@@ -307,7 +307,7 @@ class LocalCluster:
         forks = self.start == "fork" and tuple(self.node_command) == NODE_COMMAND
         program = _parse(words[words.index("--") + 1 :]) if forks else None
         if program is None or not are_forked(program, self.distribution, self.nodes[1]):
-            return contextlib.nullcontext(CommandStart())
+            return contextlib.nullcontext(NodeStart())
         # Forks show in /proc the environment that the server was started with: not the table's secret to workers.
         return open_fork_start(
             program,

@@ -14,7 +14,7 @@ from azureml_elastic.environment.user import UserEnvironment
 from azureml_elastic.forks.command import INTERPRETER, Imports
 from azureml_elastic.forks.detached import ForkServer
 from azureml_elastic.forks.process import ForkedProcess, ForkRefused
-from azureml_elastic.local.node_start import NODE_COMMAND, AgentProcess, CommandStart, NodeStart
+from azureml_elastic.local.node_start import NODE_COMMAND, AgentProcess, NodeStart
 from azureml_elastic.local.processes import MARKER
 from azureml_elastic.program.command import Program
 
@@ -44,7 +44,7 @@ def start_server(imports: Imports, environ: Mapping[str, str]) -> ForkServer:
     return ForkServer(of_nodes, {**others, MARKER: "-" * MARKER_BYTES})
 
 
-class ForkStart:
+class ForkStart(NodeStart):
     """Forks the nodes that a server can fork, and starts the others by their command, with a line in their output.
 
     Args:
@@ -57,8 +57,6 @@ class ForkStart:
         self.server_for = server_for
         """Function that returns the server for nodes with an environment."""
         self._gathering: tuple[int, int] | None = None
-        self.refusal: str | None = None
-        """Reason why no node can be forked any more, or ``None``."""
 
     def prepare(self, stop: Callable[[], bool]) -> None:
         """Wait until the imports are done or have failed, or the condition is true."""
@@ -74,7 +72,7 @@ class ForkStart:
     def start(
         self, argv: Sequence[str], *, env: Mapping[str, str], output: IO[bytes], network: str | None = None
     ) -> AgentProcess:
-        """Start a node; see :class:`NodeStart`."""
+        """Fork a node, or start it by its command."""
         if tuple(argv[: len(NODE_COMMAND)]) == NODE_COMMAND:
             arguments = argv[len(NODE_COMMAND) :]
             with open(os.devnull, "rb") as empty:  # noqa: PTH123
@@ -84,7 +82,7 @@ class ForkStart:
                 except ForkRefused as refusal:
                     output.write(f"This node is not forked, its command is started: {refusal}.\n".encode())
                     output.flush()
-        return CommandStart().start(argv, env=env, output=output, network=network)
+        return super().start(argv, env=env, output=output, network=network)
 
     def fork(
         self,

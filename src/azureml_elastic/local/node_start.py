@@ -1,4 +1,4 @@
-"""How the nodes of a local cluster are started: the interface, and the start of their commands."""
+"""How the nodes of a local cluster are started: each by its command, unless a subclass can fork it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Literal, Protocol
+from typing import IO, Literal
+
+from azureml_elastic.forks.process import ForkedProcess
 
 NODE_COMMAND = (sys.executable, "-m", "azureml_elastic.node")
 """Command that starts a node's agent."""
@@ -15,34 +17,21 @@ StartMethod = Literal["fork", "command"]
 """``fork``: nodes are forked from one process that has made the program's imports, where that is possible; ``command``:
 each node is started by its command, as on a machine of its own."""
 
-
-class AgentProcess(Protocol):
-    """Process of a node's agent, a part of ``subprocess.Popen``."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """Return the exit code, ``None`` while the process runs."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the process and return its exit code."""
-
-    def terminate(self) -> None:
-        """Send SIGTERM."""
+AgentProcess = subprocess.Popen[bytes] | ForkedProcess
 
 
-class NodeStart(Protocol):
-    """What starts nodes."""
+class NodeStart:
+    """Starts each node by its command."""
 
-    @property
-    def refusal(self) -> str | None:
-        """Reason why nodes are started by their command although they were to be forked, or ``None``."""
+    refusal: str | None = None
+    """Reason why nodes are started by their command although they were to be forked, or ``None``."""
 
     def prepare(self, stop: Callable[[], bool]) -> None:
         """Wait until nodes can be started at once, or the condition is true."""
 
     def gathering(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which nodes are started that take part in the first round together."""
+        return contextlib.nullcontext()  # by their command they import for seconds before their first round
 
     def start(
         self, argv: Sequence[str], *, env: Mapping[str, str], output: IO[bytes], network: str | None = None
@@ -52,24 +41,6 @@ class NodeStart(Protocol):
         Args:
             network: network namespace of the node; ``None`` for that of this process.
         """
-
-
-class CommandStart:
-    """Starts each node by its command."""
-
-    refusal: str | None = None
-
-    def prepare(self, stop: Callable[[], bool]) -> None:
-        """Return at once."""
-
-    def gathering(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context without effect: these nodes import for seconds before their first round."""
-        return contextlib.nullcontext()
-
-    def start(
-        self, argv: Sequence[str], *, env: Mapping[str, str], output: IO[bytes], network: str | None = None
-    ) -> AgentProcess:
-        """Start a node; see :class:`NodeStart`."""
         within = () if network is None else ("ip", "netns", "exec", network)
         return subprocess.Popen(
             [*within, *argv],

@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 from typing_extensions import Self
 
-from azureml_elastic.local.node_start import AgentProcess, CommandStart, NodeStart
+from azureml_elastic.local.node_start import AgentProcess, NodeStart
 
 MARKER = "AZUREML_ELASTIC_LOCAL_NODE"
 """Environment variable that marks a node's processes: ``<nonce of the launcher>/<name of the node>``."""
@@ -115,7 +115,7 @@ class NodeProcesses:
 
     def __init__(self, logs: Path, starting: NodeStart | None = None) -> None:
         self._logs = logs
-        self.starting: NodeStart = starting or CommandStart()
+        self.starting: NodeStart = starting or NodeStart()
         """What starts the agents."""
         self._nonce = secrets.token_hex(8)
         self._nodes: dict[str, NodeProcess] = {}
