@@ -39,7 +39,7 @@ _SHARE = 4.0
 
 
 def _serve_page(reports: LocalRunReports | SubmittedRunReports, *, host: str, port: int) -> None:
-    from azureml_elastic.local.http_server import PageServer
+    from azureml_elastic.local.page_server import PageServer
 
     local = isinstance(reports, LocalRunReports)
     page = LivePage(reports, _LOCAL_SECONDS if local else _SERVICE_SECONDS)
@@ -243,7 +243,6 @@ class SubmittedRunReports:
 
     Args:
         variables: environment variables that identify the workspace.
-        folder: folder for the files of the run.
         prices: prices of the nodes; ``None`` for those of the job's pools.
     """
 

@@ -21,7 +21,6 @@ class Machine:
 
     Args:
         size: VM size, ``None`` if it is unknown, as on serverless compute without an instance type.
-        tier: tier; ``None`` if it is unknown.
         price_per_hour: price that the job gives for its pool, in USD.
     """
 

@@ -140,7 +140,6 @@ class PreloadServer(ServerClient):
 
         Args:
             stdout: file for standard output, truncated; ``None`` inherits that of this process.
-            stderr: file for standard error, likewise.
 
         Raises:
             ForkRefused: the worker must be started plainly.
@@ -158,7 +157,6 @@ class PreloadServer(ServerClient):
         """Fork a process that serves the store of a round; return ``None`` if that is not possible.
 
         Args:
-            host: address of the store, as its clients know it.
             control: descriptor of the connection with which the process ends.
         """
         try:

@@ -67,7 +67,6 @@ def server_command(imports: Imports, descriptor: int, *, begins: bool = True) ->
     """Return the command that starts a server.
 
     Args:
-        descriptor: descriptor of the server's end of the link.
         begins: whether the environment is that of the workers; else it is sent later.
     """
     interpreter = INTERPRETER if imports.program is None else (*imports.program.interpreter_command, "-c")

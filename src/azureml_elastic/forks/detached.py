@@ -34,7 +34,6 @@ class ForkServer(ServerClient):
     Forked processes become children of this one, which must be a subreaper meanwhile.
 
     Args:
-        imports: what is imported.
         environ: environment of the imports. Processes whose variables differ in those that are read early are refused.
     """
 
@@ -78,7 +77,6 @@ class ForkServer(ServerClient):
             become: function that makes the fork the wanted process, as ``module:name``; see ``Become`` in
                 :mod:`.server`.
             request: what the function needs, as JSON; ``argv`` names the process.
-            descriptors: file descriptors for the function.
             folder: working directory of the process; ``None`` for that of this one.
 
         Raises:

@@ -96,7 +96,6 @@ def find_imports(kind: str, target: str) -> Findings:
     Modules are located on the current ``sys.path``, which must be that of the program.
 
     Args:
-        kind: ``"script"`` or ``"module"``.
         target: path of the script or dotted name of the module; without imports if it cannot be read.
     """
     scan = _Scan()

@@ -100,7 +100,6 @@ class ServerProcess:
     Args:
         command: function that returns the server's command for the descriptor of its end.
         popen: function that starts the process, with the arguments of ``subprocess.Popen``.
-        options: further arguments for it.
 
     Raises:
         ForkRefused: the process cannot be started.
@@ -173,7 +172,6 @@ class ServerClient:
     """Sends requests to a fork server, which starts at once, and takes in its messages on a thread. Thread-safe.
 
     Args:
-        start: function that starts the server's process.
         name: what the server is called in reasons.
     """
 

@@ -85,7 +85,6 @@ def become(kind: str, target: str, command: Sequence[str]) -> Callable[[], Any]:
     """Set up ``__main__`` and :data:`sys.orig_argv` for the program and return the function that runs it.
 
     Args:
-        kind: ``"script"`` or ``"module"``.
         command: command of a plain start, executed if the program cannot be run from here.
     """
     sys.orig_argv[:] = command

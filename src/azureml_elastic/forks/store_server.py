@@ -41,9 +41,7 @@ def listening_store(host: str, port: int, listener: int, timeout: timedelta) -> 
     """Serve a store on a socket that listens already.
 
     Args:
-        host: address of the store, as its clients know it.
         listener: descriptor of the socket, which the store closes.
-        timeout: timeout of single operations of the store.
 
     Raises:
         RuntimeError: torch cannot serve it.
@@ -63,11 +61,7 @@ def listening_store(host: str, port: int, listener: int, timeout: timedelta) -> 
 
 
 def serve_store(host: str, port: int, listener: int, control: int) -> NoReturn:
-    """Serve the store until the control connection closes.
-
-    Args:
-        host: address of the store, as its clients know it.
-    """
+    """Serve the store until the control connection closes."""
     link = socket.socket(fileno=control)
     code = 0
     with contextlib.suppress(ConnectionError):  # the agent has ended

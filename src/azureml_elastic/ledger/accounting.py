@@ -308,8 +308,6 @@ class _Steps:
     """Training of one node in one round.
 
     Args:
-        started: time at which its first step began.
-        ended: time of its last step.
         times: times at which steps were completed, in order, beginning with ``started``.
         steps: numbers of these steps, beginning with the restored one.
     """

@@ -32,7 +32,6 @@ class Prices(ConfigModel):
     """Prices per hour of one node.
 
     Args:
-        currency: currency, such as ``USD``.
         date: day of the prices; ``null`` if it is unknown.
         source: where the prices are from.
         per_hour: prices by VM size and tier, as in ``{"Standard_NC24rs_v3": {"dedicated": 13.46}}``.

@@ -91,7 +91,6 @@ class Moment:
     """State of a run at a moment.
 
     Args:
-        nodes: all nodes so far.
         round: number of the newest round, which may still be forming.
         state: ``open`` while the round forms, otherwise ``sealed`` or the outcome of the run.
         members: nodes of the newest sealed round in rank order.
@@ -100,7 +99,6 @@ class Moment:
         steps: number of steps of the whole run, ``None`` if unknown.
         checkpoint_step: step of the last committed checkpoint, ``None`` if there is none.
         reason: why the round before has ended, while the next one forms.
-        message: reason of a failure.
         losses: number of rounds that ended because a node or a worker was lost, as far as they are counted.
         waits: what nodes wait for that have come while a program without a session trains, empty if none waits.
     """

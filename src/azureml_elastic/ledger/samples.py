@@ -50,8 +50,6 @@ class SampleAudit:
     Args:
         dataset_size: number of samples of the longest epoch.
         epochs: number of started epochs.
-        steps: number of steps that count.
-        seen: number of samples in these steps.
         missing: number of pairs (epoch, sample) that never occurred, except in the last epoch.
         repeated: number of occurrences beyond the first of a pair.
         unfinished: number of samples of the last epoch that never occurred.
@@ -149,11 +147,8 @@ def audit_samples(
     """Check that each sample of each epoch was seen exactly once.
 
     Args:
-        lines: lines of all workers and rounds.
         restored: completed steps before each round, see :attr:`~azureml_elastic.ledger.picture.Picture.restored`.
         dataset_size: number of samples per epoch; ``None`` for the lines' ``of``, else the largest index plus one.
-        torn_lines: number to report.
-        dropped_lines: number to report.
     """
     everything = list(lines)
     # By any rank: it has completed the step only with the gradients of all others.

@@ -97,8 +97,6 @@ class Report(_Record):
         name: name of the run: that of its folder, or of the job as which it was submitted.
         run_id: name by which a run on this machine is found in its table, empty if it is not known.
         outcome: outcome of the run; ``unfinished`` if no end was recorded.
-        exit_code: exit code, 0 for success.
-        message: reason of a failure.
         resumed_from: folder of the run that the run has continued, whose samples are audited, too.
         world_sizes: world sizes of successive rounds that trained, equal neighbours merged.
         missed_faults: faults of the schedule that did not happen.

@@ -31,13 +31,10 @@ class RoundSpan:
 
     Args:
         number: number of the round, from 1; rounds that no node has reported are missing.
-        members: nodes in rank order.
         started: time at which the reporting member entered the round, by that member's clock.
         ended: time of the same member's last event in the round.
         reporter: name of that member.
         restored_step: number of completed steps before the round, ``None`` if its workers did not get that far.
-        ran: whether workers were started.
-        reason: reason of the round's end.
         lost: nodes whose loss ended the round.
     """
 
@@ -67,7 +64,6 @@ class RecoverySpan:
         since: start of the measurement: the loss itself (if the caller knows it), its detection by a survivor, or the
             last step that a survivor reported.
         lost: lost nodes; empty if a worker failed or hung.
-        reason: reason of the round's end.
         lost_steps: number of reported steps that were trained again because of the loss; ``None`` without a session.
             Of several losses before the next restore it is the last one's.
     """

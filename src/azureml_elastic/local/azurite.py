@@ -62,7 +62,6 @@ class Azurite:
     Args:
         command: command that starts the service, without options, and prints the line "listening on port N" once it
             listens; ``None`` finds or installs Azurite.
-        service: ``table`` or ``blob``.
         host: local address to listen on. The service accepts its published key from every client that can reach it.
 
     Raises:

@@ -116,11 +116,7 @@ class ForkStart(NodeStart):
 
 
 def are_forked(program: Program, distribution: ElasticDistribution, most_nodes: int) -> bool:
-    """Return whether the nodes of a run are forked, as far as its settings decide.
-
-    Args:
-        most_nodes: number of nodes that are started together.
-    """
+    """Return whether the nodes of a run are forked, as far as its settings decide."""
     return (
         most_nodes > 1  # the imports take as long as those of one node
         and (*program.interpreter_command, "-c") == INTERPRETER  # options apply to an interpreter from its start

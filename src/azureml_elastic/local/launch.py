@@ -149,7 +149,6 @@ class Launch:
         """Start the nodes and return when the run is over; some nodes may still be running then.
 
         Args:
-            count: number of nodes to start.
             timeout: time limit of the run in seconds; ``None`` for no limit.
             exit_grace: seconds that the other nodes have to exit after the run has ended, and all after a signal.
         """

@@ -45,9 +45,7 @@ class NodeProcess:
     """One node: its agent and all descendants of the agent.
 
     Args:
-        log: file with the output of the whole tree.
         marker: value of :data:`MARKER`, unique on this machine.
-        agent: process of the agent.
     """
 
     name: str

@@ -121,11 +121,7 @@ class PlainView(View):
 
 
 class LiveView(View):
-    """View that redraws a table of the nodes in place.
-
-    Args:
-        console: console of a terminal.
-    """
+    """View that redraws a table of the nodes in place."""
 
     def __init__(self, console: Console) -> None:
         self._moment = Moment()

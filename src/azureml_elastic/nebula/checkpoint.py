@@ -44,8 +44,6 @@ class Service:
     """Writer of checkpoints below a path or URL, created by ``init()``. With several ranks a collective.
 
     Attributes:
-        keep: number of complete checkpoints to keep.
-        storage: storage of the checkpoints.
         control: control group of the writing thread, ``None`` for a single rank.
         token: random text, the same on all ranks.
         number: number of the newest checkpoint.
@@ -178,7 +176,6 @@ class Checkpoint:
         """Copy a value, and write the copy in the background in the format of ``torch.save``.
 
         Args:
-            name: name of the file.
             value: preferably a state dict: other pickled objects are loaded on demand only.
 
         Raises:
@@ -203,7 +200,6 @@ class Checkpoint:
         """Return the value of a file.
 
         Args:
-            name: name of the file.
             map_location: device mapping of ``torch.load``.
             weights_only: ``False`` to unpickle objects other than tensors and plain values, which can run any code;
                 for trusted files only.

@@ -116,7 +116,6 @@ class _Unit:
 
     Args:
         constants: values of the module's names that are assigned once, to a fixed value.
-        name: name of the function, empty for the module.
         owner: class of the function, empty without one.
     """
 

@@ -115,7 +115,6 @@ def find_launching(
 
     Args:
         folder: working folder of the program, which has no installed programs here.
-        modules: modules of the program.
         runs_engine: whether the program is a driver, which may start programs on a cluster that it does not start.
     """
     if any(_training(module) for module in modules):

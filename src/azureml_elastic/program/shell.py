@@ -52,7 +52,6 @@ def fill(arguments: Sequence[str], name: str | None, environ: Mapping[str, str])
     """Replace the placeholders in the arguments of a worker by the values of its variables.
 
     Args:
-        arguments: arguments of the program.
         name: name in the placeholders; ``None`` if there are none.
         environ: environment of the worker; as in a shell, a variable that it lacks is empty.
     """

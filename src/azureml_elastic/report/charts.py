@@ -118,10 +118,7 @@ class Chart:
     """An image and its data.
 
     Args:
-        heading: title of the image.
-        description: what can be seen, in words.
         height: height of the image in pixels, without its axis.
-        note: sentence below the heading; may be empty.
         layout: class of the margins around the image.
         is_labelled: whether the image has all values as texts, so that it needs no cursor.
         grid: heights of horizontal lines, and texts.
@@ -131,8 +128,6 @@ class Chart:
         is_dense: whether areas have no outline and are drawn darker.
         is_crowded: whether the rescales are short strokes, because there are too many for lines.
         crosses: positions of values that are NaN or infinite.
-        x: scale of the nodes' times.
-        activities: activities that occur in the nodes' timelines.
         symbols: kinds of marks that occur in them, with their names.
     """
 

@@ -41,7 +41,6 @@ class Failure:
 
     Args:
         where: node, round and step.
-        summary: one line.
         details: whole message, such as a traceback; empty if the summary says it all.
     """
 

@@ -50,7 +50,6 @@ class Segment:
     """A visible part of a node's timeline.
 
     Args:
-        activity: activity that took most of the time.
         started: seconds since the epoch.
         ended: seconds since the epoch.
         rounds: first and last round.
@@ -85,8 +84,6 @@ class NodeTimeline:
 
     Args:
         ending: end of the node, such as ``killed``; empty if it is unknown.
-        segments: segments without gaps.
-        marks: marks in the order of their times.
     """
 
     node: str

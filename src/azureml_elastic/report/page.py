@@ -36,9 +36,6 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff
 def write_page(report: Report, picture: Picture, path: Path, *, running: bool = False) -> None:
     """Write the page to a file, which is overwritten.
 
-    Args:
-        running: whether the run goes on.
-
     Raises:
         UsageError: the file cannot be written.
     """
@@ -71,7 +68,6 @@ def message_page(title: str, message: str, *, poll_seconds: float | None = None)
     """Return a page for a run of which nothing can be shown yet.
 
     Args:
-        message: reason.
         poll_seconds: see :func:`run_page`.
     """
     return _rendered(

@@ -45,7 +45,6 @@ class Fact:
     """A fact of the page's head.
 
     Args:
-        detail: explanation; may be empty.
         state: ``good`` or ``bad`` where the fact is a judgement, otherwise empty.
     """
 
@@ -85,9 +84,7 @@ class PageContent:
     """Content of the page of a run.
 
     Args:
-        state: outcome, or ``running``.
         verdict: outcome as the rest of a sentence.
-        message: reason of a failure; may be empty.
         start: begin of the time axis in seconds since the epoch.
         duration: length of the time axis in seconds.
         hidden_nodes: number of nodes without a timeline.
@@ -95,9 +92,7 @@ class PageContent:
         throughput: steps per second and samples per second, as far as they are known.
         training_notes: sentences below the charts of metrics and throughput.
         waterfall: delivered time, what was subtracted from it, and what is left.
-        cost: cost of the nodes; ``None`` without a bill.
         cost_notes: sentences below it.
-        failures: failures, and what else needs attention.
     """
 
     title: str
@@ -125,11 +120,7 @@ class PageContent:
 
 
 def page_content(report: Report, picture: Picture, *, running: bool = False) -> PageContent:
-    """Return the content of the page.
-
-    Args:
-        running: whether the run goes on.
-    """
+    """Return the content of the page."""
     spans = report.spans(picture)
     if report.bill is None and report.nodes:
         # Without prices the page has the node-hours at least.

@@ -21,7 +21,6 @@ class Bucket:
     Args:
         mean: mean of the finite values; ``None`` if there is none.
         low: least finite value.
-        high: greatest finite value.
         not_finite: number of values that are NaN or infinite.
     """
 
@@ -45,11 +44,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Series:
-    """A quantity over the steps.
-
-    Args:
-        buckets: buckets in the order of their steps.
-    """
+    """A quantity over the steps."""
 
     name: str
     buckets: tuple[Bucket, ...]

@@ -23,7 +23,8 @@ from azureml_elastic.node.core.pauses import SilenceLimit
 from azureml_elastic.node.core.round import Limits, Member, Round, reopened
 from azureml_elastic.node.core.sealing import SealTimer, candidates, seal
 from azureml_elastic.node.preemption.notices import Announcement, Notice
-from azureml_elastic.simulate.scenario import Accounts, Life, Parameters, exact, later
+from azureml_elastic.simulate.accounts import Accounts, Life, exact, later
+from azureml_elastic.simulate.scenario import Parameters
 from azureml_elastic.simulate.training import Training
 
 
@@ -106,7 +107,6 @@ class ElasticRun:
         now: time in seconds since the submission.
         nodes: running processes by the names of their nodes.
         over: whether the run has ended.
-        rounds: number of rounds that have trained.
     """
 
     def __init__(

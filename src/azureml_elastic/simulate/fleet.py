@@ -9,8 +9,9 @@ from functools import partial
 from azureml_elastic.config.resources import first_nodes, step_names
 from azureml_elastic.node.core.round import Limits
 from azureml_elastic.node.replacement.policy import JobState, NodeJob, Start, decide, limit_reached, next_change
+from azureml_elastic.simulate.accounts import exact
 from azureml_elastic.simulate.elastic import ElasticRun, Timers
-from azureml_elastic.simulate.scenario import Machine, MachineChange, Outcome, Scenario, exact, machine_changes, outcome
+from azureml_elastic.simulate.scenario import Machine, MachineChange, Outcome, Scenario, machine_changes, outcome
 
 _LONG_AGO = 7200.0
 """Seconds after which the policy decides the same however long ago a job has ended, or ``fallback_after`` if longer."""

@@ -1,14 +1,9 @@
-"""What is simulated: pools of machines with their availability, the program, the work and policies; and the outcome.
-
-**Accounting of simulated nodes: each second of each node has one activity, as in :mod:`ledger.accounting`.** Times are
-multiples of 2^-20 s, about a microsecond. Sums and differences of such floats are exact up to 2^33 s, which is two
-million node-hours: the accounted node-seconds are the delivered ones to the last bit.
-"""
+"""What is simulated: pools of machines with their availability, the program, the work and policies; and the outcome."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Annotated, Literal
@@ -18,8 +13,9 @@ from pydantic import Field, field_validator
 from azureml_elastic.config import CheckpointPolicy, NodePool, RendezvousTimings, ReplacementPolicy
 from azureml_elastic.config.base import ConfigModel
 from azureml_elastic.errors import UsageError
-from azureml_elastic.ledger.accounting import Activity, Cause, Total, goodput
+from azureml_elastic.ledger.accounting import Cause, Total, goodput
 from azureml_elastic.ledger.bill import Bill, NodeUse, Prices, Tier, bill
+from azureml_elastic.simulate.accounts import Accounts, exact
 from azureml_elastic.simulate.traces import Trace
 
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -92,71 +88,6 @@ class Parameters(ConfigModel):
         return self.serial_fraction + (1 - self.serial_fraction) / nodes
 
 
-_RESOLUTION = 2.0**-20
-
-
-def exact(seconds: float) -> float:
-    """Return a time rounded to the resolution of the simulation."""
-    return seconds if math.isinf(seconds) else round(seconds / _RESOLUTION) * _RESOLUTION
-
-
-def later(now: float, seconds: float) -> float:
-    """Return a time that is at least this much later than ``now``, and not equal to it."""
-    return seconds if math.isinf(seconds) else now + max(1, math.ceil(seconds / _RESOLUTION)) * _RESOLUTION
-
-
-@dataclass(frozen=True)
-class Life:
-    """Lifetime of the process of a simulated node.
-
-    Args:
-        began: start in seconds since the submission of the run.
-        ended: end in seconds since the submission of the run.
-    """
-
-    node: str
-    pool: int
-    began: float
-    ended: float
-
-    @property
-    def seconds(self) -> float:
-        """Time for which the node was delivered."""
-        return self.ended - self.began
-
-
-@dataclass
-class Accounts:
-    """Node-seconds of a run by activity and cause.
-
-    Attributes:
-        lives: lifetimes of the nodes that have ended.
-    """
-
-    lives: list[Life] = field(default_factory=list)
-    _seconds: dict[tuple[Activity, Cause | None], float] = field(default_factory=dict)
-
-    def add(self, activity: Activity, node_seconds: float, cause: Cause | None = None) -> None:
-        """Add node-seconds to an activity."""
-        key = activity, cause
-        self._seconds[key] = self._seconds.get(key, 0.0) + node_seconds
-
-    def lose(self, node_seconds: float, cause: Cause) -> None:
-        """Make training that has to be repeated lost work."""
-        self.add("training", -node_seconds)
-        self.add("lost work", node_seconds, cause)
-
-    @property
-    def delivered(self) -> float:
-        """Node-seconds of the lifetimes."""
-        return sum(life.seconds for life in self.lives)
-
-    def totals(self) -> tuple[Total, ...]:
-        """Return the node-seconds by activity and cause, the largest first."""
-        found: Iterable[Total] = (Total(*key, seconds) for key, seconds in self._seconds.items() if seconds)
-        return tuple(sorted(found, key=lambda total: -total.seconds))
-
-
 Strategy = Literal["rigid", "restart", "elastic"]
 """How a run deals with losses.
 
@@ -190,7 +121,6 @@ class Scenario:
     """A run to simulate.
 
     Args:
-        pools: pools in the order of preference.
         minimum: number of nodes below which training pauses.
         maximum: number of nodes that may train at once; that of the rigid strategies.
         replacement: replacement policy of the elastic run.
@@ -323,7 +253,6 @@ def machine_changes(pools: Sequence[SimulatedPool], notice_seconds: float = 0.0)
     """Return the changes of all machines; those without a trace are available from the beginning.
 
     Args:
-        pools: pools in the order of preference.
         notice_seconds: time between the announcement of a loss and the loss; 0 for none.
     """
     found: list[MachineChange] = []

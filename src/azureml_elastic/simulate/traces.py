@@ -49,7 +49,6 @@ class Trace:
 
     Args:
         changes: changes in the order of time; each one changes the state of its machine.
-        seconds: length of the trace.
     """
 
     changes: tuple[Change, ...]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from azureml_elastic.checkpoint.save.schedule import CheckpointSchedule, Decision
 from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.ledger.accounting import Cause
-from azureml_elastic.simulate.scenario import Accounts, Parameters, exact
+from azureml_elastic.simulate.accounts import Accounts, exact
+from azureml_elastic.simulate.scenario import Parameters
 
 
 class _Main:
@@ -35,9 +36,7 @@ class Training:
     ones at which training is to stop.
 
     Attributes:
-        steps: completed steps.
         committed: steps in the newest committed checkpoint.
-        lost_steps: number of steps that have to be trained again.
         at: time up to which the members' seconds are accounted.
         stop: step after which :meth:`advance` stops.
     """
@@ -75,7 +74,6 @@ class Training:
 
         Args:
             now: time at which its first step begins.
-            losses: number of losses in the rounds before.
             seconds: duration of the rounds before.
         """
         self.at, self._members = now, members

@@ -19,7 +19,6 @@ class Bound:
 
     Args:
         value: object of azure-ai-ml, such as ``prepare.outputs.data`` or ``Choice([1, 2])``, or an expression of YAML.
-        type: type of the input; ``None`` if it is unknown.
         mode: mode in which the nodes access it; ``None`` for the default.
         searched: whether the value is a search expression.
     """

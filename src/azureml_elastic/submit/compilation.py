@@ -201,7 +201,6 @@ def inputs_of(job: JobFields, *, unset: Collection[str] = ()) -> dict[str, Any]:
     """Return the inputs of the job: literals, and new ``Input`` objects with a path and a mode.
 
     Args:
-        job: job without optional inputs that have no value.
         unset: names of the inputs that may have no value, and are declarations then.
     """
     inputs = {name: made_input(name, value, job.presets, unset=name in unset) for name, value in job.inputs.items()}

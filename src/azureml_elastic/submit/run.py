@@ -100,7 +100,6 @@ class JobRecord:
         status: status in Azure ML's spelling.
         display_name: name that the studio shows, for a step that of the step.
         variables: environment variables of the job, or of each step of a pipeline that was not read from its history.
-        compute: name of the compute; ``None`` if it is unknown.
     """
 
     name: str

@@ -224,7 +224,6 @@ def as_step(node: _Node, template: Command | None, job: JobFields, again: Compil
 
     Args:
         template: command with the settings of all nodes of a pipeline; other nodes have their own.
-        job: job that it was compiled from.
         again: compiles a changed job to such a node.
     """
     step: Any = node

@@ -226,7 +226,6 @@ class LocalWorkspace:
         ``SystemExit`` is raised. Nothing else may be submitted to the workspace meanwhile.
 
         Args:
-            job: job for ``ml_client.jobs.create_or_update``.
             run_dir: new folder for events, samples, logs, outputs, checkpoints and ``report.json``.
             view: view that shows the run; by default none.
 

@@ -4,7 +4,7 @@ import pytest
 
 from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.summary import NodeSummary, Paths, Report
-from azureml_elastic.local.http_server import PageServer
+from azureml_elastic.local.page_server import PageServer
 from azureml_elastic.report.page import run_page, write_page
 from azureml_elastic.report.page_content import page_content
 from tests.support.chromium import Browser

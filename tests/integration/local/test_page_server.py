@@ -13,7 +13,7 @@ import pytest
 
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.summary import load_report
-from azureml_elastic.local.http_server import PageServer
+from azureml_elastic.local.page_server import PageServer
 from tests.support.chromium import Elements
 from tests.support.paths import SAMPLES
 from tests.support.waiting import until

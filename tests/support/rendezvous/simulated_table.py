@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from azureml_elastic.errors import RowChanged, RowExists, TableUnavailable
 from azureml_elastic.node.table import Row
-from azureml_elastic.node.table.encoding import read_value, write_value
+from azureml_elastic.node.table.values import read_value, write_value
 
 if TYPE_CHECKING:
     from simulation import Cluster, Node

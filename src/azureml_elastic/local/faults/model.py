@@ -80,7 +80,6 @@ class Fate:
     """The fault of one call.
 
     Args:
-        kind: kind of fault, never ``any``.
         arrives: whether the call reaches the table, see :class:`Disturbance`.
         retry_after_s: value of ``Retry-After`` for ``throttle``, 0 for no such header.
     """
@@ -129,7 +128,6 @@ class AtStep:
 
     Args:
         least: least number of nodes in the newest round, without which the fault waits.
-        most: largest number of them.
     """
 
     step: int
@@ -232,7 +230,6 @@ class Schedule:
     """Schedule of faults.
 
     Args:
-        faults: faults, each of which happens once.
         seed: random seed for the targets of ``any`` and for the affected calls to the table.
     """
 

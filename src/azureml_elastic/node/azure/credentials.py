@@ -41,7 +41,6 @@ class TableCredential:
     """Credential for a table account: either a token credential or a connection string.
 
     Args:
-        name: description for messages, without secrets.
         connection_string: connection string with an account key or a shared access signature.
     """
 

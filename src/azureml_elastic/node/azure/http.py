@@ -45,7 +45,6 @@ class Reply:
 
     Args:
         document: JSON document of the body, ``None`` if the body is not JSON.
-        headers: headers by case-insensitive name.
     """
 
     status: int

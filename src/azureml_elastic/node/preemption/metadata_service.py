@@ -43,7 +43,6 @@ def call(address: str, path: str, *, timeout: float, connect_timeout: float) -> 
     Args:
         address: address of the service, ``http://host[:port]/path``.
         path: path below the address, with the query.
-        timeout: time limit of the whole exchange in seconds.
 
     Raises:
         MetadataError: the service is unreachable, late, or sends an invalid or too long response or another status.

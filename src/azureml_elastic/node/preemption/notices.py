@@ -76,7 +76,6 @@ class PolledSource(ABC):
     """Source of notices that is polled on its own thread, because a poll may hang.
 
     Args:
-        name: name of the thread.
         announce: callback for each conclusive poll, with the current announcements by name.
     """
 

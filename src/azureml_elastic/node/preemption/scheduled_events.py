@@ -38,7 +38,6 @@ class ScheduledEvent:
     Args:
         type: ``Preempt``, ``Terminate``, ``Reboot``, ``Redeploy``, ``Freeze`` or an unknown type.
         status: ``Scheduled`` or ``Started``.
-        resources: names of the affected machines.
         not_before: earliest start; ``None`` once it has started.
         duration: duration of an interruption in seconds; ``None`` if unknown.
     """

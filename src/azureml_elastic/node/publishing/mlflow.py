@@ -43,7 +43,6 @@ class MlflowTarget:
         run_id: identifier of an existing MLflow run; ``None`` for one that the nodes of the run share and make.
         experiment_id: identifier of the experiment of that run; ``None`` to find it by its name.
         experiment_name: name of the experiment; ``None`` for MLflow's default.
-        name: name of the run in the table.
     """
 
     tracking_uri: str

@@ -19,7 +19,6 @@ class TensorBoardPublisher:
     """Writes values as scalars, to a new file whenever training begins anew.
 
     Args:
-        folder: folder of the files of all nodes.
         node: name of this node, the end of its files' names.
 
     Raises:

@@ -43,8 +43,9 @@ from azureml_elastic.node.table.azure_errors import (
     row_is_missing,
     translate,
 )
-from azureml_elastic.node.table.encoding import cut, key_range, read_key, read_value, write_key, write_value
+from azureml_elastic.node.table.keys import key_range, read_key, write_key
 from azureml_elastic.node.table.protocol import Row
+from azureml_elastic.node.table.values import cut, read_value, write_value
 
 if TYPE_CHECKING:
     from azureml_elastic.node.azure.credentials import TableCredential

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from azureml_elastic.errors import RowChanged, RowExists, TableError, TableForbidden, TableNotFound, TableUnavailable
-from azureml_elastic.node.table.encoding import key_range, read_key, read_value, write_key, write_value
+from azureml_elastic.node.table.keys import key_range, read_key, write_key
 from azureml_elastic.node.table.protocol import Row
+from azureml_elastic.node.table.values import read_value, write_value
 from azureml_elastic.private_folder import make_private
 
 _BUSY_TIMEOUT_S = 10.0

@@ -151,7 +151,6 @@ class Evicted:
     Args:
         job: name of the node's job, in a pipeline that of the step.
         step: number of training steps that the run had completed.
-        time: seconds since the epoch.
     """
 
     eviction: Eviction

@@ -21,8 +21,8 @@ from azureml_elastic.node.rendezvous.context import LocalNode
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.row_keys import LANDMARK_PREFIX, ROUND_KEY, member_key, node_of
 from azureml_elastic.node.rendezvous.rows import Rows, RunKey
-from azureml_elastic.node.table.encoding import write_value
 from azureml_elastic.node.table.sqlite import SqliteTable
+from azureml_elastic.node.table.values import write_value
 
 
 class Forgetful:

@@ -7,14 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from azureml_elastic.errors import KeyInvalid, TableError, ValueTooLarge
-from azureml_elastic.node.table.encoding import (
+from azureml_elastic.node.table.keys import key_range, read_key, write_key
+from azureml_elastic.node.table.values import (
     MAX_PIECE_CHARACTERS,
     MAX_VALUE_CHARACTERS,
     cut,
-    key_range,
-    read_key,
     read_value,
-    write_key,
     write_value,
 )
 

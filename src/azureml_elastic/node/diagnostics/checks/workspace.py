@@ -104,7 +104,6 @@ def why_refused(code: str, assignee: str, account: str, scope: str | None) -> st
 
     Args:
         code: error code of the service, or an empty string.
-        assignee: object id of the identity.
         scope: resource id of the account, ``None`` if unknown.
     """
     role = grant(assignee, CONTRIBUTOR, scope or f"$(az storage account show --name {account} --query id -o tsv)")
