@@ -148,11 +148,8 @@ class Azurite:
             process.wait()
 
 
-def azurite_command(cache: Path | None = None, package: str = AZURITE_PACKAGE, service: Service = "table") -> list[str]:
+def azurite_command(service: Service = "table") -> list[str]:
     """Return the command that starts a service which ends with its parent process; install Azurite if needed.
-
-    Args:
-        cache: folder for the installation; ``None`` for the user's cache.
 
     Raises:
         UsageError: Node.js is not installed, or npm cannot install the package.
@@ -160,7 +157,7 @@ def azurite_command(cache: Path | None = None, package: str = AZURITE_PACKAGE, s
     found = shutil.which(f"azurite-{service}")
     script = Path(found).resolve() if found else None
     if script is None or script.suffix != ".js":  # some installations wrap it in a shell script
-        table_script = install_azurite(cache or UserEnvironment.read().cache, package)
+        table_script = install_azurite(UserEnvironment.read().cache)
         script = table_script.parent.parent / service / table_script.name
     return [str(_node()[0]), "-e", _GUARD, str(script)]
 

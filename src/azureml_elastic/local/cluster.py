@@ -103,9 +103,9 @@ _REPORT_BYTES = 1 << 18
 """Space that is taken for the report when the run begins: a disk that fills up must not hide why the run has ended."""
 
 
-def new_run_dir(parent: Path = Path("runs")) -> Path:
+def new_run_dir() -> Path:
     """Return an unused name for a run folder, without creating it."""
-    return parent / f"{datetime.now().astimezone():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    return Path("runs") / f"{datetime.now().astimezone():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
 def prepare_run_dir(run_dir: Path) -> Paths:

@@ -62,7 +62,7 @@ def metric_series(picture: Picture, most: int = BUCKETS) -> list[Series]:
     return [_reduced(name, found[name], most) for name in _order(found)]
 
 
-def throughput(picture: Picture, reporters: Mapping[int, str], most: int = BUCKETS) -> list[Series]:
+def throughput(picture: Picture, reporters: Mapping[int, str]) -> list[Series]:
     """Return the steps per second and, if samples were counted, the samples per second.
 
     The times of a round are those of one node. A step that was trained again counts in its highest round.
@@ -92,9 +92,9 @@ def throughput(picture: Picture, reporters: Mapping[int, str], most: int = BUCKE
     counted = [interval for interval in intervals if interval.samples is not None]
     found = []
     if intervals:
-        found.append(_rates("steps/s", intervals, [each.last - each.before for each in intervals], most))
+        found.append(_rates("steps/s", intervals, [each.last - each.before for each in intervals]))
     if counted:
-        found.append(_rates("samples/s", counted, [each.samples or 0 for each in counted], most))
+        found.append(_rates("samples/s", counted, [each.samples or 0 for each in counted]))
     return found
 
 
@@ -119,10 +119,10 @@ class _Interval:
         return cls(before.step, after.step, after.time - before.time, samples)
 
 
-def _rates(name: str, intervals: Sequence[_Interval], amounts: Sequence[int], most: int) -> Series:
+def _rates(name: str, intervals: Sequence[_Interval], amounts: Sequence[int]) -> Series:
     """Return the amounts per second of intervals in order."""
     first = intervals[0].before
-    width = _width(first, intervals[-1].last, most)
+    width = _width(first, intervals[-1].last, BUCKETS)
     buckets = []
     for _, grouped in groupby(zip(intervals, amounts, strict=True), lambda pair: (pair[0].last - first) // width):
         group = list(grouped)
