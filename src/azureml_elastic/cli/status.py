@@ -246,13 +246,7 @@ def _jobs(jobs: Sequence[NodeOfRun], state: Moment | None) -> Iterable[dict[str,
     for job in jobs:
         # A node that was lost has not written that it left.
         alive = [text for text in by_job.get(job.job, ()) if job.active or text.startswith("left")]
-        yield {
-            "node": job.node,
-            "pool": job.pool,
-            "status": job.status,
-            "in_the_run": "\n".join(alive),
-            "job": job.job,
-        }
+        yield {"node": job.node, "pool": job.pool, "status": job.status, "in_the_run": "\n".join(alive), "job": job.job}
 
 
 def _table(rows: Sequence[Mapping[str, object]]) -> Table:

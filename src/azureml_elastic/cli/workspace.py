@@ -92,9 +92,7 @@ def start(
 
 @workspace.command()
 @explained()
-def trigger(
-    schedule: Annotated[str, typer.Argument(help="Name of an enabled schedule.", metavar="SCHEDULE")],
-) -> None:
+def trigger(schedule: Annotated[str, typer.Argument(help="Name of an enabled schedule.", metavar="SCHEDULE")]) -> None:
     """Submit the job of a schedule once, now, and print its name.
 
     A workspace on this machine submits the jobs of its schedules in no other way.

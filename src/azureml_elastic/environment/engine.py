@@ -11,17 +11,7 @@ from typing_extensions import override
 from azureml_elastic.environment import names
 from azureml_elastic.environment.process import Environment, Variable, take
 
-_WORKERS = frozenset(
-    {
-        names.CHANNEL,
-        "GROUP_RANK",
-        "LOCAL_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "RANK",
-        "WORLD_SIZE",
-    }
-)
+_WORKERS = frozenset({names.CHANNEL, "GROUP_RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"})
 """Variables of this process, which is a worker of the agent; its children are not."""
 
 

@@ -15,13 +15,7 @@ from azureml_elastic.ledger.bill import Bill, NodeUse, Prices, Tier, bill
 from azureml_elastic.ledger.events import NodeLeft, NodeStarted
 from azureml_elastic.ledger.picture import NodeTime, Picture
 from azureml_elastic.ledger.reading import EventReader, read_events, read_samples
-from azureml_elastic.ledger.samples import (
-    SampleAudit,
-    SampleLine,
-    audit_samples,
-    steps_undone,
-    trained_samples,
-)
+from azureml_elastic.ledger.samples import SampleAudit, SampleLine, audit_samples, steps_undone, trained_samples
 
 REPORT_FILE = "report.json"
 

@@ -10,13 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from azureml_elastic.ledger.accounting import Activity, Cause, Span
-from azureml_elastic.ledger.events import (
-    CheckpointCommitted,
-    Event,
-    HangDetected,
-    RoundReopened,
-    WorkerFailed,
-)
+from azureml_elastic.ledger.events import CheckpointCommitted, Event, HangDetected, RoundReopened, WorkerFailed
 from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.sentences import describe
 from azureml_elastic.ledger.summary import Report
@@ -111,12 +105,7 @@ def node_timelines(report: Report, spans: Sequence[Span], picture: Picture) -> l
     found = _marks(report, picture)
     marks = _thinned({name: found.get(name, []) for name in names}, duration * _CLOSEST)
     return [
-        NodeTimeline(
-            name,
-            endings.get(name, ""),
-            tuple(_merged(by_node[name], shortest)),
-            tuple(marks[name]),
-        )
+        NodeTimeline(name, endings.get(name, ""), tuple(_merged(by_node[name], shortest)), tuple(marks[name]))
         for name in names
     ]
 

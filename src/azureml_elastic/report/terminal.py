@@ -13,13 +13,7 @@ from azureml_elastic.ledger.bill import Bill
 from azureml_elastic.ledger.samples import SampleAudit
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.ledger.timeline import RoundSpan
-from azureml_elastic.report.cells import (
-    OUTCOMES,
-    activity_text,
-    duration_text,
-    ending_text,
-    goodput_text,
-)
+from azureml_elastic.report.cells import OUTCOMES, activity_text, duration_text, ending_text, goodput_text
 from azureml_elastic.report.tables import (
     DataTable,
     audit_verdict,
@@ -35,12 +29,7 @@ KEY = "█ rank 0, ━ another rank, · in no round"
 
 _WIDTH = 50
 _NAME = 12
-_STYLES = {
-    "succeeded": "bold green",
-    "failed": "bold red",
-    "interrupted": "bold yellow",
-    "unfinished": "bold yellow",
-}
+_STYLES = {"succeeded": "bold green", "failed": "bold red", "interrupted": "bold yellow", "unfinished": "bold yellow"}
 _VERDICTS = {
     "good": ("exactly once", "bold green"),
     "bad": ("NOT exactly once", "bold red"),

@@ -27,13 +27,7 @@ from azureml_elastic.submit.validation import check
 
 with needs_extra("azure-ai-ml", "submit"):
     from azure.ai.ml import Input, Output, PyTorchDistribution, command
-    from azure.ai.ml.entities import (
-        Command,
-        JobResourceConfiguration,
-        PipelineJob,
-        PipelineJobSettings,
-        QueueSettings,
-    )
+    from azure.ai.ml.entities import Command, JobResourceConfiguration, PipelineJob, PipelineJobSettings, QueueSettings
 
 
 def compile_job(job: JobFields) -> Command | PipelineJob:

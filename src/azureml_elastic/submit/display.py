@@ -95,11 +95,7 @@ def _presets(job: JobFields) -> str:
     sizes, together = job.network_location
     network = connection(presets.network, sizes, together=together)
     unset = [name for name in ("network", "mount") if getattr(presets, name) is None]
-    parts = {
-        "network": network,
-        "mount": None if presets.mount == "uncached" else presets.mount,
-        "data": presets.data,
-    }
+    parts = {"network": network, "mount": None if presets.mount == "uncached" else presets.mount, "data": presets.data}
     return ", ".join([*(f"{name} {part}" for name, part in parts.items() if part), *(f"{name} off" for name in unset)])
 
 

@@ -59,13 +59,7 @@ if TYPE_CHECKING:  # what a job takes of azure-ai-ml, whose import takes seconds
 else:
     _Environment = _Distribution = _Identity = Any
 
-_OF_RAY = (
-    "address",
-    "include_dashboard",
-    "dashboard_port",
-    "head_node_additional_args",
-    "worker_node_additional_args",
-)
+_OF_RAY = ("address", "include_dashboard", "dashboard_port", "head_node_additional_args", "worker_node_additional_args")
 """Options of Ray that the elastic agents choose themselves."""
 
 _MOVED = {

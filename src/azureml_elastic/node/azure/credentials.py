@@ -159,11 +159,7 @@ def choose_credential(rendezvous: TableRendezvous, environment: NodeEnvironment)
     }
     if rendezvous.credential != "auto":
         return factories[rendezvous.credential]()
-    required = {
-        "managed_identity": "MSI_ENDPOINT",
-        "on_behalf_of": "OBO_ENDPOINT",
-        "connection_string": variable,
-    }
+    required = {"managed_identity": "MSI_ENDPOINT", "on_behalf_of": "OBO_ENDPOINT", "connection_string": variable}
     refusals: list[str] = []
     for kind, factory in factories.items():
         if kind in required and not environment.get(required[kind]):

@@ -25,12 +25,7 @@ import psutil
 
 from azureml_elastic.ipc.stack_file import SUFFIX, StackFile, stack_files
 from azureml_elastic.node.driver import EventQueue
-from azureml_elastic.node.hangs.process_state import (
-    descendants,
-    has_open,
-    read_state,
-    threads_that_block,
-)
+from azureml_elastic.node.hangs.process_state import descendants, has_open, read_state, threads_that_block
 from azureml_elastic.node.hangs.waiting import whereabouts
 from azureml_elastic.private_folder import make_private
 
@@ -251,15 +246,7 @@ class StackReporter:
         queue: queue of the agent, which is woken when it is done.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        reports: Path,
-        node: str,
-        queue: EventQueue,
-        *,
-        seconds: float = 2.5,
-    ) -> None:
+    def __init__(self, folder: Path, reports: Path, node: str, queue: EventQueue, *, seconds: float = 2.5) -> None:
         self._folder = folder
         self._reports = reports
         self._node = node

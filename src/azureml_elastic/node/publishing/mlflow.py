@@ -59,11 +59,7 @@ def mlflow_target(plan: Plan, name: str, environment: NodeEnvironment) -> Mlflow
         return None
     environment = environment.with_variables(tracked_run_variables(plan, environment))
     return MlflowTarget(
-        uri,
-        environment.mlflow_run,
-        environment.mlflow_experiment_id,
-        environment.mlflow_experiment,
-        name,
+        uri, environment.mlflow_run, environment.mlflow_experiment_id, environment.mlflow_experiment, name
     )
 
 

@@ -284,13 +284,7 @@ class _Node(Surroundings):
             handover_seconds=distribution.handover_timeout.total_seconds(),
             stop_seconds=distribution.stop_timeout.total_seconds(),
         )
-        group = WorkerGroup(
-            workers,
-            channel,
-            self._slots,
-            identity.node,
-            stays=stays,
-        )
+        group = WorkerGroup(workers, channel, self._slots, identity.node, stays=stays)
         hangs = HangWatch(
             self._watch, StackReporter(channel.folder, identity.folder / "stacks", identity.node, rendezvous.queue)
         )

@@ -9,9 +9,7 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Any
 
-from azureml_elastic.errors import (
-    MissingExtra,
-)
+from azureml_elastic.errors import MissingExtra
 
 try:
     from azure.core.exceptions import HttpResponseError, ServiceResponseError

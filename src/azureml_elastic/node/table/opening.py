@@ -54,11 +54,7 @@ def emulator_connection_string(endpoint: str, service: str = "table") -> str:
 
 
 def open_table(
-    rendezvous: TableRendezvous,
-    run_id: str,
-    environment: NodeEnvironment,
-    *,
-    timeout: timedelta = OPENING_TIMEOUT,
+    rendezvous: TableRendezvous, run_id: str, environment: NodeEnvironment, *, timeout: timedelta = OPENING_TIMEOUT
 ) -> Table:
     """Open the table of a run, created if missing.
 

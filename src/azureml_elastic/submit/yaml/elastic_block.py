@@ -30,11 +30,7 @@ BLOCK = "elastic"
 COUNTS = tuple(name for name in ElasticResources.model_fields if name not in FIELDS_OF_RESOURCES)
 """The fields of ``ElasticResources`` in the block; the others belong to the standard ``resources:``."""
 
-ELSEWHERE = {
-    "timeout": "limits.timeout",
-    "job_tier": "queue_settings.job_tier",
-    "priority": "queue_settings.priority",
-}
+ELSEWHERE = {"timeout": "limits.timeout", "job_tier": "queue_settings.job_tier", "priority": "queue_settings.priority"}
 """Paths in a job file of the elastic job's fields, where the names differ."""
 
 _OUTSIDE = FIELDS_OF_COMMAND - {"distribution"} | {"resources", "type"}

@@ -129,7 +129,7 @@ class Assets:
                     "blobUri": uri,
                     "storageAccountArmId": self.storage.account,
                     "credential": {"credentialType": "SAS", "sasUri": f"{uri}?{self.storage.blob_signature}"},
-                },
+                }
             }
         )
 

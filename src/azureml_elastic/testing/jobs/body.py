@@ -276,11 +276,7 @@ def _bound_outputs(spec: _Document, node: _Document, pipeline: _Pipeline) -> dic
 
 
 def _sweep(
-    properties: _Document,
-    trial: _Document,
-    inputs: _Inputs,
-    outputs: _Outputs,
-    compute: str | None = None,
+    properties: _Document, trial: _Document, inputs: _Inputs, outputs: _Outputs, compute: str | None = None
 ) -> SweepBody:
     limits, objective = _mapping(properties, "limits"), _mapping(properties, "objective")
     if either(properties, "earlyTermination"):

@@ -128,12 +128,7 @@ def _device_finding(found: dict[str, Any]) -> Finding:
 def _run(command: Sequence[str], timeout: float) -> tuple[int | None, str, str]:
     """Run a command and return its exit code, output and errors; after the time limit, kill it and return no code."""
     process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
     )
     try:
         output, errors = process.communicate(timeout=timeout)

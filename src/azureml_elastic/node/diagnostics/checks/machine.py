@@ -20,12 +20,7 @@ from azureml_elastic.errors import UsageError
 from azureml_elastic.memory import available_memory
 from azureml_elastic.node.diagnostics.checks.network import check_hub
 from azureml_elastic.node.diagnostics.findings import Finding, Status
-from azureml_elastic.node.host.addresses import (
-    Ports,
-    advertised_address,
-    is_loopback,
-    listening_address,
-)
+from azureml_elastic.node.host.addresses import Ports, advertised_address, is_loopback, listening_address
 
 _MIB = 1 << 20
 _SAMPLE_BYTES = 4096

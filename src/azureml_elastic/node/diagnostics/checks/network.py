@@ -18,9 +18,7 @@ from azureml_elastic.environment.names import LOCAL_ADDRESS
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.node.core.round import Round
 from azureml_elastic.node.diagnostics.findings import Finding, Status
-from azureml_elastic.node.host.addresses import (
-    format_address,
-)
+from azureml_elastic.node.host.addresses import format_address
 from azureml_elastic.node.rendezvous.context import Runtime
 from azureml_elastic.node.rendezvous.reachability import describe_error, is_unreachable
 from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY
