@@ -7,8 +7,6 @@ import os
 import time
 from pathlib import Path
 
-__all__ = ["is_abandoned", "lock", "try_lock"]
-
 _RETRY_SECONDS = 0.02
 
 

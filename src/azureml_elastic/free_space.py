@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["free_bytes", "is_full"]
-
 _FULL_BYTES = 1 << 16
 """Free space below which nothing of use can be written."""
 

@@ -6,8 +6,6 @@ import logging
 import re
 import sys
 
-__all__ = ["message_of_line", "write_log_lines"]
-
 _PACKAGE = "azureml_elastic"
 _BEGIN = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ [\w.-]+: ")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["MASK", "masked", "named_secrets"]
-
 MASK = "***"
 
 _WORD = (

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from azureml_elastic.errors import needs_extra
 
-__all__ = ["OomKillCounter", "available_memory"]
-
 _MOUNTS = Path("/sys/fs/cgroup")
 _LISTING = Path("/proc/self/cgroup")
 _UNLIMITED = 1 << 60

@@ -7,8 +7,6 @@ import io
 import sys
 import unicodedata
 
-__all__ = ["accept_all_characters"]
-
 _HANDLER = "azureml_elastic.similar"
 
 _SIMILAR = {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["counted"]
-
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
     """Return a number with its noun, as in ``1 node`` and ``1,024 nodes``; the plural has an s unless it is given."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["make_private"]
-
 
 def make_private(folder: Path) -> None:
     """Make a folder and those above it for this user alone, as far as they are missing.

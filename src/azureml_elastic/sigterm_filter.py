@@ -29,8 +29,6 @@ from functools import wraps
 from multiprocessing import popen_fork, util
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["filter_sigterm_in_children", "ignore_signal", "sigterm_blocked"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

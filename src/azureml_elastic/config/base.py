@@ -26,18 +26,6 @@ from typing_extensions import Never, Self
 from azureml_elastic.config.frozen import HELD_BY, change_of, freeze, removal_of
 from azureml_elastic.errors import UsageError
 
-__all__ = [
-    "ConfigModel",
-    "Duration",
-    "PositiveDuration",
-    "Span",
-    "Takes",
-    "default",
-    "meant",
-    "parse_duration",
-    "positive_duration",
-]
-
 _UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _PART = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.ASCII)
 

@@ -44,18 +44,6 @@ from azureml_elastic.local.faults.model import (
     When,
 )
 
-__all__ = [
-    "ChaosState",
-    "Due",
-    "due",
-    "load_schedule",
-    "may_add",
-    "parse_schedule",
-    "reached",
-    "reason_missed",
-    "training_seconds",
-]
-
 _ACCEPTED = (
     "Accepted are kill=TARGET@WHEN, preempt=TARGET@WHEN[/NOTICEs], freeze=TARGET@WHEN[/DURATIONs], "
     "add[=COUNT]@WHEN and table=TROUBLE[:PERCENT%]@WHEN[/DURATIONs], where TARGET is node-<k>, rank0 or any, WHEN is "
