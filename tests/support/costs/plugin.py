@@ -97,7 +97,8 @@ class Costs:
         )
 
     def pytest_unconfigure(self):
-        self._watch.close()
+        # A worker of xdist waits for the others.
+        self._watch.close(waits=hasattr(self._config, "workerinput"))
         self._meter.close()
 
     def _give_up(self, text):

@@ -143,13 +143,16 @@ class Watch:
         finally:
             self._may_raise = False
 
-    def close(self) -> None:
-        """Watch no more."""
+    def close(self, *, waits: bool = False) -> None:
+        """Watch no more; the process ends soon, unless it ``waits``."""
         self._over.set()
         self._thread.join()
         signal.signal(signal.SIGALRM, self._handler)
         self._stacks.close()
-        self._postpone()  # the interpreter still waits for threads, and cancels it after that
+        if waits:
+            faulthandler.cancel_dump_traceback_later()
+        else:
+            self._postpone()  # the interpreter still waits for threads, and cancels it after that
 
     def _watch(self) -> None:
         try:
