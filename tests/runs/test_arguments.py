@@ -22,8 +22,7 @@ ARGUMENTS = (
 )
 
 
-@pytest.mark.parametrize("preload", [True, False], ids=["forked", "started"])
-@pytest.mark.parametrize("program", ["train.py", "-m train"])
+@pytest.mark.parametrize(("program", "preload"), [("-m train", True), ("train.py", False)], ids=["forked", "started"])
 def test_each_worker_receives_its_own_arguments(tmp_path, monkeypatch, preload, program):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LOGLEVEL", "DEBUG")  # says how workers are started

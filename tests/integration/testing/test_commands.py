@@ -367,9 +367,9 @@ def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_
             )
         try:
             name = f"{submitted.name}-dedicated-0"
-            until(lambda: name in [job.name for job in client.jobs.list()], interval=0.1)
+            until(lambda: name in [job.name for job in client.jobs.list()], interval=0.4)
             (node,) = client.jobs.list(parent_job_name=name)
-            until(lambda: "continuing after step" in workspace.log(node.name), interval=0.1)
+            until(lambda: "continuing after step" in workspace.log(node.name), interval=0.4)
             shown = run("status", submitted.name)
             assert "dedicated_0" in shown.output
             assert re.search(r"world size 1 on 1 node\nstep \d+.*checkpoint of step \d+", shown.output), shown.output

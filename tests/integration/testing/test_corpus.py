@@ -7,6 +7,7 @@ import pytest
 from azureml_elastic.errors import CommandError, SubmitError
 from azureml_elastic.submit.yaml.job_file import load_elastic_job
 from azureml_elastic.testing import LocalWorkspace, Pool
+from tests.support.node_server import FORKED
 
 CORPUS = Path(__file__).parent / "corpus"
 RUN = {
@@ -58,8 +59,8 @@ REFUSED = {
 }
 """A part of the message that each job is refused with."""
 
-PLAIN = ["elastic.distribution.preload_workers=false", "elastic.metrics.mlflow=false"]
-"""Without a preload server the workers start in less time, since they import nothing; their agents without MLflow."""
+PLAIN = ["elastic.metrics.mlflow=false"]
+"""The agents start in less time without MLflow."""
 
 
 def test_the_corpus_has_a_result_for_each_file():
@@ -76,7 +77,7 @@ def test_what_cannot_run_is_refused_before_anything_is_sent(name):
 @pytest.mark.limits(cpu_s=900, wait_s=900)
 def test_what_is_accepted_runs():
     shown, logs = {}, {}
-    with LocalWorkspace(pools={"gpu-cluster": Pool(nodes=2), "spot": Pool(nodes=1)}) as workspace:
+    with LocalWorkspace(pools={"gpu-cluster": Pool(nodes=2), "spot": Pool(nodes=1)}, start=FORKED) as workspace:
         client = workspace.ml_client
         jobs = {name: load_elastic_job(CORPUS / f"{name}.yml", PLAIN) for name in sorted(RUN)}
         submitted = {name: client.jobs.create_or_update(job).name for name, job in jobs.items()}

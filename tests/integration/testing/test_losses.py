@@ -115,7 +115,7 @@ def test_a_scheduled_event_reaches_the_node_of_its_machine_alone(script):
         job = client.jobs.create_or_update(pipeline)
         workspace.evict(Eviction(node=1, after=0, notice=1000))
         children = partial(client.jobs.list, parent_job_name=job.name)
-        until(lambda: any(child.status == "Failed" for child in children()), interval=0.1)
+        until(lambda: any(child.status == "Failed" for child in children()), interval=0.4)
         first, second = client.jobs.list(parent_job_name=job.name)
         assert (first.status, second.status) == ("Running", "Failed")
         assert workspace.log(second.name) == "notice\n"

@@ -71,7 +71,7 @@ def together(folder):
     return paths
 
 
-until = partial(waiting.until, timeout=200, interval=0.1)  # each look is a request by the SDK
+until = partial(waiting.until, timeout=200, interval=0.4)  # each look is a request by the SDK
 
 
 def test_two_evicted_spot_nodes_are_replaced_by_dedicated_ones_and_each_sample_is_seen_once(tmp_path):

@@ -23,6 +23,7 @@ from azureml_elastic.errors import ElasticError
 from azureml_elastic.node.table import open_table
 from azureml_elastic.testing import Eviction, LocalWorkspace, Pool
 from azureml_elastic.testing.api.gateway import StaticCredential
+from tests.support.node_server import FORKED
 from tests.support.tiny_training import tiny_training
 from tests.support.waiting import until
 
@@ -96,12 +97,13 @@ def test_a_run_that_loses_a_node_and_fails_reveals_no_secret(project, script, tm
     script(tiny_training(FAILS.replace("FILE", repr(str(fails))), samples=8000))
     folder = tmp_path / "workspace"
     evictions = [Eviction(node=1, at_step=10)]
-    with LocalWorkspace(pools={"spot": Pool(nodes=2)}, evictions=evictions, folder=folder) as workspace:
+    options = {"pools": {"spot": Pool(nodes=2)}, "evictions": evictions, "folder": folder, "start": FORKED}
+    with LocalWorkspace(**options) as workspace:
         Path("config.json").write_text(json.dumps(dict(workspace.config)))
         job = make()
         submitted = workspace.ml_client.jobs.create_or_update(job)
         nodes = functools.partial(workspace.ml_client.jobs.list, parent_job_name=submitted.name)
-        until(lambda: any(REPLACED in workspace.log(node.name) for node in nodes()), timeout=240, interval=0.1)
+        until(lambda: any(REPLACED in workspace.log(node.name) for node in nodes()), timeout=240, interval=0.4)
         fails.touch()
         assert workspace.wait(submitted.name, 120) == "Failed"
         (first, _) = nodes()
