@@ -34,7 +34,7 @@ def azurite():
         yield emulator
 
 
-FIRST = ("runs", "integration")
+FIRST = ("stacks", "trainers", "runs", "integration")
 
 NOT_SHARDED = pytest.mark.skipif(
     version("torch").startswith("2.6."), reason="FSDP2 of torch 2.6 fails on CPUs: its Stream has no record_event()"
@@ -44,10 +44,11 @@ NOT_SHARDED = pytest.mark.skipif(
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Begin with whole runs, which take longest; keep tests that share a module's fixture in one process."""
-    items.sort(key=lambda item: next((at for at, name in enumerate(FIRST) if f"/{name}/" in str(item.path)), 2))
+    items.sort(key=lambda item: next((at for at, name in enumerate(FIRST) if name in item.path.parts), len(FIRST)))
     for item in items:
         fixtures = item._fixtureinfo.name2fixturedefs.values()
-        if any(definitions[-1].scope == "module" for definitions in fixtures):
+        shares = any(definitions[-1].scope == "module" for definitions in fixtures)
+        if shares and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(f"{item.path.parent.name}/{item.path.stem}"))
         if item.get_closest_marker("shards_on_cpus"):
             item.add_marker(NOT_SHARDED)

@@ -13,9 +13,9 @@ from tests.support.stacks import run_stock
 def run_script(request):
     """Return a function that runs the module's script on nodes that are forked from a server.
 
-    A server has imported the stack for all tests of a process. With this fixture the module's tests are in one.
+    A server has imported the stack for all tests of a process: what the script imports, or the module's ``IMPORTS``.
     """
-    return functools.partial(run_stock, request.module.SCRIPT)
+    return functools.partial(run_stock, request.module.SCRIPT, imports=getattr(request.module, "IMPORTS", None))
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from torchmetrics import MeanMetric
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--folder", type=Path)
-parser.add_argument("--die", nargs=2, default=("", ""), help="place and number of the step or epoch")
+parser.add_argument("--die", nargs=2, action="append", default=[], help="place and number of the step or epoch")
 parser.add_argument("--max-steps", type=int, default=-1)
 parser.add_argument("--pause", type=float, default=0.0)
 options = parser.parse_args()
@@ -34,8 +34,8 @@ def reach(place, number):
     """Note that rank 0 is at a place, or die there."""
     if torch.distributed.get_rank():
         return
-    killed = options.folder / "killed"
-    if options.die == [place, str(number)] and not killed.exists():
+    killed = options.folder / f"killed.{place}.{number}"
+    if [place, str(number)] in options.die and not killed.exists():
         killed.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     with (options.folder / f"places.{os.getpid()}").open("a") as file:

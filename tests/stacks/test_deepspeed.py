@@ -23,6 +23,8 @@ if "DEEPSPEED_TESTS" not in os.environ:
     pytest.skip("DeepSpeed is not installed", allow_module_level=True)
 
 SCRIPT = Path(__file__).with_name("deepspeed_script.py")
+TRAINER = SCRIPT.with_name("trainer_script.py")
+UNDER_OTHERS = pytest.mark.xdist_group("DeepSpeed under other stacks")  # for whose nodes there is one server
 EPOCHS, SAMPLES = 3, 1000
 STEPS = EPOCHS * 42  # windows of 24 samples
 
@@ -51,33 +53,25 @@ def test_a_run_with_faults_is_the_same_training(run_script, tmp_path, undisturbe
         chaos=FAULTS,
         checkpoint=CheckpointPolicy(snapshot_every_steps=1),
     )
-    report = run.report
-    assert report.audit.complete, report.audit
-    assert not report.missed_faults
-    assert len(report.world_sizes) > 2
-    assert report.audit.rolled_back_steps <= 5
+    run.require_faults(most_repeated=5)
     assert run.record["global_steps"] == STEPS
     assert_same_rates(dict(run.record["rates"]), dict(undisturbed.record["rates"]))
     assert run.record["loss"] == pytest.approx(undisturbed.record["loss"], abs=0.05)
 
 
-@pytest.mark.xdist_group("DeepSpeed under the trainer")  # for whose nodes there is one server
-@pytest.mark.parametrize(
-    ("stage", "options"), [("2", {}), ("3", {"checkpoint": CheckpointPolicy(snapshot_every_steps=1)})]
-)
-def test_trainer_with_a_deepspeed_configuration(tmp_path, stage, options):
+@UNDER_OTHERS
+def test_trainer_with_a_deepspeed_configuration(tmp_path):
     """Without snapshots in memory a lost node's run continues from the newest folder of the script."""
-    run = run_stock(SCRIPT.with_name("trainer_script.py"), tmp_path / "run", "--zero", stage, chaos=FAULTS, **options)
-    report = run.report
-    assert report.audit.complete, report.audit
-    assert not report.missed_faults
-    assert report.audit.rolled_back_steps <= (5 if options else 20)
+    run = run_stock(TRAINER, tmp_path / "run", "--zero", "3", chaos=FAULTS)
+    run.require_whole(most_repeated=20)
+    assert not run.report.missed_faults
     assert run.record["max_steps"] == STEPS
     rates = {step: 1e-3 * (1 - step / STEPS) for step in range(1, STEPS + 1)}
     assert_same_rates(dict(run.curve("learning_rate")), rates)
     assert [step for step, _ in run.curve("eval_loss")] == [STEPS // 3, STEPS // 3 * 2, STEPS]
 
 
+@UNDER_OTHERS
 def test_accelerate_with_a_deepspeed_plugin(tmp_path):
     script = SCRIPT.with_name("accelerate_script.py")
     run = run_stock(
@@ -90,12 +84,11 @@ def test_accelerate_with_a_deepspeed_plugin(tmp_path):
         "0.08",
         chaos=FAULTS,
         checkpoint=CheckpointPolicy(snapshot_every_steps=1),
+        imports=TRAINER,
     )
-    report = run.report
-    assert report.audit.complete, report.audit
-    assert not report.missed_faults
-    assert report.audit.rolled_back_steps <= 5
-    assert (report.last_step, run.record["completed_steps"]) == (STEPS, STEPS)
+    run.require_whole(most_repeated=5)
+    assert not run.report.missed_faults
+    assert (run.report.last_step, run.record["completed_steps"]) == (STEPS, STEPS)
 
 
 @pytest.mark.parametrize("skip", [[], ["--skip"]], ids=["", "passing over batches"])
@@ -122,15 +115,7 @@ def test_weights_do_not_depend_on_the_world_size(run_script, tmp_path, accumulat
     assert_weights_do_not_depend_on_the_world_size(run_script, tmp_path, "--accumulate", accumulate)
 
 
-def test_nodes_that_their_command_starts(tmp_path):
-    faults = {"nodes": (1, 2), "chaos": "kill=rank0@step:33", "checkpoint": CheckpointPolicy(snapshot_every_steps=1)}
-    run = run_stock(SCRIPT, tmp_path / "run", start="command", **faults)
-    assert run.report.audit.complete, run.report.audit
-    assert run.report.audit.rolled_back_steps <= 5
-    assert run.report.last_step == EPOCHS * 63
-
-
 def test_workers_that_no_preload_server_forks(run_script, tmp_path):
-    run = run_script(tmp_path / "run", "--pause", "0", "--epochs", "1", preload=False, nodes=(2, 2))
+    run = run_script(tmp_path / "run", "--pause", "0", "--epochs", "1", preload=False, nodes=(1, 1))
     assert run.report.audit.complete, run.report.audit
-    assert run.report.last_step == 63
+    assert run.report.last_step == 125

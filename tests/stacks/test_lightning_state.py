@@ -13,6 +13,7 @@ pytest.importorskip("torchdata")
 pytest.importorskip("torchmetrics")
 
 CORPUS = Path(__file__).with_name("corpus")
+pytestmark = pytest.mark.xdist_group("lightning")
 CLOSE = {"own": 1e-5, "weights": 1e-5, "val_loss": 1e-4}
 OF_A_RANK = 0.3
 """What a rank has collected from its own batches of an epoch, as a list of losses, goes on from that of one rank: in an
@@ -21,7 +22,9 @@ epoch in which a rank is lost or comes it is a mean over other batches. That of 
 
 def run(folder, callback, *more, **options):
     script = CORPUS / "lightning_state.py"
-    return run_observed(script, folder, "--callback", callback, *more, imports=CORPUS / "toy.py", **options)
+    return run_observed(
+        script, folder, "--callback", callback, *more, imports=CORPUS.with_name("lightning_script.py"), **options
+    )
 
 
 @pytest.mark.parametrize(

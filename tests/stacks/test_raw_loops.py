@@ -15,10 +15,12 @@ from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
 from tests.support.node_server import FORKED
 from tests.support.paths import ROOT, SAMPLES
-from tests.support.stacks import FAULTS
 from tests.support.whole_runs import GATHERING
 
-STEPS = 150
+STEPS = 80
+FAULTS = "kill=rank0@step:12,add@step:20,preempt=any@step:50"
+"""The loss of rank 0's node, a node's arrival and a preemption with notice."""
+
 SAMPLE = SAMPLES / "char_gpt.py"
 PAGE = (ROOT / "docs/how-to/stacks/index.md").read_text()
 (DIFF,) = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
@@ -27,7 +29,7 @@ PAGE = (ROOT / "docs/how-to/stacks/index.md").read_text()
 def train(folder: Path, *options: str, **cluster) -> Report:
     """Run the sample under faults to its end."""
     made = LocalCluster(
-        (1, 3),
+        (1, 2),
         start=FORKED,
         chaos=parse_schedule(FAULTS),
         run_dir=folder / "run",

@@ -1,7 +1,7 @@
 """Trains with ``Trainer`` and callbacks that follow an evaluation; what they do on rank 0 is in the record.
 
-With ``--die`` rank 0 is killed at a place, once. With ``--evaluate`` it evaluates only: a model whose loss ignores the
-number of labels in a batch, one that divides by it, and one whose data come in a random order.
+With ``--die`` rank 0 is killed at places, once at each. With ``--evaluate`` it evaluates only: a model whose loss
+ignores the number of labels in a batch, one that divides by it, and one whose data come in a random order.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from transformers import (
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--folder", type=Path)
-parser.add_argument("--die", nargs=2, default=("", ""), help="place and number of the step")
+parser.add_argument("--die", nargs=2, action="append", default=[], help="place and number of the step")
 parser.add_argument("--evaluate", action="store_true")
 parser.add_argument("--max-steps", type=int, default=-1)
 parser.add_argument("--logging-steps", type=int, default=1)
@@ -41,8 +41,8 @@ class Places(TrainerCallback):
     def at(self, place, state):
         if not state.is_world_process_zero:
             return
-        killed = options.folder / "killed"
-        if options.die == [place, str(state.global_step)] and not killed.exists():
+        killed = options.folder / f"killed.{place}.{state.global_step}"
+        if [place, str(state.global_step)] in options.die and not killed.exists():
             killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         with (options.folder / f"places.{os.getpid()}").open("a") as file:

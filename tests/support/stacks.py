@@ -15,8 +15,6 @@ import torch
 
 from azureml_elastic.config import ElasticDistribution, FixedGlobalBatch
 from azureml_elastic.config.distribution import Recovery
-from azureml_elastic.ledger.events import WorkersStarted
-from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
@@ -46,6 +44,24 @@ class StockRun:
         """Return the logged values of a name, by step."""
         return [(each["step"], each[name]) for each in self.record["log"] if name in each]
 
+    @property
+    def output(self) -> str:
+        """What all nodes have printed."""
+        return "".join(path.read_text() for path in self.report.paths.logs.iterdir())
+
+    def require_whole(self, most_repeated: int = 0) -> None:
+        """Check that each sample was trained once, and that no more steps than these were trained again."""
+        audit = self.report.audit
+        assert audit is not None
+        assert audit.complete, audit
+        assert audit.rolled_back_steps <= most_repeated
+
+    def require_faults(self, most_repeated: int = 0) -> None:
+        """Check this of a run with faults, all of which have come to pass, and that nodes came and went."""
+        self.require_whole(most_repeated)
+        assert not self.report.missed_faults
+        assert len(self.report.world_sizes) > 2
+
 
 def run_stock(
     script: Path,
@@ -58,6 +74,7 @@ def run_stock(
     imports: Path | None = None,
     results: str = "record.json",
     processes: int = 1,
+    max_restarts: int = 3,
     **options: Any,
 ) -> StockRun:
     """Run a script to its end, with a folder for its output as the first argument.
@@ -73,11 +90,17 @@ def run_stock(
         imports: script or module whose imports that server has, in place of the script.
         results: name of the file in which the script records its training.
         processes: number of workers of a node.
+        max_restarts: failures of workers after which the run ends.
         options: further arguments of the cluster.
     """
     output = folder / "script"
     output.mkdir(parents=True)
-    distribution = ElasticDistribution(preload_workers=preload, recovery=recovery, process_count_per_instance=processes)
+    distribution = ElasticDistribution(
+        preload_workers=preload,
+        recovery=recovery,
+        process_count_per_instance=processes,
+        max_restarts=max_restarts,
+    )
     cluster = LocalCluster(
         options.pop("nodes", (1, 3)),
         start=forked_with(imports or script) if start == "fork" else start,
@@ -117,28 +140,6 @@ def assert_same_rates(found: Mapping[int, float], expected: Mapping[int, float])
     missing = expected.keys() - found.keys()
     assert len(missing) <= 1, f"no line of the steps {sorted(missing)}"
     assert found == pytest.approx({step: rate for step, rate in expected.items() if step not in missing}, abs=1e-9)
-
-
-def assert_in_process_recovery_is_a_restart(
-    run_script: Callable[..., StockRun], folder: Path, **options: Any
-) -> StockRun:
-    """Run a script under faults with in-process recovery: new processes continue with the state in memory.
-
-    Args:
-        run_script: function that runs the script, as :func:`run_stock` does.
-        folder: folder of the run.
-        options: faults, and further options of the run.
-    """
-    run = run_script(folder, recovery="in_process", **options)
-    audit = run.report.audit
-    assert audit is not None
-    assert audit.complete, audit
-    assert audit.rolled_back_steps == 0
-    assert not run.report.missed_faults
-    events = read_events(run.report.paths.events)
-    started = [(event.node, event.pids) for event in events if isinstance(event, WorkersStarted)]
-    assert len(set(started)) == len(started) > len(run.report.nodes), "no worker stays over a round"
-    return run
 
 
 def assert_weights_do_not_depend_on_the_world_size(

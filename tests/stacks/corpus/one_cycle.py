@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--output_dir", type=Path)
-parser.add_argument("--die_before_gathering", type=int, help="step in which rank 0 dies once")
+parser.add_argument("--die_before_gathering", type=int, nargs="*", default=[], help="steps in which rank 0 dies once")
 args = parser.parse_args()
 
 accelerator = Accelerator(step_scheduler_with_optimizer=False)
@@ -31,8 +31,8 @@ for _ in range(2):
         loss = nn.functional.cross_entropy(model(x), y)
         accelerator.backward(loss)
         optimizer.step()
-        if steps + 1 == args.die_before_gathering:
-            toy.die_once(accelerator, args.output_dir / "died")
+        if steps + 1 in args.die_before_gathering:
+            toy.die_once(accelerator, args.output_dir / f"died_{steps}")
         losses.append(accelerator.gather(loss.detach()).mean().item())
         seen += accelerator.reduce(torch.tensor(len(y), device=accelerator.device)).item()
         lr_scheduler.step()
