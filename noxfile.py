@@ -17,7 +17,7 @@ import nox
 # uv installs an environment in 3 s instead of 140, from links into its cache; pip does where there is no uv.
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "types", "docs", "package", "tests", "oldest_sdk", "deepspeed", "stacks", "engines"]
+nox.options.sessions = ["lint", "types", "docs", "package", "tests", "oldest_sdk", "deepspeed"]
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 OLDEST_SDK = "1.28.1"
@@ -37,8 +37,11 @@ OLD_TORCH_TESTS = (
 LONG = ("-o", "test_cpu_limit=1800", "-o", "test_wait_limit=1800")
 GROUPED = ("--dist", "loadgroup", "--no-loadscope-reorder")
 """Tests that share what a module sets up run in one process."""
-OTHER_SESSIONS = ("--ignore=tests/stacks", "--ignore=tests/trainers")
-TWO, THREE, FOUR = (("-n", str(number), *GROUPED) for number in (2, 3, 4))
+TWO, THREE, FOUR, FIVE = (("-n", str(number), *GROUPED) for number in (2, 3, 4, 5))
+STACKS = ("transformers", "accelerate", "lightning")
+OF_LIGHTNING = ("pytorch-lightning", "jsonargparse[signatures]", "torchdata")
+"""Lightning is published under two names; its command line needs jsonargparse."""
+
 SDK_USERS = (
     "bodies",
     "compilation",
@@ -69,7 +72,6 @@ SDK_PIPELINES = (
 SDK_COMMANDS = (
     "file_is_shown_and_submitted_and_its_run_is_followed_read_and_downloaded",
     "run_on_this_machine_ends_as_its_command",
-    "command_of_a_workspace_submits_to_it_also_where_a_file_names_another_one",
 )
 SDK_TESTS = (
     *(f"unit/submit/test_{name}.py" for name in SDK_USERS),
@@ -78,8 +80,6 @@ SDK_TESTS = (
     *(f"integration/testing/test_pipelines.py::test_{name}" for name in SDK_PIPELINES),
     *(f"integration/testing/test_commands.py::test_a_{name}" for name in SDK_COMMANDS),
     "integration/testing/test_sweep_sample.py",
-    "runs/test_notebooks.py::test_pipeline",
-    "runs/test_notebooks.py::test_from_an_existing_job",
     "integration/testing/test_secrets.py::test_a_job_shows_no_secret_of_its_author",
     "integration/testing/test_elastic.py::test_a_gang_that_the_service_starts_again_goes_on_from_its_checkpoint",
 )
@@ -200,10 +200,13 @@ def install_wheel(
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run all tests against the installed wheel."""
-    install_wheel(session, "all", groups=("test", "integrations", "notebooks"))
+    """Run all tests against the installed wheel, those of training stacks and engines that are not built among them."""
+    groups = ("test", "integrations", "notebooks")
+    install_wheel(session, "all", *STACKS, "dask", "ray", groups=groups, others=OF_LIGHTNING)
     # Most of the time is spent waiting for processes to start and to die, so more run at once than there are cores.
-    session.run("python", "-m", "pytest", *(session.posargs or (*FOUR, *OTHER_SESSIONS)))
+    others = [f"--deselect=tests/{test}" for test in (T5_SAMPLE, *ENGINE_SAMPLES)]
+    arguments = session.posargs or (*FIVE, *others)
+    session.run("python", "-m", "pytest", *arguments, env=SHORT_PATHS)
 
 
 @nox.session(tags=[FULL])
@@ -279,36 +282,14 @@ def bench_simulation(session: nox.Session) -> None:
 @nox.session
 def bench_stacks(session: nox.Session) -> None:
     """Measure recovery under training stacks beside a session's; writes benchmarks/results/stacks.md."""
-    extras = ("node", "transformers", "accelerate", "lightning")
-    install_wheel(session, *extras, groups=("test",), others=(f"deepspeed=={DEEPSPEED}",))
+    install_wheel(session, "node", *STACKS, groups=("test",), others=(f"deepspeed=={DEEPSPEED}",))
     session.run("python", "benchmarks/stacks.py", *session.posargs)
-
-
-@nox.session
-def stacks(session: nox.Session) -> None:
-    """Run stock scripts of training stacks under faults: a node's loss, an arrival and a preemption with notice."""
-    extras = ("node", "transformers", "accelerate", "lightning")
-    # Lightning is published under two names; its command line needs jsonargparse.
-    install_wheel(
-        session, *extras, groups=("test",), others=("pytorch-lightning", "jsonargparse[signatures]", "torchdata")
-    )
-    # One of the last file's tests needs Lightning, too.
-    paths = (
-        "tests/stacks",
-        "tests/trainers",
-        "tests/unit/forks/test_rank_at_import.py",
-        f"--ignore=tests/{T5_SAMPLE}",
-    )
-    session.run("python", "-m", "pytest", *(session.posargs or THREE), *paths)
 
 
 @nox.session(tags=[FULL])
 def corpus(session: nox.Session) -> None:
     """Run scripts in the shapes of public examples under a hundred random schedules, twenty of two workers a node."""
-    extras = ("node", "transformers", "accelerate", "lightning")
-    install_wheel(
-        session, *extras, groups=("test",), others=("pytorch-lightning", "jsonargparse[signatures]", "torchdata")
-    )
+    install_wheel(session, "node", *STACKS, groups=("test",), others=OF_LIGHTNING)
     tests = "tests/stacks/test_corpus.py::test_a_script_trains_under_random_faults_as_without"
     session.run("python", "-m", "pytest", *(session.posargs or TWO), *LONG, tests, env={"CORPUS_SEEDS": "0:100"})
 
@@ -316,8 +297,7 @@ def corpus(session: nox.Session) -> None:
 @nox.session(tags=[FULL])
 def trainers(session: nox.Session) -> None:
     """Run the real trainers of public libraries under faults; writes docs/how-to/stacks/libraries.md."""
-    extras = ("node", "transformers", "accelerate", "lightning")
-    install_wheel(session, *extras, groups=("test", "trainers"))
+    install_wheel(session, "node", *STACKS, groups=("test", "trainers"))
     # It asks for torchaudio, which does not load with every torch, and which training does not need.
     install(session, "--no-deps", "speechbrain")
     env = {"TRAINERS": "all", **({} if session.posargs else {"TRAINERS_PAGE": "1"})}
@@ -343,12 +323,11 @@ def stacks_oldest(session: nox.Session) -> None:
 def oldest_sdk(session: nox.Session) -> None:
     """Run what depends on azure-ai-ml, submissions to the local workspace among it, on its oldest supported release.
 
-    With it the samples that compose jobs: the pipeline's notebook runs that sample. Sweeps log their metric to MLflow,
-    and the commands of checkpoints read blobs.
+    Sweeps log their metric to MLflow, and the commands of checkpoints read blobs.
     """
     install_wheel(session, "node", "blob", "demo", "testing", groups=("test", "notebooks"), others=("mlflow-skinny",))
     install(session, f"azure-ai-ml=={OLDEST_SDK}", constraints=constraints_without(session, "azure-ai-ml"))
-    arguments = session.posargs or TWO  # each process imports and collects for as long as all tests but ten take
+    arguments = session.posargs or THREE
     session.run("python", "-m", "pytest", *arguments, *(f"tests/{path}" for path in SDK_TESTS))
 
 
@@ -357,12 +336,12 @@ def oldest_sdk(session: nox.Session) -> None:
 def oldest_torch(session: nox.Session, torch: str | None) -> None:
     """Run the demo on each Python, and scripts with and without stacks on the oldest supported releases of torch."""
     release = () if torch is None else (f"torch=={torch}",)
-    stacks = ("transformers", "accelerate", "lightning") if torch else ()
+    stacks = STACKS if torch else ()
     install_wheel(
         session,
         *("node", "demo", *stacks),
         groups=("test",),
-        others=(*release, *(("pytorch-lightning", "jsonargparse[signatures]") if torch else ())),
+        others=(*release, *(OF_LIGHTNING if torch else ())),
         constraints=constraints_without(session, "torch", "sympy") if torch else CONSTRAINTS,  # torch pins sympy
     )
     session.run("azureml-elastic", "demo")
@@ -371,8 +350,8 @@ def oldest_torch(session: nox.Session, torch: str | None) -> None:
         session.run("python", "-m", "pytest", *(session.posargs or TWO), *paths)
 
 
-def run_deepspeed_tests(session: nox.Session, version: str) -> None:
-    """Run the tests that need DeepSpeed."""
+def run_deepspeed_tests(session: nox.Session, version: str, *others: str) -> None:
+    """Run the tests that need DeepSpeed, and other ones."""
     install_wheel(session, "node", "transformers", "accelerate", groups=("test",), others=(f"deepspeed=={version}",))
     extensions = Path(session.create_tmp()) / "extensions"
     shutil.rmtree(extensions, ignore_errors=True)
@@ -384,8 +363,8 @@ def run_deepspeed_tests(session: nox.Session, version: str) -> None:
     }
     # It compiles a part of itself when it is first used: here, outside of the tests' time limits.
     session.run("python", "-c", "from deepspeed.comm.torch import build_shm_op; build_shm_op()", env=env)
-    paths = ("tests/integration/deepspeed", "tests/stacks/test_deepspeed.py", "tests/trainers/test_trainers.py")
-    session.run("python", "-m", "pytest", *(session.posargs or THREE), *paths, env=env)
+    paths = ("tests/integration/deepspeed", "tests/stacks/test_deepspeed.py", *others)
+    session.run("python", "-m", "pytest", *(session.posargs or FOUR), *paths, env=env)
 
 
 @nox.session
@@ -396,23 +375,8 @@ def deepspeed(session: nox.Session) -> None:
 
 @nox.session(tags=[FULL])
 def deepspeed_oldest(session: nox.Session) -> None:
-    """Run the tests that need DeepSpeed on the oldest supported release."""
-    run_deepspeed_tests(session, OLDEST_DEEPSPEED)
-
-
-def run_engine_tests(session: nox.Session, *frameworks: str, deselected: tuple[str, ...] = ()) -> None:
-    """Run the tests of engines; those of frameworks that are not installed skip themselves."""
-    files = [f"runs/test_{framework}.py" for framework in frameworks]
-    files += ["integration/engines", "integration/testing/test_engines.py", "integration/testing/test_horovod_job.py"]
-    paths = [f"tests/{file}" for file in files] + [f"--deselect=tests/{test}" for test in deselected]
-    session.run("python", "-m", "pytest", *(session.posargs or TWO), *paths, env=SHORT_PATHS)
-
-
-@nox.session
-def engines(session: nox.Session) -> None:
-    """Run the tests of Dask and Ray."""
-    install_wheel(session, "all", "dask", "ray", groups=("test",))
-    run_engine_tests(session, "dask", "ray", deselected=ENGINE_SAMPLES)
+    """Run the tests that need DeepSpeed on the oldest supported release, and the trainer of its own."""
+    run_deepspeed_tests(session, OLDEST_DEEPSPEED, "tests/trainers/test_trainers.py")
 
 
 @nox.session(tags=[FULL])
@@ -437,7 +401,9 @@ def horovod(session: nox.Session) -> None:
     if not list(wheels.glob("*.whl")):
         session.run_install("python", "tools/build_horovod.py", str(wheels), silent=True)
     install(session, *map(str, wheels.glob("*.whl")))
-    run_engine_tests(session, "horovod")
+    files = ("runs/test_horovod.py", "integration/engines", "integration/testing/test_horovod_job.py")
+    paths = [f"tests/{file}" for file in files]
+    session.run("python", "-m", "pytest", *(session.posargs or TWO), *paths, env=SHORT_PATHS)
 
 
 def check_style(session: nox.Session) -> None:
