@@ -165,7 +165,7 @@ MUTATIONS = (
     Mutation(
         "a-dying-agent-drops-its-state",
         "node/agent/agent.py",
-        "held = self._channel.take_state() if last else None",
+        "held = self._channel.take_state() if self.machine.keeps_state else None",
         "held = None",
         ("runs/test_dying_agents.py",),
     ),

@@ -10,18 +10,20 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
 
 from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
+from azureml_elastic.checkpoint_reference import Reference
+from azureml_elastic.errors import ElasticError, Fenced
 from azureml_elastic.ipc import Connection, MessageServer, listen, worker_messages
 from azureml_elastic.ipc.agent_interface import HandedOverState
-from azureml_elastic.ipc.worker_messages import FROM_AGENT, FROM_WORKER
-from azureml_elastic.ledger.events import CheckpointQuarantined, Restored
+from azureml_elastic.ipc.worker_messages import FROM_AGENT, FROM_WORKER, Commit, Pointer, Refused
+from azureml_elastic.ledger.events import CheckpointCommitted, CheckpointQuarantined, Restored
 from azureml_elastic.node.agent.event_logs import MetricsLog, ProgressLog
 from azureml_elastic.node.agent.local_workers import LocalWorkers, RoundState, WorkerState
-from azureml_elastic.node.agent.pointer_service import PointerService
 from azureml_elastic.node.agent.shard_transfer import ShardSender
 from azureml_elastic.node.core.round import Member
 from azureml_elastic.node.driver import EventQueue
@@ -49,6 +51,60 @@ _TO_SERVICES = (
     *get_args(worker_messages.MemoryMessage),
 )
 """Messages of a worker to services, most of which wait for an answer."""
+
+_Answer = Callable[[worker_messages.Reply], None]
+
+
+class PointerService:
+    """Answers a worker's requests about the committed checkpoint, in the order of their arrival."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        # One thread: of two commits the later one must win, and the first commit of a round comes after it has taken
+        # over.
+        self._table_calls = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-row")
+
+    def take_over(self, pointer: CheckpointPointer) -> None:
+        """Fence the pointer's older rounds, without waiting for the table."""
+        self._table_calls.submit(self._take_over, pointer)
+
+    def submit(self, request: Pointer | Commit, number: int, pointer: CheckpointPointer | None, reply: _Answer) -> None:
+        """Process a request.
+
+        Args:
+            pointer: pointer of that round, however many rounds have passed since; ``None`` unless it is rank 0's node.
+        """
+        if pointer is None:
+            reply(Refused("fenced", "This node is not rank 0 of its round; only rank 0's workers commit checkpoints."))
+        else:
+            self._table_calls.submit(self._process, request, number, pointer, reply)
+
+    def close(self) -> None:
+        """Drop the requests that have not begun."""
+        self._table_calls.shutdown(wait=False, cancel_futures=True)
+
+    def _process(self, request: Pointer | Commit, number: int, pointer: CheckpointPointer, reply: _Answer) -> None:
+        try:
+            if isinstance(request, Pointer):
+                current = pointer.take_over()
+                reply(worker_messages.PointerReply(None if current is None else Reference.from_json(current)))
+                return
+            pointer.commit(Reference(request.directory, request.step, request.digest).to_json())
+        except Exception as error:  # noqa: BLE001 - the worker waits for a reply, whatever has happened
+            if not isinstance(error, ElasticError):
+                _LOG.error("A request of a worker failed.", exc_info=error)
+            reply(Refused("fenced" if isinstance(error, Fenced) else "unavailable", str(error)))
+            return
+        reply(worker_messages.Accepted())
+        self._recorder.record(
+            CheckpointCommitted, number, step=request.step, directory=request.directory, seconds=request.seconds
+        )
+
+    def _take_over(self, pointer: CheckpointPointer) -> None:
+        try:
+            pointer.take_over()
+        except ElasticError as error:
+            _LOG.info("%s", error)
 
 
 class Channel:

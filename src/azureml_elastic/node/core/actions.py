@@ -93,9 +93,16 @@ class Restore:
 
 @dataclass(frozen=True)
 class PrepareRow:
-    """Count the strikes against this machine, and listen for the store of an open round: :class:`RowPrepared`."""
+    """Count the strikes against this machine, and listen for the store of an open round: :class:`RowPrepared`.
+
+    Args:
+        was_lost: whether the others have lost this node, and may have written strikes against its machine since.
+        reaches_again: whether members that it has connected to are connected to again.
+    """
 
     round: Round
+    was_lost: bool = False
+    reaches_again: bool = False
 
 
 @dataclass(frozen=True)

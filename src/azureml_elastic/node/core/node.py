@@ -263,11 +263,20 @@ class Node:
                     joiner.handle(ev.LinkEnded(), now)  # the connection is to the one that ends the round from now on
                     return actions
             self.calls = True
-            if isinstance(call := actions[-1], do.Enter):
+            if isinstance(call := actions[-1], do.PrepareRow):
+                actions[-1] = self._preparing_of(call.round)
+            elif isinstance(call, do.Enter):
                 self.round, self.rank, self.entered = call.round, call.rank, now
                 self._is_linked, self._over, self._must_look = False, False, False
                 self._reports, self.seen = HubReports(), ev.RoundSeen()
         return actions
+
+    def _preparing_of(self, round_: Round) -> do.PrepareRow:
+        """Return what prepares this node for an open round, after the one that it has been in."""
+        was_lost = self.round is not None and self.me.node not in round_.previous
+        # A pair of nodes may have been separated while it trained: its workers fail then.
+        failures = len(self.round.failures) if self.round is not None else 0
+        return do.PrepareRow(round_, was_lost, bool(round_.failed_rounds) or len(round_.failures) > failures)
 
     # --- in a round --------------------------------------------------------------------------------------------------
 

@@ -341,7 +341,7 @@ class Rendezvous:
         """Perform a call; return its answer, ``None`` where it was abandoned for a newer version of the round."""
         match call:
             case do.PrepareRow():
-                return ev.RowPrepared(self._prepare(call.round), self._rows.has_written(call.round))
+                return ev.RowPrepared(self._prepare(call), self._rows.has_written(call.round))
             case do.Connect():
                 failure = self._watch.connect(call.to, call.greeting, call.purpose)
                 if failure is None:
@@ -452,23 +452,21 @@ class Rendezvous:
     def _is_one_of_many(self) -> bool:
         return self._context.limits.maximum > _FEW_NODES and not is_landmark(self.node)
 
-    def _prepare(self, round_: Round) -> Member:
+    def _prepare(self, call: do.PrepareRow) -> Member:
         """Return the row with which this node wants to be in an open round."""
         # Listening before the seal: those that connect as soon as they read it wait instead of being refused.
         if self._listener is None:
             self._listener = self._context.runtime.listen(self._interface, 2048)
-        # A former member that is not a survivor was lost to the others, which may have written strikes against it.
-        was_member = self.machine.last_round > 0
-        strikes = self._surroundings.live_strikes(fresh=was_member and self.node not in round_.previous)
+        strikes = self._surroundings.live_strikes(fresh=call.was_lost)
         quarantine = self._context.limits.quarantine
         if quarantine is not None and strikes >= quarantine:
             host_id = self.machine.me.host_id
             self._surroundings.record(events.HostQuarantined, self.machine.last_round, host=host_id, strikes=strikes)
         me = replace(self.machine.me, strikes=strikes)
-        failures_before = self.membership.assignment.round.failures if was_member else ()
-        if round_.failed_rounds or len(round_.failures) > len(failures_before):
+        if call.reaches_again:
             self._prober.forget()
-        return self._reachability.marked(replace(me, round=round_.number, store_port=self._listener.getsockname()[1]))
+        port = self._listener.getsockname()[1]
+        return self._reachability.marked(replace(me, round=call.round.number, store_port=port))
 
     # --- being a member ----------------------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ def test_a_quarantined_node_stays_outside_while_the_minimum_is_present_and_recei
     assert not excluded.done()
     until(lambda: well.hub._state.watchers.nodes.get("a-excluded") is not None)
     assert well.status().waiting == frozenset(), "no room is made for it"
-    assert well.round_end.close(Close(succeeded=True))
+    assert well.round_end.write(Close(succeeded=True))
     with pytest.raises(RunSucceeded):
         excluded.result(TIMEOUT)
 

@@ -112,7 +112,7 @@ def test_a_newcomer_waits_is_seen_and_gets_in(nodes):
     until(lambda: first.status().waiting)
     assert first.status().waiting == {"node-1"}
     assert not first.status().broken
-    first.round_end.reopen(Reopen("joining"))
+    first.round_end.write(Reopen("joining"))
     (assignment,) = nodes.rejoin(first)
     assert assignment.rank == 0
     assert pending.result(TIMEOUT).rank == 1
@@ -203,7 +203,7 @@ def test_rank_0_tells_its_members_that_another_node_has_ended_the_round(nodes):
     round_ = nodes.join(*group)[0].round
     leader, cut_off, other = sorted(group, key=lambda node: round_.rank_of(node.node, node.incarnation))
     assert cut_off._rows.end_round(round_.number, reopened(round_, "lost rank 0", {leader.node}))
-    assert leader.round_end.reopen(Reopen("lost rank 1", lost=frozenset({cut_off.node}))) is None
+    assert leader.round_end.write(Reopen("lost rank 1", lost=frozenset({cut_off.node}))) is None
     until(lambda: other.status().over)
 
 
@@ -214,7 +214,7 @@ def test_a_round_whose_leader_is_lost_too_was_is_no_failed_round(nodes, frozen):
     nodes.join(*pair)
     (leader,), (other,) = ([node for node in pair if node.machine.leads is leads] for leads in (True, False))
     until(lambda: other.status().lost)
-    assert other.round_end.reopen(Reopen("lost two", lost=other.status().lost | {leader.node}))
+    assert other.round_end.write(Reopen("lost two", lost=other.status().lost | {leader.node}))
     assert other._rows.read_round().failed_rounds == 0
 
 
@@ -270,7 +270,7 @@ def test_a_newcomer_that_missed_the_seal_is_made_room_for_when_it_sends_that_it_
     context.authenticator.key = first._context.authenticator.key
     slow = Link(context, hub_at(first.hub.port), Watch(1))
     until(lambda: first.status().waiting)
-    first.round_end.reopen(Reopen("joining"))
+    first.round_end.write(Reopen("joining"))
     (assignment,) = nodes.rejoin(first)
     assert [member.node for member in assignment.round.members] == ["node-0"]
     sent = FromLink(slow, HubSent(RoundChanged(assignment.round)))
@@ -311,7 +311,7 @@ def test_the_run_is_over_for_late_nodes(nodes):
     nodes.join(first)
     (waiting,) = nodes.start(nodes.make("node-1", 1, 1))
     until(lambda: first.hub.view().waiting)
-    assert first.round_end.close(Close(succeeded=True))
+    assert first.round_end.write(Close(succeeded=True))
     with pytest.raises(RunSucceeded):
         nodes.make("node-2").join()
     with pytest.raises(RunSucceeded):
@@ -333,7 +333,7 @@ def test_one_incident_is_charged_once(nodes):
     group = [nodes.make(f"node-{k}", 3, 3) for k in range(3)]
     nodes.join(*group)
     failures = {node: (FailureRecord("same", "user", 5, node.node, rank, 1),) for rank, node in enumerate(group)}
-    reopening = [nodes.pool.submit(node.round_end.reopen, Reopen("crash", failures=failures[node])) for node in group]
+    reopening = [nodes.pool.submit(node.round_end.write, Reopen("crash", failures=failures[node])) for node in group]
     charged = [future.result(TIMEOUT) is not None for future in reopening]
     assert sorted(charged) == [False, False, True]
     written = failures[group[charged.index(True)]]
@@ -345,14 +345,14 @@ def test_failures_grow_older_by_the_duration_of_rounds(nodes):
     pair = [nodes.make(f"node-{k}", 2, 2) for k in range(2)]
     nodes.join(*pair)
     known = FailureRecord("same", "user", 5, "node-0", 0, 1)
-    assert pair[0].round_end.reopen(Reopen("crash", failures=(known,)))
+    assert pair[0].round_end.write(Reopen("crash", failures=(known,)))
     started = time.monotonic()
     nodes.rejoin(*pair)
     until(lambda: pair[0].clock() - pair[0].machine.entered > 0.2)
-    assert pair[0].round_end.reopen(Reopen("joining"))
+    assert pair[0].round_end.write(Reopen("joining"))
     (first, _) = nodes.rejoin(*pair)
     assert 0.2 < first.round.failures[0].age_seconds < time.monotonic() - started
-    assert pair[1].round_end.close(Close(succeeded=False, message="x", exit_code=1))
+    assert pair[1].round_end.write(Close(succeeded=False, message="x", exit_code=1))
     (last,) = Round.from_value(nodes.table.get(ROUND_KEY).value).failures
     assert last.age_seconds >= first.round.failures[0].age_seconds
 
@@ -429,7 +429,7 @@ def test_another_incarnation_of_a_member_is_a_newcomer(nodes):
     nodes.rejoin(first)
     until(lambda: first.status().waiting or pending.done())
     if not pending.done():
-        first.round_end.reopen(Reopen("joining"))
+        first.round_end.write(Reopen("joining"))
         nodes.rejoin(first)
     assert pending.result(TIMEOUT).round.rank_of("node-1", reborn.incarnation) is not None
 
