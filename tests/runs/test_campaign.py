@@ -142,15 +142,8 @@ def test_random_faults(tmp_path, seed, request, monkeypatch, record_property):
         if notice:
             check_notice(report, lines, trial.kind == "notice", trail)
     killed = {node.name for node in report.nodes if node.exit_code == -signal.SIGKILL}
-    record_property(
-        "campaign",
-        {
-            "kind": trial.kind,
-            "recovery": trial.recovery,
-            "standstill_s": standstill_s(lines, injection.at),
-            "again": len(trained_again(lines)),
-        },
-    )
+    measured = {"kind": trial.kind, "recovery": trial.recovery, "again": len(trained_again(lines))}
+    record_property("campaign", {**measured, "standstill_s": standstill_s(lines, injection.at)})
     assert {line.step for line in lines} == set(range(1, EPOCHS * SAMPLES // 12 + 1)), trail
     assert seen(observed), trail
     assert all(counts == {float(EPOCHS): SAMPLES} for counts in seen(observed)), (seen(observed), trail)

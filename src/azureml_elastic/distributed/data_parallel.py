@@ -97,11 +97,7 @@ class ElasticDataParallel(DistributedDataParallel):
                 setattr(self, name, value)
 
     def settle(self, restored: Collection[int]) -> None:
-        """Overwrite the weights with those of rank 0 that were awaited and not restored. A collective.
-
-        Args:
-            restored: numbers (``id``) of the parameters that were restored, and so are equal on all ranks.
-        """
+        """Overwrite the weights with rank 0's, but those restored (by ``id``): all ranks have them. A collective."""
         if self._elastic.awaits_state and self._elastic.options.get("init_sync", True):
             for name, parameter in self.module.named_parameters():
                 if id(parameter) not in restored and name not in self.parameters_to_ignore:

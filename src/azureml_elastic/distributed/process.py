@@ -26,20 +26,20 @@ from azureml_elastic.ipc.agent_interface import WorkerIdentity
 
 
 class _Forks:
-    """State of the garbage collector around forks, which may overlap on several threads."""
+    """State of the garbage collector around forks and blocks, which may overlap on several threads."""
 
     def __init__(self) -> None:
         self._lock, self._depth, self._enabled = threading.RLock(), 0, False
-        os.register_at_fork(before=self.before, after_in_parent=self.in_parent, after_in_child=self.in_child)
+        os.register_at_fork(before=self.__enter__, after_in_parent=self.__exit__, after_in_child=self.in_child)
 
-    def before(self) -> None:
+    def __enter__(self) -> None:
         with self._lock:
             if self._depth == 0:
                 self._enabled = gc.isenabled()
                 gc.disable()
             self._depth += 1
 
-    def in_parent(self) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             self._depth -= 1
             if self._depth == 0 and self._enabled:
@@ -52,10 +52,13 @@ class _Forks:
             gc.enable()
 
 
-@functools.cache
+without_collection = functools.cache(_Forks)
+"""A context in which no thread of this process collects garbage."""
+
+
 def freeze_inherited_garbage() -> None:
     """Exclude inherited objects from garbage collection in all children forked from now on. Idempotent."""
-    _Forks()  # referenced by its callbacks
+    without_collection()  # referenced by its callbacks
 
 
 @dataclass(frozen=True)

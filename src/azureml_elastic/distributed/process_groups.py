@@ -36,7 +36,7 @@ from torch.distributed.constants import default_pg_timeout
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.distributed.data_parallel import ElasticDataParallel
 from azureml_elastic.distributed.device import device_of
-from azureml_elastic.distributed.process import close_group, open_group
+from azureml_elastic.distributed.process import close_group, open_group, without_collection
 from azureml_elastic.environment.worker import WorkerEnvironment
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 
@@ -93,23 +93,21 @@ class ProcessGroups:
                 set_timeout(timeout, control.group)
 
     def close(self, models: Iterable[ElasticDataParallel] = ()) -> None:
-        """Leave the groups, also after an error or an abort.
-
-        Args:
-            models: models that hold the default group, too, and release it.
-        """
+        """Leave the groups, which the models release, also after an error or an abort."""
         with self._aborting:  # an abort that goes on would shut down what gets the numbers of closed descriptors
             self._spared = frozenset()
-        with contextlib.suppress(RuntimeError):
-            close_group()
-        releases = [*(control.close for control in self._controls), *(model.dissolve for model in models)]
-        self._controls = ()
-        # gloo waits 10 to 20 ms for the threads of each group that goes: for all of them at once.
-        threads = [threading.Thread(target=release, name="release-group") for release in releases]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        # A group that is garbage after an error would be waited for with the GIL, which its threads may need to end.
+        with without_collection():
+            with contextlib.suppress(RuntimeError):
+                close_group()
+            releases = [*(control.close for control in self._controls), *(model.dissolve for model in models)]
+            self._controls = ()
+            # gloo waits 10 to 20 ms for the threads of each group that goes: for all of them at once.
+            threads = [threading.Thread(target=release, name="release-group") for release in releases]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
 
     @contextlib.contextmanager
     def sparing(self) -> Iterator[None]:

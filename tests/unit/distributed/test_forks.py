@@ -34,13 +34,8 @@ def forked(function):
 
 
 def run(script):
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    command = [sys.executable, "-c", PRELUDE + textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -84,3 +79,15 @@ def test_threads_that_fork_at_once_leave_the_collector_on():
     assert gc.isenabled()
     """
     run(script)
+
+
+def test_no_garbage_is_collected_while_the_groups_of_a_round_are_released():
+    """A group among it was waited for with the GIL, which its threads needed to end: both stood still for ever."""
+    script = """
+    import types, torch
+    from azureml_elastic.distributed.process_groups import ProcessGroups
+    allocate = lambda: Loud() and [[] for _ in range(9_000)]
+    ProcessGroups(None, torch.device("cpu")).close([types.SimpleNamespace(dissolve=allocate)])
+    os.write(1, b"-"); allocate()
+    """
+    assert run(script).startswith("-collected")
