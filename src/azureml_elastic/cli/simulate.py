@@ -124,12 +124,15 @@ def _show(
 ) -> None:
     import math
 
+    from rich.progress import track
+
     from azureml_elastic.report.simulation import cost_chart, recommendation, strategies_table
-    from azureml_elastic.simulate.comparison import compare, recommend
+    from azureml_elastic.simulate.comparison import recommend, simulate
     from azureml_elastic.simulate.comparison import sweep as swept
+    from azureml_elastic.simulate.scenario import STRATEGIES
 
     console = console_beside(json)
-    results = compare(scenario)
+    results = [simulate(scenario, each) for each in track(STRATEGIES, "simulating", console=console, transient=True)]
     console.print(strategies_table(results))
     found: list[Candidate] = []
     best = None

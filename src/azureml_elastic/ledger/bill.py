@@ -77,6 +77,7 @@ class NodeUse:
     Args:
         price_per_hour: price that the job gives for the node's pool, where no file has one.
         needed_seconds: time that the same work takes on nodes that are never lost; ``None`` for all of it.
+        nodes: number of nodes that were there for as long.
     """
 
     seconds: float | Decimal
@@ -85,6 +86,7 @@ class NodeUse:
     tier: Tier | None = None
     price_per_hour: float | None = None
     needed_seconds: float | Decimal | None = None
+    nodes: int = 1
 
 
 @dataclass(frozen=True)
@@ -144,8 +146,10 @@ def bill(uses: Iterable[NodeUse], prices: Prices | None = None) -> Bill:
         groups.setdefault((use.pool, use.size, use.tier), []).append(use)
     lines = []
     for (pool, size, tier), members in sorted(groups.items(), key=lambda group: tuple(map(str, group[0]))):
-        hours = _hours(use.seconds for use in members)
-        needed = _hours(use.seconds if use.needed_seconds is None else use.needed_seconds for use in members)
+        hours = _hours((use.seconds, use.nodes) for use in members)
+        needed = _hours(
+            (use.seconds if use.needed_seconds is None else use.needed_seconds, use.nodes) for use in members
+        )
         price = prices.of(size, tier) if prices is not None else None
         own = members[0].price_per_hour
         if price is None and own is not None and prices is None:
@@ -156,7 +160,7 @@ def bill(uses: Iterable[NodeUse], prices: Prices | None = None) -> Bill:
                 pool,
                 size,
                 tier,
-                len(members),
+                sum(use.nodes for use in members),
                 hours,
                 price,
                 None if price is None else hours * price,
@@ -167,8 +171,8 @@ def bill(uses: Iterable[NodeUse], prices: Prices | None = None) -> Bill:
     return Bill(tuple(lines), currency)
 
 
-def _hours(seconds: Iterable[float | Decimal]) -> Decimal:
-    return sum((Decimal(str(each)) for each in seconds), Decimal()) / _HOUR
+def _hours(uses: Iterable[tuple[float | Decimal, int]]) -> Decimal:
+    return sum((Decimal(str(seconds)) * nodes for seconds, nodes in uses), Decimal()) / _HOUR
 
 
 def _sum(amounts: Iterable[Decimal | None]) -> Decimal | None:

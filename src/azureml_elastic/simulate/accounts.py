@@ -27,7 +27,7 @@ def later(now: float, seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Life:
-    """Lifetime of the process of a simulated node.
+    """Lifetime of the process of a simulated node, or of several that begin and end together.
 
     Args:
         began: start in seconds since the submission of the run.
@@ -38,10 +38,11 @@ class Life:
     pool: int
     began: float
     ended: float
+    nodes: int = 1
 
     @property
     def seconds(self) -> float:
-        """Time for which the node was delivered."""
+        """Time for which each node was delivered."""
         return self.ended - self.began
 
 
@@ -65,7 +66,7 @@ class Accounts:
     @property
     def delivered(self) -> float:
         """Node-seconds of the lifetimes."""
-        return sum(life.seconds for life in self.lives)
+        return sum(life.seconds * life.nodes for life in self.lives)
 
     def totals(self) -> tuple[Total, ...]:
         """Return the node-seconds by activity and cause, the largest first."""

@@ -49,11 +49,6 @@ def simulate(scenario: Scenario, strategy: Strategy) -> Outcome:
     return simulate_elastic(scenario) if strategy == "elastic" else simulate_rigid(scenario, strategy)
 
 
-def compare(scenario: Scenario) -> tuple[Outcome, Outcome, Outcome]:
-    """Simulate the same work on the same machines with each strategy."""
-    return simulate(scenario, "rigid"), simulate(scenario, "restart"), simulate(scenario, "elastic")
-
-
 def candidates(scenario: Scenario) -> list[Scenario]:
     """Return the settings to try.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,15 +63,22 @@ class Processes(dict[str, Process]):
         process = self[name] = Process(name, pool, now, now)
         return process
 
-    def mark(self, process: Process, now: float, activity: Activity, cause: Cause | None = None) -> None:
-        """Account for a process's time until now, and continue with an activity."""
-        self._accounts.add(process.activity, now - process.at, process.cause)
-        process.at, process.activity, process.cause = now, activity, cause
+    def mark(self, processes: Iterable[Process], now: float, activity: Activity, cause: Cause | None = None) -> None:
+        """Account for the time of processes until now, and let them continue with an activity."""
+        # With a thousand nodes most have done the same since the same time: one entry for all of these. Products of
+        # the times are as exact as their sums.
+        spans: dict[tuple[Activity, float, Cause | None], int] = {}
+        for process in processes:
+            span = process.activity, process.at, process.cause
+            spans[span] = spans.get(span, 0) + 1
+            process.at, process.activity, process.cause = now, activity, cause
+        for (done, since, why), count in spans.items():
+            self._accounts.add(done, (now - since) * count, why)
 
     def end(self, name: str, now: float) -> None:
         """End the process of a node."""
         process = self.pop(name)
-        self.mark(process, now, "idle")
+        self.mark([process], now, "idle")
         self._accounts.lives.append(Life(name, process.pool, process.began, now))
 
 
@@ -175,7 +182,7 @@ class ElasticRun:
     def _is_gone(self, name: str) -> None:
         if self._phase == "open":
             self._lost.add(name)
-            self._try_seal()
+            self._wake_at(self.now, self._try_seal)
 
     def freeze(self, name: str, seconds: float) -> None:
         """Stop the process of a node for a time. If no other member notices it by then, training goes on."""
@@ -185,7 +192,7 @@ class ElasticRun:
             node = self.nodes[name]
             if name in self._members and self._phase in ("training", "entering", "broken"):
                 self._break(name, "node loss")
-                self._mark(node, "recovering", "node loss")
+                self._mark([node], "recovering", "node loss")
                 self._detect(silent=True)
             node.ready = False
             self._timers.add(self.now + exact(seconds), lambda: self._is_ready(node))
@@ -254,9 +261,9 @@ class ElasticRun:
         if self.nodes.get(node.name) is not node or self.over:
             return
         node.ready, node.waiting_since = True, self.now
-        self._mark(node, "waiting" if self._phase in ("open", "broken") else "idle")
+        self._mark([node], "waiting" if self._phase in ("open", "broken") else "idle")
         if self._phase == "open":
-            self._try_seal()
+            self._wake_at(self.now, self._try_seal)  # after all that happens now: many nodes are ready at once
         elif self._phase == "training":
             self._look_at_spares()
         elif self._phase == "broken" and not self._survivors:
@@ -289,20 +296,19 @@ class ElasticRun:
             self.training.roll_back(self._cause)
             restore = self._parameters.restore_seconds if self.training.committed else 0.0
             seconds = self._parameters.first_step_seconds + restore
-        for node in self.nodes.values():
-            if node.name in self._members:
-                self._mark(node, *(("recovering", self._cause) if node.entered else ("starting", None)))
-            elif node.ready:
-                self._mark(node, "idle")
+        members = [self.nodes[name] for name in self._members]
+        self._mark([node for node in members if node.entered], "recovering", self._cause)
+        self._mark([node for node in members if not node.entered], "starting")
+        self._mark(self._spares, "idle")
         self._wake_at(self.now + exact(seconds), self._begin)
 
     def _begin(self) -> None:
         """Begin the first step of a round."""
         self._phase, self._holders = "training", set(self._members)
         self.rounds += 1
-        for name in self._members:
-            self.nodes[name].entered = True
-            self._mark(self.nodes[name], "training")
+        for node in self._survivors:
+            node.entered = True
+        self._mark(self._survivors, "training")
         self.training.begin(self.now, len(self._members), self._round.losses, self._round.seconds)
         if self._leavers:
             self._propose_boundary()
@@ -346,9 +352,7 @@ class ElasticRun:
             # Its part of the step in progress, which the survivors train again.
             node.activity = "lost work"
         else:
-            for member in self._survivors:
-                if member.entered:
-                    self._mark(member, "recovering", cause)
+            self._mark([member for member in self._survivors if member.entered], "recovering", cause)
         self._cause = cause
         self._lost.add(name)
         self._holders.discard(name)
@@ -382,30 +386,27 @@ class ElasticRun:
     def _go_on(self) -> None:
         """Train on after a pause that was too short to be noticed."""
         self._phase = "training"
-        for name in self._members:
-            self._mark(self.nodes[name], "training")
+        self._mark(self._survivors, "training")
         self.training.begin(self.now, len(self._members), self._round.losses, self._round.seconds)
 
     def _reopen(self, reason: str, cause: Cause) -> None:
         for name in self._leavers.keys() & self.nodes.keys():  # a node that has to go does not take part again
             self.nodes.end(name, self.now)
             self._lost.add(name)
-        spares = [node.name for node in self._spares]
+        spares = self._spares
         seconds = self.now - self._sealed_at
-        self._round = reopened(self._round, reason, self._lost, spares, seconds=seconds)
+        self._round = reopened(self._round, reason, self._lost, [node.name for node in spares], seconds=seconds)
         self._seal_timer = SealTimer(self._round, self._limits, self._timings)
         self._phase, self._cause, self._boundary = "open", cause, None
         self._lost, self._leavers, self._members = set(), {}, []
-        for name in spares:
-            self._mark(self.nodes[name], "waiting")
+        self._mark(spares, "waiting")
         self._try_seal()
 
     def _end(self) -> None:
         self._phase = "ended"
-        for node in self.nodes.values():
-            if node.name in self._members:
-                node.at = self.training.at
-            self._mark(node, "idle")
+        for node in self._survivors:
+            node.at = self.training.at
+        self._mark(self.nodes.values(), "idle")
         self._wake_at(self.now + exact(self._parameters.finish_seconds), self._close)
 
     def _close(self) -> None:
@@ -419,8 +420,8 @@ class ElasticRun:
 
     @property
     def _spares(self) -> list[Process]:
-        members = set(self._members) - self._lost
-        return [node for node in self.nodes.values() if node.ready and node.name not in members]
+        spares = self.nodes.keys() - (self._members if not self._lost else {*self._members} - self._lost)
+        return [node for name, node in self.nodes.items() if name in spares and node.ready] if spares else []
 
-    def _mark(self, node: Process, activity: Activity, cause: Cause | None = None) -> None:
-        self.nodes.mark(node, self.now, activity, cause)
+    def _mark(self, nodes: Iterable[Process], activity: Activity, cause: Cause | None = None) -> None:
+        self.nodes.mark(nodes, self.now, activity, cause)

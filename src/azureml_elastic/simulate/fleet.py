@@ -34,6 +34,7 @@ class _Job:
     began: float | None = None
     ended: float | None = None
     stopped: bool = False
+    running: NodeJob | None = None  # what was observed of it first while it ran
 
     def observed(self, now: float) -> NodeJob:
         """Return what the replacement policy knows of the job."""
@@ -120,7 +121,17 @@ class _Fleet:
             # Jobs only get more, and each check would look at all of them: those whose age no longer matters are kept
             # as they are.
             self._old.append(replace(job.observed(now), ended_s=_END_OF_TIME - (job.ended or 0.0)))
-        return [*self._old, *(job.observed(now) for job in self._recent.values())]
+        # Only a budget looks at how long a running node has run: without one a thousand of them are not observed anew
+        # at each check.
+        aged = self._scenario.replacement.budget is not None
+        found = self._old.copy()
+        for job in self._recent.values():
+            if aged or job.state != "running":
+                found.append(job.observed(now))
+            else:
+                job.running = job.running or job.observed(now)
+                found.append(job.running)
+        return found
 
     # --- jobs --------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ once, to the machines that are still there without provisioning them again.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
@@ -92,7 +93,8 @@ class _Gang:
                 training.interrupt(self._now)
                 self._accounts.add("lost work", (self._now - training.at) * nodes, "node loss")
                 training.roll_back("node loss")
-        self._accounts.lives += [Life(f"{pool}-{machine}", pool, began, self._now) for pool, machine in sorted(chosen)]
+        counts = Counter(pool for pool, _ in chosen)
+        self._accounts.lives += [Life("", pool, began, self._now, count) for pool, count in sorted(counts.items())]
         return lost
 
     def _wait_for_machines(self) -> bool:

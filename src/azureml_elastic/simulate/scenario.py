@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, field_validator
 
@@ -95,6 +95,8 @@ Strategy = Literal["rigid", "restart", "elastic"]
 - ``restart``: waits for all nodes; after a loss it starts again from its last checkpoint when all are there.
 - ``elastic``: starts with the minimum, grows, shrinks, and continues from the survivors' memory.
 """
+
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,7 @@ def outcome(
     uses: Sequence[NodeUse] = [
         NodeUse(
             seconds=life.seconds,
+            nodes=life.nodes,
             pool=scenario.pools[life.pool].pool.compute,
             size=scenario.pools[life.pool].size,
             tier=scenario.pools[life.pool].tier,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from azureml_elastic.config import CheckpointPolicy, NodePool, RendezvousTimings, ReplacementPolicy
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.bill import Prices
-from azureml_elastic.simulate.comparison import compare, simulate
-from azureml_elastic.simulate.scenario import Parameters, Scenario, SimulatedPool
+from azureml_elastic.simulate.comparison import simulate
+from azureml_elastic.simulate.scenario import STRATEGIES, Parameters, Scenario, SimulatedPool
 from azureml_elastic.simulate.traces import Change, Hazard, Trace, synthetic_trace
 
 DURATIONS = Parameters(
@@ -59,12 +59,16 @@ def scenario(trace, minimum=1, work=400, **fields):
     )
 
 
+def outcomes(scenario):
+    return [simulate(scenario, strategy) for strategy in STRATEGIES]
+
+
 @given(traces(), st.integers(0, 40), st.sampled_from(["auto", 100, 1]))
 @settings(deadline=None)
 def test_the_work_is_done_and_every_node_second_is_accounted(trace, notice, every):
     durations = DURATIONS.model_copy(update={"notice_seconds": notice})
     policy = CheckpointPolicy(every=every)
-    for result in compare(scenario(trace, parameters=durations, checkpoint=policy, limit_seconds=9e5)):
+    for result in outcomes(scenario(trace, parameters=durations, checkpoint=policy, limit_seconds=9e5)):
         assert result.finished
         assert result.steps == 400
         assert sum(total.seconds for total in result.activities) == result.node_seconds  # to the last bit
@@ -77,7 +81,7 @@ def test_the_work_is_done_and_every_node_second_is_accounted(trace, notice, ever
 @given(traces(), st.integers(1, 2000))
 @settings(deadline=None)
 def test_a_run_that_is_given_up_is_accounted_too(trace, limit):
-    for result in compare(scenario(trace, work=10**6, limit_seconds=limit)):
+    for result in outcomes(scenario(trace, work=10**6, limit_seconds=limit)):
         assert not result.finished
         assert result.seconds == limit
         assert "was not done within" in result.why
@@ -160,5 +164,5 @@ def test_impossible_scenarios_are_refused(fields, words):
 def test_a_run_that_has_done_its_work_within_the_time_is_finished_though_its_nodes_have_not_ended():
     durations = DURATIONS.model_copy(update={"finish_seconds": 1e5})
     trace = Trace((Change(0.0, 0, True),), 1, 1.0)
-    for result in compare(scenario(trace, parameters=durations, limit_seconds=9e4)):
+    for result in outcomes(scenario(trace, parameters=durations, limit_seconds=9e4)):
         assert (result.finished, result.why) == (True, "")

@@ -29,7 +29,7 @@ comes to nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set as AbstractSet
 from dataclasses import MISSING, asdict, dataclass, replace
 from dataclasses import fields as fields_of
 from typing import Any, Literal
@@ -51,7 +51,7 @@ def room_for(spares: Collection[str], members: int, maximum: int, nodes_per_repl
 
 
 def kept_order(
-    ranked: Sequence[str], gone: Collection[str], nodes_per_replica: int
+    ranked: Sequence[str], gone: AbstractSet[str], nodes_per_replica: int
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return the survivors of a round in the order in which the next one takes them, and the places of the last ones.
 
@@ -66,18 +66,15 @@ def kept_order(
         The survivors, and the places of those that are in no whole replica.
     """
     replicas = [ranked[begin : begin + nodes_per_replica] for begin in range(0, len(ranked), nodes_per_replica)]
-    whole = [each for each in replicas if len(each) == nodes_per_replica and not any(node in gone for node in each)]
-    rest = [
-        (place, number, node)
-        for number, each in enumerate(replicas)
-        if each not in whole
-        for place, node in enumerate(each)
-        if node not in gone
-    ]
+    kept: list[str] = []
+    rest: list[tuple[int, int, str]] = []
+    for number, each in enumerate(replicas):
+        if len(each) == nodes_per_replica and gone.isdisjoint(each):
+            kept += each
+        else:
+            rest += [(place, number, node) for place, node in enumerate(each) if node not in gone]
     rest.sort()
-    return (*(node for each in whole for node in each), *(node for _, _, node in rest)), tuple(
-        place for place, _, _ in rest
-    )
+    return (*kept, *(node for _, _, node in rest)), tuple(place for place, _, _ in rest)
 
 
 def _places(previous: Sequence[str], places: Sequence[int], nodes_per_replica: int) -> dict[str, int]:
@@ -123,15 +120,13 @@ def arranged(
         previous: survivors of the round before; replicas of which all are taken stay as they are.
         places: places of those survivors that are in no whole replica.
     """
-    place_of = {
-        node: place for node, place in _places(previous, places, nodes_per_replica).items()
-        if node in fit and node in taken
-    }  # fmt: skip
+    chosen = {*taken}.intersection(fit)
+    place_of = {node: place for node, place in _places(previous, places, nodes_per_replica).items() if node in chosen}
     replicas = (
         previous[begin : begin + nodes_per_replica]
         for begin in range(0, len(previous) - len(places), nodes_per_replica)
     )
-    rows = [replica for replica in replicas if all(node in place_of for node in replica)]
+    rows = [replica for replica in replicas if all(map(place_of.__contains__, replica))]
     kept = {node for row in rows for node in row}
     left = [node for node in taken if node not in kept]
     new: list[list[str | None]] = [[None] * nodes_per_replica for _ in range(len(left) // nodes_per_replica)]

@@ -113,9 +113,10 @@ def decide(
         over: ``"ended"`` if the run has ended, so that running nodes end by themselves; ``"cancelled"`` if its owner
             has cancelled it; ``None`` while it is active.
     """
-    alive = [job for job in jobs if job.alive and not job.stopped]
+    exist = [job for job in jobs if job.alive]
+    alive = [job for job in exist if not job.stopped]
     # The process that decided on the cancellation may have died before it sent the request.
-    stops = [Stop(job, "its cancellation was decided before") for job in jobs if job.alive and job.stopped]
+    stops = [Stop(job, "its cancellation was decided before") for job in exist if job.stopped]
     wanted = most - sum(job.removed for job in jobs)
     if over == "cancelled" or wanted <= 0:
         stops += [Stop(job, "the run was cancelled") for job in alive]
@@ -133,7 +134,7 @@ def next_change(pools: Sequence[NodePool], jobs: Sequence[NodeJob], policy: Repl
     The budget is not considered: reaching it only prevents actions that another change causes.
     """
     fallback_after = policy.fallback_after.total_seconds()
-    moments = [fallback_after - job.waited_s for job in jobs if job.alive and job.state == "waiting"]
+    moments = [fallback_after - job.waited_s for job in jobs if job.state == "waiting" and job.alive]
     for number in range(len(pools)):
         if (pause := _pause(number, jobs, policy)) > 0:
             moments += [pause, fallback_after - _since_last_end(number, jobs)]
@@ -147,8 +148,7 @@ def limit_reached(
     limit = most_replacements(policy, most)
     if sum(job.submitted and not job.first for job in jobs) >= limit:
         return f"The limit of {counted(limit, 'replacement')} is reached; raise max_replacements."
-    spent = cost(pools, jobs)
-    if policy.budget is not None and spent >= policy.budget:
+    if policy.budget is not None and (spent := cost(pools, jobs)) >= policy.budget:
         return f"The nodes have cost {spent:.2f} USD, the budget is {policy.budget:g} USD; raise the budget."
     return None
 
