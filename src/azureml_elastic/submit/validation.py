@@ -37,12 +37,8 @@ _CHECKPOINTS = (
     "'azureml://datastores/<datastore>/paths/<folder>/' or "
     "'abfs://<container>@<account>.dfs.core.windows.net/<folder>', or the path of a mount that all nodes share."
 )
-_MOST_NODES = {"fan_out": 1000, "gang": 4000, "service": 4000}
-"""Nodes by placement.
-
-4,000 is what a cluster for distributed jobs can be raised to, by the page on Azure ML's service limits. Nodes that are
-jobs of their own take 10 ms of compilation each, and runs are simulated with up to 1,000.
-"""
+_MOST_NODES = 1000
+"""A round is one row of the table with all its members, and 900 KiB have room for 1,000 of the longest names."""
 
 _LONGEST_TEXTS = {"display_name": 256, "experiment_name": 256, "description": 5000}
 _MOST_ENTRIES = 50
@@ -88,12 +84,8 @@ def _code_folder(job: JobFields) -> Path | None:
 def _check_sizes(job: JobFields) -> None:
     """Check what Azure ML would refuse after everything is uploaded, or accept and never start."""
     most = job.resources.max_instance_count
-    placement = job.resources.effective_placement
-    if most > _MOST_NODES[placement]:
-        raise SubmitError(
-            f"max_instance_count={most} is above the limit of {_MOST_NODES[placement]} nodes for the placement "
-            f"{placement!r}. Lower it."
-        )
+    if most > _MOST_NODES:
+        raise SubmitError(f"max_instance_count={most} is above the limit of {_MOST_NODES} nodes of a run. Lower it.")
     try:
         job.distribution.node_limits(job.resources.min_instance_count, most)
         job.distribution.check_ports(job.rendezvous.port_range)

@@ -53,8 +53,7 @@ class Declared:
         ({"checkpoint": {"path": "https://a.blob.core.windows.net/c"}}, ["'abfs://<container>@<account>"]),
         ({"checkpoint": {"path": "azureml:mine:1"}}, ["checkpoint.path='azureml:mine:1'"]),
         ({"compute": "local"}, ["azureml-elastic local"]),
-        ({"resources": {"max_instance_count": 65000}}, ["max_instance_count=65000", "limit of 1000", "'fan_out'"]),
-        ({"resources": {**GANG, "max_instance_count": 4001}}, ["limit of 4000 nodes for the placement 'gang'"]),
+        ({"resources": {**GANG, "max_instance_count": 1001}}, ["max_instance_count=1001", "limit of 1000 nodes"]),
         ({"inputs": {"a-b": 1}}, ["input 'a-b'", "letters, digits and '_'"]),
         (
             {"resources": ElasticResources(max_instance_count=2, placement="service", docker_args=("-e", "A=1 2"))},

@@ -29,7 +29,8 @@ comes to nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set as AbstractSet
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import MISSING, asdict, dataclass, replace
 from dataclasses import fields as fields_of
 from typing import Any, Literal

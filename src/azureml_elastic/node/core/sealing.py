@@ -108,7 +108,7 @@ def describe_partitions(ranked: Sequence[Member], sealed: Collection[str]) -> li
     return texts
 
 
-def _is_complete(round_: Round, members: Sequence[Member], ranked: Sequence[Member], limits: Limits) -> bool:
+def is_complete(round_: Round, members: Sequence[Member], limits: Limits) -> bool:
     """Return whether no further node needs to be waited for, given that the minimum is present.
 
     That is so when every node that is known to be coming is present: in the first round the nodes that have announced
@@ -117,6 +117,7 @@ def _is_complete(round_: Round, members: Sequence[Member], ranked: Sequence[Memb
     partitioned nodes are not waited for, and do not count towards the maximum. If the minimum is reached only with
     nodes that cannot reach each other, any other node is waited for.
     """
+    ranked = candidates(round_, members)
     present = {member.node for member in ranked}
     partitioned = partitioned_nodes(ranked)
     needed = partitioned and len(present) < limits.maximum and select_members(round_, ranked, limits)
@@ -170,7 +171,7 @@ class SealTimer:
             return False
         if self._minimum_since is None:
             self._minimum_since = now
-        timeout = 0.0 if _is_complete(self._round, members, ranked, self._limits) else self._timeout
+        timeout = 0.0 if is_complete(self._round, members, self._limits) else self._timeout
         if set(self._round.finishing) - {member.node for member in members if member.state == "left"}:
             timeout = max(timeout, self._round.finishing_seconds)
         left = self._minimum_since + timeout - now

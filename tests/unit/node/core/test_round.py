@@ -14,6 +14,7 @@ from azureml_elastic.node.core.failures import FailureRecord
 from azureml_elastic.node.core.round import Limits, Member, Round, reopened, turn_of
 from azureml_elastic.node.core.sealing import SealTimer, candidates, is_complete, seal
 from azureml_elastic.node.rendezvous.link import Assignment
+from azureml_elastic.node.table.encoding import write_value
 
 FAILURE = FailureRecord("1234abcd ValueError: no (train.py:3 f)", "user", 5, "node-1", 1, 7, 2.5)
 TIMINGS = RendezvousTimings(settle_timeout=10, rejoin_timeout=5, takeover_delay=1)
@@ -170,3 +171,19 @@ def test_survivors_leave_the_end_of_a_round_to_the_first_of_them(lost, informed,
     round_ = Round(1, "sealed", tuple(waiting(each) for each in "abcd"))
     seconds, first = turn_of(round_, [*lost], node, informed=[*informed])
     assert (pytest.approx(seconds), first.node) == expected
+
+
+def test_a_round_of_a_thousand_nodes_with_the_longest_names_fits_a_row_of_the_table():
+    longest = [f"{number:063d}-{'a' * 6}" for number in range(1000)]
+
+    def row(node: str) -> Member:
+        return Member(
+            node, "i" * 12, "waiting", 99999, "255.255.255.255", 65535, 65535, 8, "", f"255.255.255.255-{'b' * 8}"
+        )
+
+    limits = Limits(1, 1000)
+    first = replace(seal(Round(), [replace(row(node), round=1) for node in longest], limits), number=99998)
+    open_ = reopened(first, "r" * 500, longest[:1], ["s" * 70], failures=(FAILURE,) * 20)
+    sealed = seal(open_, [row(node) for node in [*longest[1:], "s" * 70]], limits)
+    assert len(sealed.members) == 1000
+    write_value("round", sealed.to_value())
