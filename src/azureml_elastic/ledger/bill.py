@@ -5,7 +5,7 @@ Prices are a file that their owner writes; none are shipped, as they differ by r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
@@ -146,10 +146,8 @@ def bill(uses: Iterable[NodeUse], prices: Prices | None = None) -> Bill:
         groups.setdefault((use.pool, use.size, use.tier), []).append(use)
     lines = []
     for (pool, size, tier), members in sorted(groups.items(), key=lambda group: tuple(map(str, group[0]))):
-        hours = _hours((use.seconds, use.nodes) for use in members)
-        needed = _hours(
-            (use.seconds if use.needed_seconds is None else use.needed_seconds, use.nodes) for use in members
-        )
+        hours = _hours(members, [use.seconds for use in members])
+        needed = _hours(members, [use.seconds if use.needed_seconds is None else use.needed_seconds for use in members])
         price = prices.of(size, tier) if prices is not None else None
         own = members[0].price_per_hour
         if price is None and own is not None and prices is None:
@@ -171,8 +169,8 @@ def bill(uses: Iterable[NodeUse], prices: Prices | None = None) -> Bill:
     return Bill(tuple(lines), currency)
 
 
-def _hours(uses: Iterable[tuple[float | Decimal, int]]) -> Decimal:
-    return sum((Decimal(str(seconds)) * nodes for seconds, nodes in uses), Decimal()) / _HOUR
+def _hours(uses: Sequence[NodeUse], seconds: Sequence[float | Decimal]) -> Decimal:
+    return sum((Decimal(str(each)) * use.nodes for use, each in zip(uses, seconds, strict=True)), Decimal()) / _HOUR
 
 
 def _sum(amounts: Iterable[Decimal | None]) -> Decimal | None:

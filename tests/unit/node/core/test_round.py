@@ -14,7 +14,7 @@ from azureml_elastic.node.core.failures import FailureRecord
 from azureml_elastic.node.core.round import Limits, Member, Round, reopened, turn_of
 from azureml_elastic.node.core.sealing import SealTimer, candidates, is_complete, seal
 from azureml_elastic.node.rendezvous.link import Assignment
-from azureml_elastic.node.table.encoding import write_value
+from azureml_elastic.node.table.values import write_value
 
 FAILURE = FailureRecord("1234abcd ValueError: no (train.py:3 f)", "user", 5, "node-1", 1, 7, 2.5)
 TIMINGS = RendezvousTimings(settle_timeout=10, rejoin_timeout=5, takeover_delay=1)
