@@ -274,9 +274,9 @@ class Node:
     def _preparing_of(self, round_: Round) -> do.PrepareRow:
         """Return what prepares this node for an open round, after the one that it has been in."""
         was_lost = self.round is not None and self.me.node not in round_.previous
-        # A pair of nodes may have been separated while it trained: its workers fail then.
-        failures = len(self.round.failures) if self.round is not None else 0
-        return do.PrepareRow(round_, was_lost, bool(round_.failed_rounds) or len(round_.failures) > failures)
+        # A pair may have been separated while it trained: its workers fail then, or one counts as lost and is back.
+        losses = self.round.losses if self.round is not None else 0
+        return do.PrepareRow(round_, was_lost, bool(round_.failed_rounds) or round_.losses > losses)
 
     # --- in a round --------------------------------------------------------------------------------------------------
 

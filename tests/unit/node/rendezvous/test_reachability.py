@@ -21,11 +21,11 @@ from azureml_elastic.config import RendezvousTimings, TableRendezvous
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import UsageError
 from azureml_elastic.node.core.actions import Reopen
-from azureml_elastic.node.core.events import HubSent
+from azureml_elastic.node.core.events import HubSent, Started
 from azureml_elastic.node.core.joining import is_leader_unreachable
 from azureml_elastic.node.core.messages import SealPosition, Watch
-from azureml_elastic.node.core.node import Node
-from azureml_elastic.node.core.round import Limits, Member, Round
+from azureml_elastic.node.core.node import Node, Part
+from azureml_elastic.node.core.round import Limits, Member, NewestRound, Round
 from azureml_elastic.node.core.sealing import (
     describe_partitions,
     partitioned_nodes,
@@ -480,3 +480,10 @@ def test_no_thread_stays_behind(tmp_path, caplog):
     for node in nodes:
         node.shutdown()
     table.close()
+
+
+@pytest.mark.parametrize("losses", [0, 1])
+def test_members_are_connected_to_again_after_a_loss_as_a_node_that_is_back_may_be_cut_off_from_another(losses):
+    machine = Node(member("x"), Limits(1, 3), RendezvousTimings(), NewestRound())
+    machine.part, machine.round = Part.FINDING, Round(1, "sealed")
+    assert machine.handle(Started(Round(2, losses=losses), {}), 0.0)[0].reaches_again is bool(losses)
