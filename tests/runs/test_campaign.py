@@ -38,7 +38,6 @@ CHOSEN = os.environ.get("CAMPAIGN_SEEDS")
 SEEDS = range(*map(int, CHOSEN.split(":"))) if CHOSEN else (0, 1, 2, 3, 8, 10, 11)
 """By default each process of a node is killed, or all of them, and two have notices."""
 
-SIGTERM_EXIT = 143
 FAILURES = {
     "worker killed": {"killed", "connection"},
     "agent killed": set(),
@@ -53,8 +52,7 @@ class Injection:
 
     def __init__(self, trial, run_dir, network):
         self.trial, self.run_dir, self.network = trial, run_dir, network
-        self.at = None
-        self.dead = set()
+        self.at, self.dead = None, set()
 
     def __call__(self, events):
         entered = [event for event in events if isinstance(event, RoundEntered)]
@@ -135,8 +133,8 @@ def test_random_faults(tmp_path, seed, request, monkeypatch, record_property):
         if trial.kind in ("node killed", "notice", "burst"):
             check_accounting(report, trail)
         if trial.kind in FAILURES and not trial.schedule:
-            failed = [event for event in read_events(report.paths.events) if isinstance(event, WorkerFailed)]
-            failures = {event.failure_kind for event in failed}
+            events = read_events(report.paths.events)
+            failures = {event.failure_kind for event in events if isinstance(event, WorkerFailed)}
             assert failures <= FAILURES[trial.kind], (failures, trail)
             assert len(report.rounds) > 1, trail
         if notice:
@@ -164,7 +162,7 @@ def check_notice(report: Report, lines: Sequence[Line], long: bool, trail: str) 
     agreed = "All workers stop after the same step" in (report.paths.logs / f"{victim}.log").read_text()
     if long:
         assert agreed, trail
-        assert {node.name: node.exit_code for node in report.nodes}[victim] == SIGTERM_EXIT, trail
+        assert {node.name: node.exit_code for node in report.nodes}[victim] == 128 + signal.SIGTERM, trail
     if agreed:  # else it was gone before, on a busy machine
         trained = max(line.step for line in lines if line.node == victim)
         # Not by events: a node that has committed may be killed before it has written that down.

@@ -42,7 +42,6 @@ from tests.support.namespaces import Namespaces
 from tests.support.node_server import StartAt
 from tests.support.paths import PROGRAMS
 
-TIMEOUT_S = 150.0
 REPORTED_WITHIN_S = 30.0
 """It takes 2 to 6 s; nodes that wait for each other instead hang for minutes."""
 NODES = ("node-a", "node-b", "node-c")
@@ -140,7 +139,7 @@ class Network(Namespaces):
     def reopened(self) -> list:
         return [event for name in NODES for event in self.events(RoundReopened, name)]
 
-    def until(self, condition, timeout: float = TIMEOUT_S) -> None:
+    def until(self, condition, timeout: float = 150.0) -> None:
         limit = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < limit, "\n".join(f"== {name}\n{self.log(name)[-3000:]}" for name in NODES)
@@ -149,10 +148,7 @@ class Network(Namespaces):
     def wait(self) -> dict[str, int | None]:
         """Let the run end once its steps are done, and return the nodes' exit codes."""
         self._go.touch()
-        self.until(lambda: None not in self._codes().values())
-        return self._codes()
-
-    def _codes(self) -> dict[str, int | None]:
+        self.until(lambda: all(node.exit_code() is not None for node in self._nodes.values()))
         return {name: node.exit_code() for name, node in self._nodes.items()}
 
     def reported_after(self, node: str, peer: str) -> float:

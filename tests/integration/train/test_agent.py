@@ -182,8 +182,7 @@ def test_workers_do_not_outlive_their_agent(agent, tmp_path):
 
 
 def test_a_worker_whose_round_ends_before_it_has_reached_the_store_does_not_wait_for_it(agent, tmp_path):
-    gone = {"WORLD_SIZE": 2, "MASTER_PORT": 9, **environment(agent, 1)}  # torch tries for half an hour to connect
-    world = World(1, workers.agent_session, tmp_path / "c", 10, None, **gone)
+    world = World(1, workers.agent_session, tmp_path, 10, None, WORLD_SIZE=2, MASTER_PORT=9, **environment(agent, 1))
     agent.wait_for("hello")
     agent.server.broadcast({"op": "interrupt", "whole": 0})
     assert [outcome.code for outcome in world.outcomes()] == [EXIT_AGENT_LOST]
