@@ -27,7 +27,7 @@ LIMITS: Mapping[str, int] = {
     "ledger": 2_206,
     "local": 3_912,
     "nebula": 392,
-    "node": 20_880,
+    "node": 20_874,
     "program": 1_974,
     "report": 1_864,
     "simulate": 1_987,

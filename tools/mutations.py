@@ -334,8 +334,8 @@ MUTATIONS = (
     Mutation(
         "replacement-budget",
         "node/replacement/policy.py",
-        "if policy.budget is not None and spent >= policy.budget:",
-        "if policy.budget is not None and spent >= 2 * policy.budget:",
+        "(spent := cost(pools, jobs)) >= policy.budget:",
+        "(spent := cost(pools, jobs)) >= 2 * policy.budget:",
         ("unit/node/replacement/test_policy.py",),
     ),
     Mutation(
