@@ -57,10 +57,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call():
-    """Have a session in a test's process search its state from the frame of the test on.
-
-    Below it are pytest's, from which all tests are reachable: to look at them took most of the time of such a test.
-    """
+    """Have a session look for its state from the test's frame on: from those of pytest all tests are reached."""
     state = sys.modules.get("azureml_elastic.train.found.state")
     if state is not None and not isinstance(state.frames_of, functools.partial):
         state.frames_of = functools.partial(frames_of_a_test, state.frames_of)

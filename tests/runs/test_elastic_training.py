@@ -17,8 +17,7 @@ from azureml_elastic.ledger.summary import Report
 from tests.support.paths import PROGRAMS, SAMPLES
 from tests.support.whole_runs import after_gathering, assert_whole, gathering_cluster
 
-TRAINING = PROGRAMS
-PROGRAM = str(TRAINING / "chaos_train.py")
+PROGRAM = str(PROGRAMS / "chaos_train.py")
 TWO_WORKERS = {"process_count_per_instance": 2}
 
 
@@ -97,7 +96,7 @@ def test_two_replicas_of_two_nodes_lose_a_node_and_get_another_one(tmp_path):
 
 
 def test_several_workers_a_node_as_a_module(tmp_path, monkeypatch):
-    monkeypatch.chdir(TRAINING)
+    monkeypatch.chdir(PROGRAMS)
     report = run(tmp_path, "", "python", "-m", "chaos_train", "--epochs", "1", nodes=(2, 2), distribution=TWO_WORKERS)
     assert_whole(report)
     assert report.world_sizes == (4,)

@@ -19,8 +19,6 @@ from tests.support.whole_runs import GATHERING
 
 STEPS = 80
 FAULTS = "kill=rank0@step:12,add@step:20,preempt=any@step:50"
-"""The loss of rank 0's node, a node's arrival and a preemption with notice."""
-
 SAMPLE = SAMPLES / "char_gpt.py"
 PAGE = (ROOT / "docs/how-to/stacks/index.md").read_text()
 (DIFF,) = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)

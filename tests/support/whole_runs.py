@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import psutil
 from azureml_elastic.config import CheckpointPolicy, RendezvousTimings, TableRendezvous
 from azureml_elastic.ledger.events import Event, NodeStarted, Progress, RoundEntered, WorkersStarted
 from azureml_elastic.ledger.reading import EventReader
-from azureml_elastic.ledger.summary import Report
+from azureml_elastic.ledger.summary import Paths, Report
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
 from tests.support.node_server import FORKED
@@ -47,6 +48,14 @@ def assert_whole(report: Report) -> None:
 def after_gathering(report: Report, full: int) -> tuple[int, ...]:
     """Return the world sizes from the first round with all nodes on; a late node joins after the first round."""
     return report.world_sizes[report.world_sizes.index(full) :]
+
+
+def together(workspace: Path, folder: Path) -> Paths:
+    """Bring together what all machines of a workspace have on their disks, those of the evicted ones too."""
+    paths = Paths.of(folder)
+    for disk in workspace.glob("nodes/*/work/outputs/azureml-elastic"):
+        shutil.copytree(disk, paths.run_dir, dirs_exist_ok=True)
+    return paths
 
 
 @contextlib.contextmanager

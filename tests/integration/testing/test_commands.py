@@ -25,7 +25,6 @@ from tests.support.waiting import until
 
 SAMPLE = SAMPLES / "digits.py"
 
-
 JOB = """
 type: command
 code: src

@@ -9,10 +9,11 @@ from azureml_elastic import CheckpointPolicy, ElasticCommandJob, ElasticDistribu
 from azureml_elastic.cli import app
 from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.reading import read_events
-from azureml_elastic.ledger.summary import Paths, audit_folder
+from azureml_elastic.ledger.summary import audit_folder
 from azureml_elastic.testing import LocalWorkspace, Pool
 from tests.support.node_server import FORKED
 from tests.support.paths import PROGRAMS
+from tests.support.whole_runs import together
 
 JOB = """
 type: command
@@ -42,14 +43,6 @@ def make(**fields):
             **fields,
         }
     )
-
-
-def together(workspace, folder):
-    """Bring together what the machines have on their disks now."""
-    paths = Paths.of(folder)
-    for disk in workspace.glob("nodes/*/work/outputs/azureml-elastic"):
-        shutil.copytree(disk, paths.run_dir, dirs_exist_ok=True)
-    return paths
 
 
 def test_a_failed_run_is_continued_and_each_sample_is_seen_once(project, tmp_path):

@@ -8,11 +8,12 @@ import pytest
 from azureml_elastic import ElasticCommandJob, ElasticResources
 from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.reading import read_events
-from azureml_elastic.ledger.summary import Paths, audit_folder
+from azureml_elastic.ledger.summary import audit_folder
 from azureml_elastic.submit import ElasticCommandJob as Registered
 from azureml_elastic.testing import Eviction, LocalWorkspace, Pool
 from tests.support.node_server import FORKED
 from tests.support.paths import SAMPLES
+from tests.support.whole_runs import together
 
 SAMPLE = SAMPLES / "digits.py"
 
@@ -39,14 +40,6 @@ def accuracy(text):
     return float(line.split("accuracy ")[1].split()[0])
 
 
-def audited(folder):
-    """Bring together what all machines had on their disks, those of the evicted ones too, and audit it."""
-    paths = Paths.of(folder / "together")
-    for disk in folder.glob("nodes/*/work/outputs/azureml-elastic"):
-        shutil.copytree(disk, paths.run_dir, dirs_exist_ok=True)
-    return audit_folder(paths, Picture.of(read_events(paths.events)))
-
-
 def test_a_job_whose_nodes_the_service_starts_loses_the_first_and_completes(tmp_path):
     """``test_replacement`` has the same of a job whose nodes are jobs of their own, with a notice, too."""
     eviction = Eviction(node=0, at_step=25, notice=0)
@@ -58,7 +51,8 @@ def test_a_job_whose_nodes_the_service_starts_loses_the_first_and_completes(tmp_
         assert len(workspace.evicted) == 1
         assert accuracy(workspace.log(job.name)) > 0.5
         client.jobs.download(job.name, all=True)
-    assert audited(tmp_path / "workspace").exactly_once
+    paths = together(tmp_path / "workspace", tmp_path / "together")
+    assert audit_folder(paths, Picture.of(read_events(paths.events))).exactly_once
     kept = list(Path("named-outputs/azureml_elastic_checkpoints").rglob("manifest.json"))
     assert any("step-000000000069" in str(path) for path in kept)
     assert list(Path("artifacts/outputs/azureml-elastic/events").glob("*.jsonl"))

@@ -10,15 +10,15 @@ from azureml_elastic import ElasticCommandJob, ElasticResources, NodePool, Repla
 from azureml_elastic.ledger.events import RoundEntered
 from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.reading import read_events
-from azureml_elastic.ledger.summary import Paths, audit_folder
+from azureml_elastic.ledger.summary import audit_folder
 from azureml_elastic.submit import ElasticCommandJob as Registered
 from azureml_elastic.testing import Eviction, LocalWorkspace, Pool
 from tests.support import waiting
 from tests.support.node_server import FORKED
 from tests.support.paths import PROGRAMS, SAMPLES
+from tests.support.whole_runs import together
 
 SAMPLE = SAMPLES / "digits.py"
-TRAINING = PROGRAMS
 SPOT = NodePool("spot", max_instance_count=2)
 DEDICATED = NodePool("dedicated", min_instance_count=1, max_instance_count=3)
 THREE = ElasticResources(min_instance_count=1, max_instance_count=3)
@@ -41,7 +41,7 @@ def make(*pools, epochs, resources=THREE, program="digits.py --step-delay 0.1", 
 
 @pytest.fixture(autouse=True)
 def programs(project):
-    for program in (SAMPLE, TRAINING / "chaos_train.py", TRAINING / "pace.py"):
+    for program in (SAMPLE, PROGRAMS / "chaos_train.py", PROGRAMS / "pace.py"):
         shutil.copy(program, project / "src")
 
 
@@ -61,14 +61,6 @@ def node_of(client, name, node):
             if job.name.startswith(name) and child.display_name == node:
                 return child
     raise AssertionError(node)
-
-
-def together(folder):
-    """Bring together what all machines had on their disks, those of the evicted ones too."""
-    paths = Paths.of(folder / "together")
-    for disk in folder.glob("nodes/*/work/outputs/azureml-elastic"):
-        shutil.copytree(disk, paths.run_dir, dirs_exist_ok=True)
-    return paths
 
 
 until = partial(waiting.until, timeout=200, interval=0.4)  # each look is a request by the SDK
@@ -94,7 +86,7 @@ def test_two_evicted_spot_nodes_are_replaced_by_dedicated_ones_and_each_sample_i
         assert {nodes[name] for name in nodes.keys() - {"spot_0", "spot_1"} if name.startswith("spot")} == {"Canceled"}
         floor = node_of(client, run.name, "dedicated_0")
         client.jobs.download(floor.name, all=True)
-    paths = together(tmp_path / "workspace")
+    paths = together(tmp_path / "workspace", tmp_path / "together")
     events = read_events(paths.events)
     last = max((event for event in events if isinstance(event, RoundEntered)), key=lambda event: event.round)
     assert last.world_size == 3
