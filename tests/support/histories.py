@@ -111,6 +111,14 @@ def long_run(events=100_000, *, nodes=8, rounds=200, failing=5):
     return found
 
 
+def write_events(folder, events):
+    """Write events into the files of their nodes, as nodes do."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for event in events:
+        with (folder / f"{event.node}.jsonl").open("a") as file:
+            file.write(event.model_dump_json() + "\n")
+
+
 NUMBERS, STEPS, NODES = st.integers(0, 4), st.integers(0, 10**9), st.sampled_from(["a", "b", "c"])
 
 

@@ -1,44 +1,20 @@
 """CPU seconds of this process and of all that it has started, killed processes included.
 
 Where control groups may be made, one is, and the kernel counts. Elsewhere processes are looked at while they live: what
-one used after the last look is missing unless its parents have waited for it.
+one has used that was killed is missing unless its parent has waited for it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 TICKS = os.sysconf("SC_CLK_TCK")
-
-
-class Meter(Protocol):
-    """CPU seconds so far, in one way or in several of which each may be short of something."""
-
-    kind: str
-    """How it measures, in words."""
-
-    def totals(self) -> tuple[float, ...]:
-        """Return the CPU seconds so far."""
-
-    def kill_others(self) -> None:
-        """Kill what this process has started.
-
-        A fork that is left keeps the pipe of a worker of xdist open, and the process that it reports to waits for the
-        pipe's end.
-        """
-
-    def kill_left(self) -> None:
-        """Kill what workers of xdist have left that have ended."""
-
-    def close(self) -> None:
-        """Undo what the meter has set up."""
 
 
 def has_ended(pid: int) -> bool:
@@ -47,11 +23,6 @@ def has_ended(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "ZX"
     except FileNotFoundError:
         return True
-
-
-def spent(before: tuple[float, ...], after: tuple[float, ...]) -> float:
-    """Return the CPU seconds between two of a meter's totals."""
-    return max(now - then for then, now in zip(before, after, strict=True))
 
 
 class Process(NamedTuple):
@@ -63,6 +34,7 @@ class Process(NamedTuple):
     began: int
     """Clock tick at which it started: with the id it names a process for good."""
     seconds: float
+    """Of CPU, with those of children that it has waited for."""
 
 
 def running_processes() -> list[Process]:
@@ -73,9 +45,19 @@ def running_processes() -> list[Process]:
             with contextlib.suppress(OSError):  # it has ended
                 # The name is in parentheses and may hold anything.
                 fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-                seconds = (int(fields[11]) + int(fields[12])) / TICKS
+                seconds = sum(map(int, fields[11:15])) / TICKS
                 found.append(Process(pid, int(fields[1]), fields[0], int(fields[19]), seconds))
     return sorted(found, key=lambda process: process.began)
+
+
+def descendants() -> list[Process]:
+    """Return the processes below this one."""
+    below, found = {os.getpid()}, []
+    for process in running_processes():
+        if process.parent in below:
+            below.add(process.pid)
+            found.append(process)
+    return found
 
 
 @dataclass
@@ -99,15 +81,19 @@ class Group:
             self.folder.rmdir()
             raise
 
-    def totals(self) -> tuple[float, ...]:
+    def seconds(self) -> float:
         """Return the CPU seconds since this process is in the group."""
         text = os.pread(self._file, 1000, 0).decode()
         if self.usage == "cpu.stat":  # "usage_usec 1234", then others
-            return (int(text.split()[1]) / 1e6,)
-        return (int(text) / 1e9,)
+            return int(text.split()[1]) / 1e6
+        return int(text) / 1e9
 
     def kill_others(self) -> None:
-        """Kill all processes of the group but this one."""
+        """Kill all processes of the group but this one.
+
+        A fork that is left keeps the pipe of a worker of xdist open, and the process that it reports to waits for the
+        pipe's end.
+        """
         self._kill(self.folder)
 
     def kill_left(self) -> None:
@@ -139,44 +125,28 @@ class Group:
 
 
 class Sampler:
-    """Looks at the processes below this one, each time it is asked."""
+    """Adds up what the processes below this one have used that run, or that their parents have waited for."""
 
     kind = "at least, since no control group can be made here"
 
-    def __init__(self) -> None:
-        """Look for the first time."""
-        self._seen: dict[tuple[int, int], float] = {}
-        self.totals()
-
-    def totals(self) -> tuple[float, ...]:
-        """Return the CPU seconds of the processes that have been seen, and those that parents have waited for.
-
-        The first are short of what a process used after it was last seen, the second of what was killed with its
-        parent. Added up, most would be counted twice.
-        """
-        below = {os.getpid()}
-        for process in running_processes():
-            key = (process.pid, process.began)
-            # One that has been seen stays, whose child it ever becomes.
-            if process.parent in below or process.pid in below or key in self._seen:
-                below.add(process.pid)
-                self._seen[key] = process.seconds
-        own, children = (resource.getrusage(which) for which in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-        return sum(self._seen.values()), own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+    def seconds(self) -> float:
+        """Return the CPU seconds so far."""
+        return sum(os.times()[:4]) + sum(process.seconds for process in descendants())
 
     def kill_others(self) -> None:
-        """Kill all processes that have been seen and still run."""
-        self.totals()
-        for process in running_processes():
-            if process.pid != os.getpid() and (process.pid, process.began) in self._seen:
-                with contextlib.suppress(OSError):
-                    os.kill(process.pid, signal.SIGKILL)
+        """Kill all processes below this one."""
+        for process in descendants():
+            with contextlib.suppress(OSError):
+                os.kill(process.pid, signal.SIGKILL)
 
     def kill_left(self) -> None:
         """Nothing tells whose the processes of a worker were that has ended."""
 
     def close(self) -> None:
         """Nothing is set up."""
+
+
+Meter: TypeAlias = Group | Sampler
 
 
 def open_meter(name: str) -> Meter:

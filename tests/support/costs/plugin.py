@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from tests.support.costs.meter import open_meter, spent
+from tests.support.costs.meter import open_meter
 from tests.support.costs.watch import Limits, Watch
 
 SHOWN = 20
@@ -39,7 +39,7 @@ class Costs:
         self._began, self._before = time.monotonic(), time.process_time()
         # A worker's group is below that of the process which has started it, so the sum there has all workers.
         self._meter = open_meter(f"tests-{os.getpid()}")
-        self._first = self._meter.totals()
+        self._first = self._meter.seconds()
         self._watch = Watch(self._meter, _fail, self._give_up)
         self._tests = {}
 
@@ -90,7 +90,7 @@ class Costs:
             terminalreporter.section(f"the {len(costs)} dearest of {len(self._tests)} tests, in CPU seconds")
         for cost, test in costs:
             terminalreporter.write_line(f"{cost:7.1f} {test}")
-        cpu_s = self._before + spent(self._first, self._meter.totals())
+        cpu_s = self._before + self._meter.seconds() - self._first
         wall_s = time.monotonic() - self._began
         terminalreporter.write_line(
             f"CPU seconds of all: {cpu_s:.0f} ({self._meter.kind}), in {wall_s:.0f} s on {os.cpu_count()} cores"

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.costs.meter import Meter, running_processes, spent
+from tests.support.costs.meter import Meter, descendants
 
 INTERVAL_S = 0.5
 GRACE_S = 60.0
@@ -102,7 +102,7 @@ class Watch:
         """
         self._meter, self._fail, self._give_up = meter, fail, give_up
         self._free = FreeTime()
-        self._before_test = meter.totals()
+        self._before_test = meter.seconds()
         # Both are open all the time, for when there is no descriptor.
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115
         self._stderr = os.dup(2)
@@ -120,7 +120,7 @@ class Watch:
     def begin(self, test: str, limits: Limits) -> None:
         """Watch a test."""
         with self._lock:
-            self._before_test = self._meter.totals()
+            self._before_test = self._meter.seconds()
             self._free.start()
             self._test, self._limits, self._reason = test, limits, None
 
@@ -191,7 +191,7 @@ class Watch:
             os._exit(1)
 
     def _used(self) -> float:
-        return spent(self._before_test, self._meter.totals())
+        return self._meter.seconds() - self._before_test
 
     def _on_signal(self, number: int, frame: object) -> None:
         if self._may_raise and self._test is not None and self._reason is not None:
@@ -205,13 +205,10 @@ class Watch:
         faulthandler.dump_traceback(self._stacks, all_threads=True)
         self._stacks.seek(0)
         lines = [self._stacks.read().decode(errors="replace")]
-        below = {os.getpid()}
-        for process in running_processes():
-            if process.parent in below:
-                below.add(process.pid)
-                command = b""
-                with contextlib.suppress(OSError):
-                    command = Path(f"/proc/{process.pid}/cmdline").read_bytes().replace(b"\0", b" ")
-                state = f"process {process.pid} ({process.state}), {process.seconds:.1f} CPU seconds"
-                lines.append(f"{state}: {command.decode(errors='replace'):.200}")
+        for process in descendants():
+            command = b""
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{process.pid}/cmdline").read_bytes().replace(b"\0", b" ")
+            state = f"process {process.pid} ({process.state}), {process.seconds:.1f} CPU seconds"
+            lines.append(f"{state}: {command.decode(errors='replace'):.200}")
         return "\n".join(lines) + "\n"

@@ -18,7 +18,7 @@ from azureml_elastic.checkpoint.save.schedule import (
     optimal_interval,
 )
 from azureml_elastic.checkpoint.snapshots.replication import RankMemory, node_short_of_memory
-from azureml_elastic.config import CheckpointPolicy, Plan
+from azureml_elastic.config import CheckpointPolicy
 
 
 @given(pace=st.floats(0.001, 50), every=st.floats(1, 3600), slow_first=st.floats(1, 100))
@@ -117,11 +117,6 @@ def test_the_next_step_at_which_a_checkpoint_may_be_due_is_known(every, every_st
     schedule = CheckpointSchedule(CheckpointPolicy(every=every, every_steps=every_steps), None, clock=lambda: 0.0)
     schedule.begin(10)
     assert schedule.next_candidate(10) == expected
-
-
-def test_the_plan_holds_an_automatic_interval():
-    plan = Plan.model_validate({"resources": {"max_instance_count": 2}, "checkpoint": {"every": "auto"}})
-    assert Plan.from_json(plan.to_json()).checkpoint.every == "auto"
 
 
 @given(cost=st.floats(0.01, 300), between=st.floats(600, 1e6), factor=st.floats(0.2, 5))

@@ -2,31 +2,25 @@
 
 import threading
 
+import pytest
+
 from azureml_elastic.cli.report import LivePage, LocalRunReports, RunReport
 from azureml_elastic.errors import TableUnavailable
 from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.summary import Paths, Report
-from tests.support.histories import loss_and_newcomer
-
-
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
+from tests.support.histories import loss_and_newcomer, write_events
 
 
 class Reports:
-    """A source of reports that takes a time to read, and may fail."""
+    """A source of reports that takes a time to read, and may fail; with a clock and a page of its own."""
 
     name = "run-9"
 
-    def __init__(self, clock, path, *, seconds=0.0):
-        self.reads = 0
+    def __init__(self, path, interval):
+        self.reads, self.now, self.seconds = 0, 0.0, 0.0
         self.error = None
         self.running = True
-        self.clock, self.seconds = clock, seconds
+        self.page = LivePage(self, interval, clock=lambda: self.now)
         self.picture = Picture.of(loss_and_newcomer())
         self.report = Report(paths=Paths.of(path), outcome="unfinished", exit_code=0, name="run-9").with_timeline(
             self.picture
@@ -34,43 +28,28 @@ class Reports:
 
     def read(self):
         self.reads += 1
-        self.clock.now += self.seconds
+        self.now += self.seconds
         if self.error is not None:
             raise self.error
         return RunReport(self.report, self.picture, self.running)
 
 
-def test_the_source_is_read_at_most_once_in_a_while(tmp_path):
-    clock = Clock()
-    reports = Reports(clock, tmp_path)
-    page = LivePage(reports, 5.0, clock=clock)
-    first = page()
-    clock.now += 4.9
-    assert page() is first
+@pytest.mark.parametrize(("seconds", "later"), [(0.0, 5.0), (10.0, 40.0)], ids=["quick", "slow"])
+def test_a_source_is_read_at_most_once_in_a_while_and_a_slow_one_less_often(tmp_path, seconds, later):
+    reports = Reports(tmp_path, 5.0)
+    reports.seconds = seconds
+    first = reports.page()
+    reports.now += later - 0.1
+    assert reports.page() is first
     assert reports.reads == 1
-    clock.now += 0.1
-    page()
-    assert reports.reads == 2
-
-
-def test_a_slow_source_is_read_less_often(tmp_path):
-    clock = Clock()
-    reports = Reports(clock, tmp_path, seconds=10.0)
-    page = LivePage(reports, 5.0, clock=clock)
-    page()
-    clock.now += 39.0
-    page()
-    assert reports.reads == 1
-    clock.now += 1.0
-    page()
+    reports.now += 0.2
+    reports.page()
     assert reports.reads == 2
 
 
 def test_requests_at_once_cause_one_read(tmp_path):
-    clock = Clock()
-    reports = Reports(clock, tmp_path)
-    page = LivePage(reports, 5.0, clock=clock)
-    threads = [threading.Thread(target=page) for _ in range(8)]
+    reports = Reports(tmp_path, 5.0)
+    threads = [threading.Thread(target=reports.page) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -79,18 +58,17 @@ def test_requests_at_once_cause_one_read(tmp_path):
 
 
 def test_an_error_is_shown_with_the_last_known_state_until_it_is_over(tmp_path):
-    clock = Clock()
-    reports = Reports(clock, tmp_path)
-    page = LivePage(reports, 1.0, clock=clock)
+    reports = Reports(tmp_path, 1.0)
+    page = reports.page
     reports.error = TableUnavailable("the table <does> not answer")
     waiting = page().decode()
     assert "the table &lt;does&gt; not answer" in waiting
     assert "Nothing to show yet" in waiting
     reports.error = None
-    clock.now += 1.0
+    reports.now += 1.0
     assert "does&gt; not" not in page().decode()
     reports.error = TableUnavailable("gone again")
-    clock.now += 1.0
+    reports.now += 1.0
     stale = page().decode()
     assert "This is the last known state: gone again" in stale
     assert 'id="nodes-figure"' in stale
@@ -98,34 +76,26 @@ def test_an_error_is_shown_with_the_last_known_state_until_it_is_over(tmp_path):
 
 
 def test_an_ended_run_is_read_no_more_and_its_page_does_not_poll(tmp_path):
-    clock = Clock()
-    reports = Reports(clock, tmp_path)
-    page = LivePage(reports, 1.0, clock=clock)
+    reports = Reports(tmp_path, 1.0)
+    page = reports.page
     assert "The run is running" in page().decode()
     reports.running = False
-    clock.now += 1.0
+    reports.now += 1.0
     last = page()
     assert b"data-poll=" not in last.partition(b"<body")[0]
-    clock.now += 1000.0
+    reports.now += 1000.0
     assert page() is last
     assert reports.reads == 2
-
-
-def write(folder, events):
-    folder.mkdir(exist_ok=True)
-    for event in events:
-        with (folder / f"{event.node}.jsonl").open("a") as file:
-            file.write(event.model_dump_json() + "\n")
 
 
 def test_a_local_run_is_running_until_its_report_is_written(tmp_path):
     reports = LocalRunReports(tmp_path)
     events = loss_and_newcomer()
-    write(tmp_path / "events", events[:20])
+    write_events(tmp_path / "events", events[:20])
     first = reports.read()
     assert first.running
     assert first.report.last_step == 9
-    write(tmp_path / "events", events[20:-4])
+    write_events(tmp_path / "events", events[20:-4])
     assert reports.read().report.last_step == 30
     assert reports.read().running
     first.report.with_timeline(Picture.of(events)).model_copy(update={"outcome": "succeeded"}).write()
@@ -135,7 +105,7 @@ def test_a_local_run_is_running_until_its_report_is_written(tmp_path):
 
 
 def test_a_run_that_ended_long_ago_without_a_launcher_is_not_running(tmp_path):
-    write(tmp_path / "events", loss_and_newcomer())
+    write_events(tmp_path / "events", loss_and_newcomer())
     found = LocalRunReports(tmp_path).read()
     assert found.report.outcome == "succeeded"
     assert not found.running

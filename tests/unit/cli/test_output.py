@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from azureml_elastic.cli import app
 from azureml_elastic.ledger.summary import Paths
-from tests.support.histories import loss_and_newcomer
+from tests.support.histories import loss_and_newcomer, write_events
 
 RUN = CliRunner()
 
@@ -27,11 +27,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("AZUREML_ARM_SUBSCRIPTION", "AZUREML_ARM_RESOURCEGROUP", "AZUREML_ARM_WORKSPACE_NAME"):
         monkeypatch.delenv(name, raising=False)
-    paths = Paths.of(tmp_path / "run-7")
-    paths.events.mkdir(parents=True)
-    for event in loss_and_newcomer():
-        with (paths.events / f"{event.node}.jsonl").open("a") as file:
-            file.write(event.model_dump_json() + "\n")
+    write_events(Paths.of(tmp_path / "run-7").events, loss_and_newcomer())
     return tmp_path
 
 

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from azureml_elastic.cli import app
 from azureml_elastic.ledger.events import NodeReady, NodeStarted, Progress, RoundEntered, RunEnded
 from azureml_elastic.simulate.traces import read_trace
+from tests.support.histories import write_events
 
 RUN = CliRunner()
 HAZARD = ("--hazard", "loss_every=1h")
@@ -69,9 +70,7 @@ def test_durations_come_from_a_file_then_from_a_run_then_from_options(tmp_path):
         *(Progress(time=50 + 2.5 * step, node="a", round=1, step=step) for step in range(1, 20)),
         RunEnded(time=120, node="a", round=1, succeeded=True),
     ]
-    folder = tmp_path / "run" / "events"
-    folder.mkdir(parents=True)
-    (folder / "a.jsonl").write_text("".join(event.model_dump_json() + "\n" for event in events))
+    write_events(tmp_path / "run" / "events", events)
     given, written = tmp_path / "given.json", tmp_path / "written.json"
     given.write_text('{"provisioning_seconds": 55, "start_seconds": 1, "restore_seconds": 8}')
     result = call(

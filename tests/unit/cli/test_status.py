@@ -8,7 +8,7 @@ from azureml_elastic.ledger.events import CheckpointCommitted, RunEnded
 from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.summary import NodeSummary, Paths, report_of
 from tests.support.command_imports import completions, imported_packages
-from tests.support.histories import loss_and_newcomer
+from tests.support.histories import loss_and_newcomer, write_events
 
 RUN = CliRunner()
 DEAR = {"azure", "torch", "numpy", "pandas", "psutil", "sklearn", "plotly", "mlflow", "fsspec", "yaml", "transformers"}
@@ -19,13 +19,10 @@ DEAR = {"azure", "torch", "numpy", "pandas", "psutil", "sklearn", "plotly", "mlf
 def folder(tmp_path):
     """The folder of a run of four nodes that goes on: one is lost, and one has come later."""
     paths = Paths.of(tmp_path / "run-7")
-    paths.events.mkdir(parents=True)
-    paths.logs.mkdir()
     events = [event for event in loss_and_newcomer() if not isinstance(event, RunEnded) and event.time < 47]
     events.append(CheckpointCommitted(time=46.0, node="node-1", round=3, step=29, directory="d", seconds=0.1, nbytes=9))
-    for event in events:
-        with (paths.events / f"{event.node}.jsonl").open("a") as file:
-            file.write(event.model_dump_json() + "\n")
+    write_events(paths.events, events)
+    paths.logs.mkdir()
     for number in range(4):
         (paths.logs / f"node-{number}.log").write_text(f"first of {number}\nlast of {number}\n")
     return paths.run_dir

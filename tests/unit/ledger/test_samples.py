@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,30 +59,20 @@ def test_a_correct_history_is_exactly_once(history):
     assert audit.rolled_back_samples == trained - size * epochs
 
 
+@pytest.mark.parametrize("lost", [True, False])
 @given(histories(), st.data())
-def test_a_lost_sample_is_missed(history, data):
+def test_a_lost_sample_is_missed_and_one_seen_twice_is_repeated(lost, history, data):
     size, epochs, _, lines, restored, _ = history
     surviving = surviving_steps(restored, (line.round for line in lines))
     counted = [index for index, line in enumerate(lines) if line.ids and line.step <= surviving[line.round]]
     index = data.draw(st.sampled_from(counted))
-    lost = lines[index]
-    lines[index] = replace(lost, ids=lost.ids[1:])
+    line = lines[index]
+    lines[index] = replace(line, ids=line.ids[1:] if lost else (*line.ids, line.ids[0]))
     audit = audit_samples(lines, restored, dataset_size=size)
     assert not audit.complete
-    assert (audit.missing, audit.unfinished) == ((0, 1) if lost.epoch == epochs - 1 else (1, 0))
-    assert audit.repeated == 0
-
-
-@given(histories(), st.data())
-def test_a_sample_seen_twice_is_repeated(history, data):
-    size, _, _, lines, restored, _ = history
-    surviving = surviving_steps(restored, (line.round for line in lines))
-    counted = [index for index, line in enumerate(lines) if line.ids and line.step <= surviving[line.round]]
-    index = data.draw(st.sampled_from(counted))
-    lines[index] = replace(lines[index], ids=(*lines[index].ids, lines[index].ids[0]))
-    audit = audit_samples(lines, restored, dataset_size=size)
-    assert not audit.exactly_once
-    assert (audit.missing, audit.repeated, audit.unfinished) == (0, 1, 0)
+    missing = ((0, 1) if line.epoch == epochs - 1 else (1, 0)) if lost else (0, 0)
+    assert (audit.missing, audit.unfinished, audit.repeated) == (*missing, not lost)
+    assert lost or not audit.exactly_once
 
 
 def test_a_round_that_trains_steps_which_it_restored_is_caught():

@@ -8,14 +8,7 @@ import pytest
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.summary import FaultRecord, NodeSummary, Paths, Report, audit_folder, load_report
-from tests.support.histories import loss_and_newcomer
-
-
-def write_events(folder, events):
-    folder.mkdir(parents=True)
-    for event in events:
-        with (folder / f"{event.node}.jsonl").open("a") as file:
-            file.write(event.model_dump_json() + "\n")
+from tests.support.histories import loss_and_newcomer, write_events
 
 
 def test_a_report_is_written_and_read_back(tmp_path):

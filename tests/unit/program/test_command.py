@@ -120,11 +120,6 @@ def test_finds_the_program_and_touches_nothing_else(before, program, after):
     assert found == (before, program, after)
 
 
-def test_what_was_found_can_be_read_again():
-    found = find_program("pip install x; python3 -u train.py --out ${{ outputs.o }} 'a b' > log")
-    assert parse_program([found.program]).arguments == ("--out", "${{ outputs.o }}", "a b")
-
-
 @pytest.mark.parametrize(
     ("command", "part"),
     [

@@ -262,9 +262,11 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, cache, monkeypatch):
-    """The current folder: a training script in ``src``, and no cache but that of the tests."""
+    """The current folder: a training script in ``src``, a file in ``data``, and no cache but that of the tests."""
     project = tmp_path / "a project"
-    (project / "src").mkdir(parents=True)
+    for name in ("src", "data"):
+        (project / name).mkdir(parents=True)
+    (project / "data" / "a.txt").write_text("1")
     (project / "src" / "train.py").write_text("print('training')\n")
     monkeypatch.chdir(project)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))

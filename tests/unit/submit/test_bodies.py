@@ -38,10 +38,9 @@ ALL = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def files(folder):
-    for name in ("data", "docker", "../outside"):
+    for name in ("docker", "../outside"):
         (folder / name).mkdir()
-    for name in ("data/a.txt", "../outside/b.txt"):
-        (folder / name).write_text("1")
+    (folder / "../outside/b.txt").write_text("1")
     for name in ("Dockerfile", "other"):
         (folder / "docker" / name).write_text("FROM image:1\n")
     (folder / "conda.yml").write_text("name: b\nchannels: [conda-forge]\ndependencies: [python, {pip: [torch>=2]}]\n")

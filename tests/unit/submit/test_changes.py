@@ -13,20 +13,12 @@ from azureml_elastic.config import (
     NodePool,
     RendezvousTimings,
 )
-from azureml_elastic.submit.job import ElasticCommandJob
+from tests.unit.submit.jobs import small_job
 
 
-def job(**fields) -> ElasticCommandJob:
-    return ElasticCommandJob(
-        **{
-            "command": "python train.py",
-            "environment": "azureml:env:1",
-            "compute": "gpu",
-            "resources": ElasticResources(min_instance_count=2, max_instance_count=4, shm_size="8g"),
-            "environment_variables": {"A": "1", "B": "2"},
-            **fields,
-        }
-    )
+def job(**fields):
+    resources = ElasticResources(min_instance_count=2, max_instance_count=4, shm_size="8g")
+    return small_job(**{"resources": resources, "environment_variables": {"A": "1", "B": "2"}, **fields})
 
 
 def test_mappings_are_merged():

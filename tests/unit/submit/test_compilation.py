@@ -3,22 +3,8 @@
 import pytest
 from azure.ai.ml import Input
 
-from azureml_elastic.config import ElasticResources
 from azureml_elastic.errors import SubmitError
-from azureml_elastic.submit import ElasticCommandJob
-
-
-def make(placement="fan_out", **fields):
-    return ElasticCommandJob(
-        **{
-            "code": "src",
-            "command": "python train.py",
-            "environment": "azureml:env:1",
-            "compute": "gpu",
-            "resources": ElasticResources(max_instance_count=2, placement=placement),
-            **fields,
-        }
-    )
+from tests.unit.submit.jobs import small_job
 
 
 @pytest.mark.parametrize("placement", ["fan_out", "gang"])
@@ -34,7 +20,7 @@ def make(placement="fan_out", **fields):
 )
 def test_inputs_without_a_usable_value(placement, value, part):
     with pytest.raises(SubmitError) as caught:
-        make(placement, inputs={"x": value}).compile()
+        small_job(placement, inputs={"x": value}).compile()
     assert "input 'x'" in str(caught.value)
     assert part in str(caught.value)
 
@@ -51,7 +37,7 @@ def test_the_label_of_an_environment_is_looked_up_by_the_name_alone(client, work
         "properties": {"image": "i"},
         "systemData": {},
     }
-    client.jobs.create_or_update(make(environment=name))
+    client.jobs.create_or_update(small_job(environment=name))
     asked = [request for request in workspace.requests if "/environments/" in request]
     assert asked
     assert not [request for request in asked if "azureml:" in request]

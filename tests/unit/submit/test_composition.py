@@ -29,12 +29,6 @@ from tests.unit.submit.test_submission import make
 SEARCH = {"primary_metric": "loss", "goal": "Minimize", "sampling_algorithm": "random", "max_total_trials": 4}
 
 
-@pytest.fixture(autouse=True)
-def data(folder):
-    (folder / "data").mkdir()
-    (folder / "data" / "a.txt").write_text("data")
-
-
 @pytest.mark.parametrize(
     ("given", "fields"),
     [

@@ -1,9 +1,7 @@
 """An existing command job of azure-ai-ml as an elastic one, in one line."""
 
-from pathlib import Path
-
 import pytest
-from azure.ai.ml import Input, MpiDistribution, Output, PyTorchDistribution, RayDistribution, command, load_job
+from azure.ai.ml import Input, MpiDistribution, Output, PyTorchDistribution, RayDistribution, command
 from azure.ai.ml.entities import (
     CommandJob,
     Environment,
@@ -22,35 +20,6 @@ from azureml_elastic.submit.conversion import refuse_unknown
 from azureml_elastic.submit.sdk_hooks import fields_of_command
 
 TWO = ElasticResources(max_instance_count=2)
-YAML = """
-$schema: https://azuremlschemas.azureedge.net/latest/commandJob.schema.json
-type: command
-code: src
-command: torchrun --nproc_per_node 4 train.py --data ${{inputs.data}} --lr ${{inputs.lr}}
-environment:
-  image: image:1
-  conda_file: conda.yml
-compute: azureml:gpu
-inputs:
-  data: {type: uri_folder, path: ./data, mode: ro_mount}
-  table: {type: uri_file, path: "azureml:table:3"}
-  lr: 0.1
-outputs:
-  model: {type: uri_folder, mode: upload}
-environment_variables: {A: 1, B: x}
-distribution: {type: pytorch, process_count_per_instance: 1}
-resources: {instance_count: 3, shm_size: 8g, docker_args: "--ipc host", instance_type: Standard_NC6}
-limits: {timeout: 60}
-identity: {type: user_identity}
-services:
-  board: {type: tensor_board, log_dir: outputs/tb}
-queue_settings: {job_tier: spot, priority: High}
-tags: {a: b}
-properties: {p: q}
-display_name: shown
-experiment_name: tried
-description: a test
-"""
 
 
 def sdk_job(**fields):
@@ -119,69 +88,25 @@ def test_a_command_job_is_taken_over(folder):
     assert (job.inputs["lr"], job.inputs["x"].path) == (0.1, str(folder / "src"))
 
 
-def test_a_job_from_yaml_finds_its_files_from_everywhere(folder, monkeypatch, client, sent, tmp_path):
-    (folder / "job.yml").write_text(YAML)
-    (folder / "conda.yml").write_text("name: a\ndependencies: [python]\n")
-    (folder / "data").mkdir()
-    (folder / "data" / "a.txt").write_text("1")
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    monkeypatch.chdir(elsewhere)
-    job = ElasticCommandJob.from_command(load_job(folder / "job.yml"))
-    assert job.command == "python train.py --data ${{inputs.data}} --lr ${{inputs.lr}}"
-    assert job.resources == ElasticResources(
-        max_instance_count=3, shm_size="8g", docker_args="--ipc host", instance_type="Standard_NC6"
-    )
-    assert job.distribution.process_count_per_instance == 4
-    assert (job.compute, job.job_tier, job.priority) == ("gpu", "Spot", "high")
-    assert job.environment_variables == {"A": "1", "B": "x"}
-    assert Path(job.code) == folder / "src"
-    assert Path(job.inputs["data"].path) == folder / "data"
-    assert job.inputs["table"].path == "azureml:table:3"
-    client.jobs.create_or_update(job)
-    (body,) = sent()
-    assert body["properties"]["inputs"]["table"]["uri"] == "<workspace>/data/table/versions/3"
-    assert body["properties"]["jobs"]["node_0"]["services"]["board"]["properties"] == {"logDir": "outputs/tb"}
-
-
 @pytest.mark.parametrize(
-    ("fields", "wanted"),
+    ("command", "count", "wanted"),
     [
-        ({}, "auto"),
-        ({"distribution": PyTorchDistribution()}, 1),
-        ({"distribution": PyTorchDistribution(process_count_per_instance=8)}, 8),
-        ({"distribution": {"type": "pytorch", "process_count_per_instance": 2}}, 2),
-        ({"command": "torchrun --nproc_per_node 2 train.py"}, 2),
-        (
-            {
-                "command": "torchrun --nproc_per_node 2 train.py",
-                "distribution": PyTorchDistribution(process_count_per_instance=1),
-            },
-            2,
-        ),
-        (
-            {
-                "command": "torchrun --nproc_per_node 1 train.py",
-                "distribution": PyTorchDistribution(process_count_per_instance=2),
-            },
-            2,
-        ),
-        ({"command": "deepspeed train.py", "distribution": PyTorchDistribution(process_count_per_instance=1)}, "auto"),
-        ({"command": "torchrun train.py", "distribution": PyTorchDistribution(process_count_per_instance=1)}, 1),
-        ({"command": "accelerate launch train.py"}, "auto"),
-        ({"command": "torchrun train.py"}, 1),
-        (
-            {
-                "command": "torchrun --nnodes 2 train.py",
-                "distribution": PyTorchDistribution(process_count_per_instance=4),
-            },
-            4,
-        ),
-        ({"command": "torchrun --nproc_per_node gpu train.py"}, "auto"),
+        ("python train.py", None, "auto"),
+        ("python train.py", 8, 8),
+        ("torchrun --nproc_per_node 2 train.py", None, 2),
+        ("torchrun --nproc_per_node 2 train.py", 1, 2),
+        ("torchrun --nproc_per_node 1 train.py", 2, 2),
+        ("deepspeed train.py", 1, "auto"),
+        ("torchrun train.py", 1, 1),
+        ("accelerate launch train.py", None, "auto"),
+        ("torchrun train.py", None, 1),
+        ("torchrun --nnodes 2 train.py", 4, 4),
+        ("torchrun --nproc_per_node gpu train.py", None, "auto"),
     ],
 )
-def test_the_distribution_and_the_launcher_say_how_many_workers_a_node_has(fields, wanted):
-    job = ElasticCommandJob.from_command(sdk_job(**fields), resources=TWO)
+def test_the_distribution_and_the_launcher_say_how_many_workers_a_node_has(command, count, wanted):
+    distribution = PyTorchDistribution(process_count_per_instance=count) if count else None
+    job = ElasticCommandJob.from_command(sdk_job(command=command, distribution=distribution), resources=TWO)
     assert job.distribution.process_count_per_instance == wanted
 
 

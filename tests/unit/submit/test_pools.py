@@ -5,15 +5,14 @@ import pytest
 from azureml_elastic.config import ElasticResources, NodePool, ReplacementPolicy
 from azureml_elastic.errors import SubmitError
 from azureml_elastic.submit import ElasticCommandJob
+from tests.unit.submit.jobs import small_job
 
 SPOT = NodePool("gpu", max_instance_count=3)
 DEDICATED = NodePool("other", min_instance_count=1, max_instance_count=2)
 
 
 def make(*pools, **fields):
-    return ElasticCommandJob(
-        **{"code": "src", "command": "python train.py", "environment": "azureml:env:1", "compute": pools, **fields}
-    )
+    return small_job(**{"compute": pools, "resources": None, **fields})
 
 
 def test_each_node_has_the_compute_of_its_pool(client, sent):

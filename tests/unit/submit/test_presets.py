@@ -5,18 +5,11 @@ from azure.ai.ml import Input
 
 from azureml_elastic import Presets, Profile
 from azureml_elastic.config import ElasticResources, NodePool, Plan
-from azureml_elastic.submit import ElasticCommandJob
+from tests.unit.submit.jobs import UNCACHED, small_job
 
 PLACEMENTS = ["fan_out", "service", "gang"]
 URI = "azureml://datastores/workspaceblobstore/paths/x"
 RDMA = "Standard_ND96asr_v4"
-UNCACHED = {
-    "DATASET_MOUNT_CACHE_SIZE": "0",
-    "DATASET_MOUNT_ATTRIBUTE_CACHE_TTL": "1",
-    "DATASET_MOUNT_BLOCK_BASED_CACHE_ENABLED": "False",
-    "DATASET_MOUNT_BLOCK_FILE_CACHE_ENABLED": "False",
-    "DATASET_MOUNT_MEMORY_CACHE_SIZE": "0",
-}
 INFINIBAND = {
     "NCCL_SOCKET_IFNAME": "eth0",
     "NCCL_IB_PCI_RELAXED_ORDERING": "1",
@@ -31,17 +24,8 @@ def send(client, sent, components):
     """Submit a job and return the job's document, the variables of each node, and the component's inputs."""
 
     def submit(placement="gang", resources=None, **fields):
-        job = ElasticCommandJob(
-            **{
-                "command": "python train.py",
-                "environment": "azureml:env:1",
-                "compute": "gpu",
-                "delivery": "environment",
-                "resources": ElasticResources(max_instance_count=2, placement=placement, **(resources or {})),
-                **fields,
-            }
-        )
-        client.jobs.create_or_update(job)
+        fields = {"code": None, "command": "python -m x", "delivery": "environment", **fields}
+        client.jobs.create_or_update(small_job(placement, resources, **fields))
         (body,) = sent()
         properties = body["properties"]
         if placement != "fan_out":
@@ -60,25 +44,27 @@ def without_plan(variables):
     return {name: value for name, value in variables.items() if name != "AZUREML_ELASTIC_PLAN"}
 
 
+OWN = {"NCCL_DEBUG": "INFO", "DATASET_MOUNT_ATTRIBUTE_CACHE_TTL": "60000", "A": "1"}
+FIRST = Profile(first_step=100, ranks=(0, 1))
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_the_variables_are_on_every_node(send, placement):
-    _, nodes, _ = send(placement, presets=Presets(network="infiniband"))
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"presets": Presets(network="infiniband")}, UNCACHED | INFINIBAND),
+        ({"presets": Presets(network=None, mount=None), "resources": {"instance_type": RDMA}}, {}),
+        ({"presets": Presets(network="infiniband"), "environment_variables": OWN}, UNCACHED | INFINIBAND | OWN),
+        ({"profile": FIRST}, UNCACHED),
+    ],
+    ids=["given", "switched off", "the job's own go before them", "a profile has none"],
+)
+def test_the_variables_are_on_every_node(send, placement, fields, wanted):
+    _, nodes, _ = send(placement, **fields)
     assert len(nodes) == (2 if placement == "fan_out" else 1)
     for variables in nodes:
-        assert without_plan(variables) == UNCACHED | INFINIBAND
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_all_of_it_can_be_switched_off(send, placement):
-    for variables in send(placement, presets=Presets(network=None, mount=None), resources={"instance_type": RDMA})[1]:
-        assert without_plan(variables) == {}
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_what_the_job_says_goes_before_the_presets(send, placement):
-    own = {"NCCL_DEBUG": "INFO", "DATASET_MOUNT_ATTRIBUTE_CACHE_TTL": "60000", "A": "1"}
-    for variables in send(placement, presets=Presets(network="infiniband"), environment_variables=own)[1]:
-        assert without_plan(variables) == UNCACHED | INFINIBAND | own
+        assert without_plan(variables) == wanted
+        assert Plan.from_json(variables["AZUREML_ELASTIC_PLAN"]).profile == fields.get("profile")
 
 
 @pytest.mark.parametrize(
@@ -165,29 +151,13 @@ def test_inputs_that_name_no_mode_get_that_of_the_presets(send, placement, data,
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_the_shipped_library_is_downloaded_whatever_the_presets_say(client, sent, placement):
-    job = ElasticCommandJob(
-        command="python train.py",
-        environment="azureml:env:1",
-        compute="gpu",
-        resources=ElasticResources(max_instance_count=2, placement=placement),
-        presets=Presets(data="stream"),
-    )
-    client.jobs.create_or_update(job)
-    assert sent()[0]["properties"]["inputs"]["azureml_elastic_runtime"]["mode"] == "Download"
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_the_profile_is_in_the_plan(send, placement):
-    profile = Profile(first_step=100, ranks=(0, 1))
-    for variables in send(placement, profile=profile)[1]:
-        assert Plan.from_json(variables["AZUREML_ELASTIC_PLAN"]).profile == profile
-        assert without_plan(variables) == UNCACHED
+def test_the_shipped_library_is_downloaded_whatever_the_presets_say(send, placement):
+    body, _, _ = send(placement, delivery="ship", presets=Presets(data="stream"))
+    assert body["inputs"]["azureml_elastic_runtime"]["mode"] == "Download"
 
 
 def shown(**fields):
-    job = ElasticCommandJob(command="python train.py", environment="e:1", **{"compute": "gpu", **fields})
-    return [line.split(None, 1)[1] for line in str(job).splitlines() if line.startswith("  presets ")]
+    return [line.split(None, 1)[1] for line in str(small_job(**fields)).splitlines() if line.startswith("  presets ")]
 
 
 def test_the_presets_are_shown_where_they_do_something():

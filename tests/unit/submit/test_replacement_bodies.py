@@ -9,21 +9,17 @@ from azure.ai.ml.entities import JupyterLabJobService
 from azureml_elastic.config import ElasticDistribution, ElasticResources, NodePool
 from azureml_elastic.environment import names as variables
 from azureml_elastic.node.replacement.job_document import NodeSlot, plan_of, replacement_job
-from azureml_elastic.submit import ElasticCommandJob
 from azureml_elastic.testing.api.history import job_properties
 from azureml_elastic.testing.jobs.body import read_job
 from azureml_elastic.testing.jobs.runs import Run
+from tests.unit.submit.jobs import small_job
 
 WORKSPACE = "<workspace>"
 
 
 def make(**fields):
-    return ElasticCommandJob(
+    return small_job(
         **{
-            "code": "src",
-            "command": "python train.py",
-            "environment": "azureml:env:1",
-            "compute": "gpu",
             "inputs": {"lr": 0.1},
             "outputs": {"model": Output(type="uri_folder"), "kept": Output(path="azureml://datastores/d/paths/k/")},
             "environment_variables": {"A": "1"},

@@ -7,18 +7,11 @@ from azure.ai.ml import Input, Output
 from azure.ai.ml.entities import Environment, JupyterLabJobService, UserIdentityConfiguration
 
 from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, ElasticResources
-from azureml_elastic.submit import ElasticCommandJob
+from tests.unit.submit.jobs import UNCACHED, small_job
 
 START = "python ${{inputs.azureml_elastic_runtime}} --checkpoint-dir ${{outputs.azureml_elastic_checkpoints}} -- "
 PROGRAM = "python train.py --lr ${{inputs.lr}} --data ${{inputs.data}}"
 COMPILED = f"pip list && {START}{PROGRAM} | tee log"
-UNCACHED = {
-    "DATASET_MOUNT_CACHE_SIZE": "0",
-    "DATASET_MOUNT_ATTRIBUTE_CACHE_TTL": "1",
-    "DATASET_MOUNT_BLOCK_BASED_CACHE_ENABLED": "False",
-    "DATASET_MOUNT_BLOCK_FILE_CACHE_ENABLED": "False",
-    "DATASET_MOUNT_MEMORY_CACHE_SIZE": "0",
-}
 RUNTIME = {
     "uri": "azureml://datastores/workspaceblobstore/paths/LocalUpload/<sha256>/azureml_elastic_runtime.pyz",
     "mode": "Download",
@@ -29,16 +22,12 @@ DATA = "azureml://datastores/workspaceblobstore/paths/data/"
 
 
 def make(**fields):
-    return ElasticCommandJob(
+    return small_job(
         **{
-            "code": "src",
             "command": f"pip list && {PROGRAM} | tee log",
-            "environment": "azureml:env:1",
-            "compute": "gpu",
             "inputs": {"lr": 0.1, "data": Input(type="uri_folder", path=DATA, mode="ro_mount")},
             "outputs": {"model": Output(type="uri_folder")},
             "environment_variables": {"A": "1", "DATASET_MOUNT_CACHE_SIZE": "1 GB"},
-            "resources": ElasticResources(max_instance_count=2),
             "distribution": ElasticDistribution(process_count_per_instance=4),
             "display_name": "digits",
             "experiment_name": "elastic",
@@ -48,6 +37,23 @@ def make(**fields):
             **fields,
         }
     )
+
+
+COMMON = {
+    "displayName": "digits",
+    "experimentName": "elastic",
+    "description": "a test",
+    "tags": {"team": "a"},
+    "properties": {"p": "1"},
+    "isArchived": False,
+    "computeId": "<workspace>/computes/gpu",
+    "inputs": {
+        "lr": {"value": "0.1", "jobInputType": "literal"},
+        "data": {"uri": DATA, "mode": "ReadOnlyMount", "jobInputType": "uri_folder"},
+        "azureml_elastic_runtime": RUNTIME,
+    },
+}
+"""Fields of the job of each placement."""
 
 
 def variables(job):
@@ -98,20 +104,9 @@ def test_fan_out_is_a_pipeline_of_single_nodes(submit, sent, components):
     assert sent() == [
         {
             "properties": {
+                **COMMON,
                 "jobType": "Pipeline",
-                "displayName": "digits",
-                "experimentName": "elastic",
-                "description": "a test",
-                "tags": {"team": "a"},
-                "properties": {"p": "1"},
-                "isArchived": False,
-                "computeId": "<workspace>/computes/gpu",
                 "settings": {"continue_on_step_failure": True, "force_rerun": True, "_source": "CLASS"},
-                "inputs": {
-                    "lr": {"value": "0.1", "jobInputType": "literal"},
-                    "data": {"uri": DATA, "mode": "ReadOnlyMount", "jobInputType": "uri_folder"},
-                    "azureml_elastic_runtime": RUNTIME,
-                },
                 "outputs": {"model": {"jobOutputType": "uri_folder"}},
                 "jobs": {
                     "node_0": {
@@ -155,25 +150,14 @@ def single(job, resources, **more):
     """The body of a job without a pipeline around it."""
     return {
         "properties": {
+            **COMMON,
             "jobType": "Command",
-            "displayName": "digits",
-            "experimentName": "elastic",
-            "description": "a test",
-            "tags": {"team": "a"},
-            "properties": {"p": "1"},
-            "isArchived": False,
-            "computeId": "<workspace>/computes/gpu",
             "environmentId": "<workspace>/environments/env/versions/1",
             "codeId": "<workspace>/codes/<uuid>/versions/1",
             "command": COMPILED,
             "environmentVariables": variables(job),
             "distribution": {"processCountPerInstance": 1, "distributionType": "PyTorch"},
             "resources": {"properties": {}, **resources},
-            "inputs": {
-                "lr": {"value": "0.1", "jobInputType": "literal"},
-                "data": {"uri": DATA, "mode": "ReadOnlyMount", "jobInputType": "uri_folder"},
-                "azureml_elastic_runtime": RUNTIME,
-            },
             "outputs": {
                 "model": {"jobOutputType": "uri_folder"},
                 "azureml_elastic_checkpoints": {

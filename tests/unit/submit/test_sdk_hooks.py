@@ -23,24 +23,27 @@ def run(code, folder):
     )
 
 
-def test_the_model_alone_does_without_azure_ai_ml(folder):
-    code = """
+JOB = 'ElasticCommandJob(command="python train.py", environment="e", resources={"max_instance_count": 2})'
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"""
 import sys
 from azureml_elastic.submit.job import ElasticCommandJob
-job = ElasticCommandJob(command="python train.py", environment="e", resources={"max_instance_count": 2})
-assert job.plan.resources.max_instance_count == 2
+assert {JOB}.plan.resources.max_instance_count == 2
 assert not any(name.startswith("azure.ai") for name in sys.modules)
-"""
-    assert run(code, folder).stderr == ""
-
-
-def test_the_package_registers_the_model(folder):
-    code = """
+""",
+        f"""
 from azureml_elastic.submit import ElasticCommandJob
 from azure.ai.ml.entities._builders import BaseNode, Command
-job = ElasticCommandJob(command="python train.py", environment="e", resources={"max_instance_count": 2})
-assert isinstance(job, BaseNode) and not isinstance(job, Command)
-"""
+assert isinstance({JOB}, BaseNode) and not isinstance({JOB}, Command)
+""",
+    ],
+    ids=["alone", "registered"],
+)
+def test_the_model_alone_does_without_azure_ai_ml_and_the_package_registers_it(folder, code):
     assert run(code, folder).stderr == ""
 
 
@@ -48,10 +51,7 @@ assert isinstance(job, BaseNode) and not isinstance(job, Command)
     "code",
     [
         "from azureml_elastic.submit import ElasticCommandJob",
-        """
-from azureml_elastic.submit.job import ElasticCommandJob
-ElasticCommandJob(command="python train.py", environment="e", resources={"max_instance_count": 2}).compile()
-""",
+        f"from azureml_elastic.submit.job import ElasticCommandJob\n{JOB}.compile()",
     ],
 )
 def test_without_azure_ai_ml_the_error_names_the_extra(folder, code):

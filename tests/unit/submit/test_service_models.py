@@ -10,12 +10,6 @@ from tests.unit.submit.test_submission import make
 ENUMERATED = pytest.mark.skipif(not enumerations_are_known(), reason="this azure-ai-ml has models without enumerations")
 
 
-@pytest.fixture(autouse=True)
-def data(folder):
-    (folder / "data").mkdir()
-    (folder / "data" / "a.txt").write_text("1")
-
-
 @pytest.fixture
 def body(client, workspace):
     """The body of a submitted command job."""

@@ -46,12 +46,6 @@ def make(placement="fan_out", **fields):
     )
 
 
-@pytest.fixture(autouse=True)
-def data(folder):
-    (folder / "data").mkdir()
-    (folder / "data" / "a.txt").write_text("1")
-
-
 def held(job):
     """Everything that the job holds, objects of azure-ai-ml by what they are made of."""
 

@@ -16,12 +16,6 @@ from azureml_elastic.submit import ElasticCommandJob, sdk_hooks
 from tests.unit.submit.test_submission import make
 
 
-@pytest.fixture(autouse=True)
-def data(folder):
-    (folder / "data").mkdir()
-    (folder / "data" / "a.txt").write_text("1")
-
-
 def validate(job, computes=("gpu",), **options):
     """Validate a job by the method of a client whose workspace has these computes."""
 

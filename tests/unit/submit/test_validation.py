@@ -11,22 +11,14 @@ from azureml_elastic.errors import CommandError, SubmitError
 from azureml_elastic.program.source import parse_quietly
 from azureml_elastic.submit.job import ElasticCommandJob
 from azureml_elastic.submit.validation import check
+from tests.unit.submit.jobs import small_job
 
 SERVICE = {"min_instance_count": 2, "max_instance_count": 5, "placement": "service"}
 GANG = {"max_instance_count": 2, "placement": "gang"}
 
 
 def make(**fields):
-    return ElasticCommandJob(
-        **{
-            "code": "src",
-            "command": "python train.py",
-            "environment": "e",
-            "compute": "gpu",
-            "resources": ElasticResources(max_instance_count=2),
-            **fields,
-        }
-    )
+    return small_job(**{"environment": "e", **fields})
 
 
 class Declared:

@@ -14,9 +14,9 @@ from azure.ai.ml.entities import (
 
 from azureml_elastic.config import ElasticResources
 from azureml_elastic.errors import SubmitError
-from azureml_elastic.submit import ElasticCommandJob
 from azureml_elastic.submit.yaml.entity_document import PathFormat
 from azureml_elastic.submit.yaml.standard_yaml import standard_yaml
+from tests.unit.submit.jobs import small_job
 
 PLACEMENTS = ["fan_out", "service", "gang"]
 URI = "azureml://datastores/workspaceblobstore/paths/x"
@@ -24,19 +24,8 @@ URI = "azureml://datastores/workspaceblobstore/paths/x"
 
 def make(placement="gang", **fields):
     resources = {name: fields.pop(name) for name in ElasticResources.model_fields if name in fields}
-    return ElasticCommandJob(
-        **{
-            "code": "src",
-            "command": "python train.py",
-            "environment": "azureml:env:1",
-            "compute": "gpu",
-            "delivery": "environment",
-            "display_name": "shown",
-            "experiment_name": "tried",
-            "resources": ElasticResources(**{"max_instance_count": 2, "placement": placement, **resources}),
-            **fields,
-        }
-    )
+    names = {"delivery": "environment", "display_name": "shown", "experiment_name": "tried"}
+    return small_job(placement, resources, **{**names, **fields})
 
 
 def test_names_that_azure_ai_ml_chooses_are_left_to_it():
@@ -64,7 +53,6 @@ def test_equal_parts_of_a_pipeline_are_written_once(folder):
 
 
 def test_paths_that_are_to_stay_absolute(folder):
-    (folder / "data").mkdir()
     inputs = {name: Input(type="uri_folder", path=name) for name in ("data", "src")}
     document = yaml.safe_load(
         standard_yaml(make(inputs=inputs), PathFormat(folder / "compiled", frozenset({str(folder / "data")})))
@@ -77,10 +65,10 @@ def test_paths_hold_where_a_folder_is_a_link(arrived, folder, tmp_path, monkeypa
     real = tmp_path / "far" / "away" / "compiled"
     real.mkdir(parents=True)
     (folder / "compiled").symlink_to(real)
-    (folder / "data").symlink_to(folder / "src")
-    job = make(inputs={"d": Input(type="uri_folder", path="data")})
+    (folder / "linked").symlink_to(folder / "src")
+    job = make(inputs={"d": Input(type="uri_folder", path="linked")})
     text = standard_yaml(job, PathFormat(folder / "compiled"))
-    assert yaml.safe_load(text)["inputs"]["d"]["path"] == "../../../a project/data"
+    assert yaml.safe_load(text)["inputs"]["d"]["path"] == "../../../a project/linked"
     (folder / "compiled" / "job.yml").write_text(text)
     direct = arrived(job)
     assert len(direct["uploads"]) == 1

@@ -212,32 +212,30 @@ def test_without_a_traceback_the_last_lines_count(tmp_path):
     assert "69" not in found.message
 
 
-def test_the_first_failure_wins_and_signals_become_exit_codes(tmp_path):
-    path = tmp_path / "stderr.log"
-    path.write_text(TRACEBACK)
-    failures = {4: failure(1, path, 20), 5: failure(-9, tmp_path / "none", 10)}
-    first = root_cause(failures)
-    assert (first.rank, first.exit_code, first.message) == (5, 137, "It ended with SIGKILL.")
-    assert root_cause({4: failures[4]}).message == TRACEBACK
+SIBLINGS = {
+    "the first one": ({4: (1, TRACEBACK, 20), 5: (-9, None, 10)}, (5, 137, "It ended with SIGKILL.")),
+    "it alone": ({4: (1, TRACEBACK, 20)}, (4, 1, TRACEBACK)),
+    "not one that was ended with it": ({0: (-15, None, 10), 2: (1, TRACEBACK, 10)}, (2, 1, TRACEBACK)),
+    "the conclusive one": ({0: (1, None, 10), 1: (1, TRACEBACK, 10)}, (1, 1, TRACEBACK)),
+}
+
+
+@pytest.mark.parametrize(("failures", "reported"), SIBLINGS.values(), ids=SIBLINGS)
+def test_of_several_failures_the_cause_is_reported(tmp_path, failures, reported):
+    (tmp_path / "stderr.log").write_text(TRACEBACK)
+    found = root_cause(
+        {
+            rank: failure(code, tmp_path / ("stderr.log" if text else "none"), at)
+            for rank, (code, text, at) in failures.items()
+        }
+    )
+    assert (found.rank, found.exit_code, found.message) == reported
 
 
 def test_a_shell_between_does_not_hide_the_signal(tmp_path):
     found = examined(tmp_path, 139, "")
     assert (found.kind, found.exit_code) == ("crashed", 139)
     assert examined(tmp_path, 3 + 128, TRACEBACK).kind == "user"
-
-
-def test_siblings_that_were_ended_with_it_are_not_blamed(tmp_path):
-    path = tmp_path / "stderr.log"
-    path.write_text(TRACEBACK)
-    first = root_cause({0: failure(-15, tmp_path / "none"), 2: failure(1, path)})
-    assert (first.rank, first.exit_code, first.message) == (2, 1, TRACEBACK)
-
-
-def test_of_two_failures_the_conclusive_one_is_reported(tmp_path):
-    path = tmp_path / "stderr.log"
-    path.write_text(TRACEBACK)
-    assert root_cause({0: failure(1, tmp_path / "none"), 1: failure(1, path)}).rank == 1
 
 
 @pytest.mark.parametrize("late", [10, 12])

@@ -161,14 +161,6 @@ def test_an_evaluation_of_any_length_is_over_after_a_few_restarts(evaluation, ro
     assert run.watch.limit <= 2 ** (rounds - 1) * max(FLOOR, 2 * evaluation + 2)
 
 
-def test_long_evaluations_after_every_start_are_learned_too():
-    run = Run()
-    fired = 0
-    while run.begin(run.step).train(*[1.0] * 20, 10 * FLOOR) is not None:
-        fired += 1
-    assert fired == 4
-
-
 def test_the_longer_limit_after_a_hang_ends_when_training_goes_on():
     run = Run().begin()
     assert run.train(1, 1, 1) is None
@@ -182,16 +174,11 @@ def test_the_longer_limit_after_a_hang_ends_when_training_goes_on():
     assert run.watch.limit == 1000
 
 
-def test_a_program_without_a_session_is_not_watched():
-    run = Run()
-    run.watch.begin()
-    assert run.wait(100 * FLOOR) is None
-
-
-def test_nothing_is_watched_when_it_is_off():
-    run = Run(HangPolicy(enabled=False)).begin()
-    assert run.train(1, 1) is None
-    assert run.wait(100 * FLOOR) is None
+def test_a_program_without_a_session_is_not_watched_and_nothing_is_when_it_is_off():
+    alone, off = Run(), Run(HangPolicy(enabled=False)).begin()
+    alone.watch.begin()
+    assert off.train(1, 1) is None
+    assert alone.wait(100 * FLOOR) is off.wait(100 * FLOOR) is None
 
 
 def test_the_first_step_has_a_longer_limit_and_is_learned_separately():

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from azureml_elastic.config import PreemptionPolicy
-from azureml_elastic.local.faults.metadata_service import MetadataFault, MetadataService
+from azureml_elastic.local.faults.metadata_service import MetadataService
 from azureml_elastic.node.driver import EventQueue
 from azureml_elastic.node.preemption.notices import Announcement, MarkerFile, Notice, merge
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
@@ -57,6 +57,14 @@ def service():
         yield running
 
 
+@pytest.fixture
+def asking(service, woken):
+    """A watch that asks the service, and has a minute of grace."""
+    made = PreemptionWatcher(policy(grace=60, scheduled_events=service.address("vm_1")), woken, interval=0.02)
+    with opened(made):
+        yield made
+
+
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_is_a_notice(preemption, woken, signum, code):
     assert not preemption.noticed
@@ -97,78 +105,51 @@ def test_a_storm_of_signals_while_the_wake_is_used_does_not_deadlock(preemption,
     assert preemption.noticed
 
 
-def test_an_event_is_a_notice_until_it_is_withdrawn(service, woken):
-    with opened(
-        PreemptionWatcher(policy(scheduled_events=service.address("vm_1")), woken, interval=0.02)
-    ) as preemption:
-        event = service.announce("Preempt", "vm_1")
-        assert woken.wait(TIMEOUT_S)
-        assert preemption.noticed
-        assert preemption.seconds_left > 0
-        assert (preemption.reason, preemption.exit_code) == (f"scheduled event Preempt {event}", 143)
-        service.remove(event)
-        assert woken.wait(TIMEOUT_S)
-        assert not preemption.noticed
-        assert not preemption.commit_to_leave()
-        assert preemption.reason == "no notice"
+def test_an_event_is_a_notice_until_it_is_withdrawn(service, asking, woken):
+    event = service.announce("Preempt", "vm_1")
+    assert woken.wait(TIMEOUT_S)
+    assert asking.noticed
+    assert asking.seconds_left > 0
+    assert (asking.reason, asking.exit_code) == (f"scheduled event Preempt {event}", 143)
+    service.remove(event)
+    assert woken.wait(TIMEOUT_S)
+    assert not asking.noticed
+    assert not asking.commit_to_leave()
+    assert asking.reason == "no notice"
 
 
-def test_a_committed_node_leaves_although_the_event_is_withdrawn(service, woken, caplog):
+def test_a_committed_node_leaves_although_the_event_is_withdrawn(service, asking, caplog):
     caplog.set_level(logging.INFO)
-    with opened(
-        PreemptionWatcher(policy(scheduled_events=service.address("vm_1")), woken, interval=0.02)
-    ) as preemption:
-        event = service.announce("Preempt", "vm_1")
-        until(lambda: preemption.noticed)
-        assert preemption.commit_to_leave()
-        service.remove(event)
-        until(lambda: "too late" in caplog.text)
-        assert preemption.noticed
-        assert preemption.commit_to_leave()
-        assert preemption.reason == f"scheduled event Preempt {event}"
+    event = service.announce("Preempt", "vm_1")
+    until(lambda: asking.noticed)
+    assert asking.commit_to_leave()
+    service.remove(event)
+    until(lambda: "too late" in caplog.text)
+    assert asking.noticed
+    assert asking.commit_to_leave()
+    assert asking.reason == f"scheduled event Preempt {event}"
 
 
-def test_a_withdrawn_event_leaves_a_signal_standing(service, woken):
-    with opened(
-        PreemptionWatcher(policy(scheduled_events=service.address("vm_1")), woken, interval=0.02)
-    ) as preemption:
-        event = service.announce("Preempt", "vm_1")
-        until(lambda: preemption.noticed)
-        os.kill(os.getpid(), signal.SIGINT)
-        assert (preemption.reason, preemption.exit_code) == (f"scheduled event Preempt {event}", 143)
-        service.remove(event)
-        until(lambda: preemption.reason == "SIGINT")
-        assert preemption.noticed
-        assert preemption.exit_code == 130
+def test_a_withdrawn_event_leaves_a_signal_standing(service, asking):
+    event = service.announce("Preempt", "vm_1")
+    until(lambda: asking.noticed)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert (asking.reason, asking.exit_code) == (f"scheduled event Preempt {event}", 143)
+    service.remove(event)
+    until(lambda: asking.reason == "SIGINT")
+    assert asking.noticed
+    assert asking.exit_code == 130
 
 
-def test_the_last_document_stays_valid_while_the_service_fails(service, woken):
-    with opened(
-        PreemptionWatcher(policy(scheduled_events=service.address("vm_1")), woken, interval=0.02)
-    ) as preemption:
-        event = service.announce("Preempt", "vm_1")
-        until(lambda: preemption.noticed)
-        service.fault = MetadataFault(status=500)
-        service.remove(event)
-        asked = service.documents
-        until(lambda: service.documents >= asked + 3)
-        assert preemption.noticed
-        service.fault = MetadataFault()
-        until(lambda: not preemption.noticed)
-
-
-def test_the_time_that_is_left_is_the_end_of_the_grace(service, woken, monkeypatch):
-    with opened(
-        PreemptionWatcher(policy(grace=60, scheduled_events=service.address("vm_1")), woken, interval=0.02)
-    ) as preemption:
-        service.announce("Preempt", "vm_1", notice=30)
-        until(lambda: preemption.noticed)
-        assert preemption.seconds_left > 0
-        (notice,) = preemption._notices()
-        assert 0 < notice.until - notice.since <= 30
-        clock = SimpleNamespace(monotonic=lambda: notice.until)
-        monkeypatch.setattr("azureml_elastic.node.preemption.watcher.time", clock)
-        assert preemption.seconds_left == 0
+def test_the_time_that_is_left_is_the_end_of_the_grace(service, asking, monkeypatch):
+    service.announce("Preempt", "vm_1", notice=30)
+    until(lambda: asking.noticed)
+    assert asking.seconds_left > 0
+    (notice,) = asking._notices()
+    assert 0 < notice.until - notice.since <= 30
+    clock = SimpleNamespace(monotonic=lambda: notice.until)
+    monkeypatch.setattr("azureml_elastic.node.preemption.watcher.time", clock)
+    assert asking.seconds_left == 0
 
 
 def test_a_marker_is_a_notice_while_it_is_there(tmp_path, woken):

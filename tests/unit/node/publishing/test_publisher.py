@@ -45,6 +45,13 @@ class Destination:
         self.closed += 1
 
 
+def leading(open_it):
+    """Return what publishes to a destination on a node that has entered a round as the first one."""
+    publishing = Publishing([PublishingThread("it", open_it)])
+    publishing.put(ENTERED)
+    return publishing
+
+
 @pytest.fixture
 def destination():
     made = Destination()
@@ -53,9 +60,7 @@ def destination():
 
 
 def test_events_are_published_in_order_and_the_rest_at_the_end(destination):
-    thread = PublishingThread("it", destination)
-    publishing = Publishing([thread])
-    publishing.put(ENTERED)
+    publishing = leading(destination)
     publishing.put(logged(1))
     until(lambda: destination.steps == [1])
     destination.may.clear()
@@ -77,8 +82,7 @@ def test_a_node_that_does_not_lead_opens_nothing(destination):
 
 def test_a_failing_destination_is_tried_again_with_all_that_waits(destination, caplog):
     destination.failures = 1
-    publishing = Publishing([PublishingThread("it", destination)])
-    publishing.put(ENTERED)
+    publishing = leading(destination)
     publishing.put(logged(1))
     until(lambda: destination.steps == [1])
     destination.failures = 10**6
@@ -90,8 +94,7 @@ def test_a_failing_destination_is_tried_again_with_all_that_waits(destination, c
 
 def test_the_last_attempt_at_the_end_may_succeed(destination):
     destination.failures = 1
-    publishing = Publishing([PublishingThread("it", destination)])
-    publishing.put(ENTERED)
+    publishing = leading(destination)
     publishing.put(logged(1))
     until(lambda: destination.failures == 0)
     publishing.close()
@@ -118,8 +121,7 @@ def test_a_destination_that_is_still_being_opened_at_the_end_gets_its_time(desti
         time.sleep(0.5)  # as imports do on a machine with much to do
         return destination()
 
-    publishing = Publishing([PublishingThread("it", open_slowly)])
-    publishing.put(ENTERED)
+    publishing = leading(open_slowly)
     publishing.put(logged(1))
     publishing.close()
     until(lambda: destination.closed == 1)
@@ -131,8 +133,7 @@ def test_a_missing_package_is_reported_once_and_ends_it(caplog):
     def open_it():
         raise MissingExtra("tensorboard", "tensorboard")
 
-    publishing = Publishing([PublishingThread("it", open_it)])
-    publishing.put(ENTERED)
+    publishing = leading(open_it)
     until(lambda: "Nothing is published to it" in caplog.text)
     for step in range(15_000):
         publishing.put(logged(step))

@@ -118,50 +118,6 @@ def test_survivors_of_a_lost_node_go_on_with_a_higher_round(cluster, how, victim
     assert heal(nodes, number, COUNT - 1) < 10.0
 
 
-@pytest.mark.parametrize("how", [all_gone, all_older])
-def test_rank_0_notices_it_by_its_heartbeat(cluster, how):
-    nodes = cluster()
-    old = rounds_pass(nodes)
-    number = leader(nodes).joined[-1].number
-    harm(nodes, how, old)
-    assert heal(nodes, number, COUNT) < 2 * HEARTBEAT_S
-
-
-@pytest.mark.parametrize("how", HARMS)
-def test_a_new_node_does_not_train_beside_the_others(cluster, how):
-    nodes = cluster(minimum=1)
-    old = rounds_pass(nodes)
-    number = leader(nodes).joined[-1].number
-    harm(nodes, how, old)
-    new = nodes.add("node-9", Limits(1, COUNT + 2), nodes.scheduler.now)
-    seconds = heal(nodes, number, COUNT + 1)
-    if how is all_gone:  # nothing tells the new node of the others before rank 0's next heartbeat
-        assert seconds < 2 * HEARTBEAT_S
-    else:
-        assert {round_.number > number for round_ in new.joined} == {True}
-
-
-@pytest.mark.parametrize("how", HARMS)
-def test_nodes_that_start_after_all_others_have_died(cluster, how):
-    nodes = cluster(minimum=1)
-    old = rounds_pass(nodes)
-    number = leader(nodes).joined[-1].number
-    harm(nodes, how, old)
-    for node in nodes.nodes:
-        node.kill()
-    nodes.add("node-9", Limits(1, COUNT + 2), nodes.scheduler.now)
-    heal(nodes, number if how in (round_gone, round_older) else 0, 1)
-
-
-def test_rows_that_are_gone_while_nodes_wait_for_the_minimum_are_written_again(cluster):
-    nodes = cluster(3, minimum=4)
-    pass_time(nodes, 5.0)
-    nodes.storage._rows.clear()
-    pass_time(nodes, 5.0)
-    nodes.add("node-9", Limits(4, 4), nodes.scheduler.now)
-    assert heal(nodes, 0, 4) < 90.0
-
-
 def test_the_key_of_the_run_comes_back_with_the_next_heartbeat(cluster):
     nodes = cluster()
     rounds_pass(nodes)

@@ -10,7 +10,7 @@ import pytest
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.node.core.failures import FailureRecord
-from azureml_elastic.node.core.round import Limits, Round
+from azureml_elastic.node.core.round import Limits
 from azureml_elastic.node.rendezvous.row_keys import member_key
 from tests.support.rendezvous.simulation import Cluster
 
@@ -68,7 +68,7 @@ def run_to(nodes: Cluster, members: set[str], limit_s: float) -> float:
 
 
 @pytest.mark.parametrize("victim", range(5))
-def test_a_node_that_is_cut_off_is_left_out_and_disturbs_nobody(cluster, victim):
+def test_a_node_that_is_cut_off_is_left_out_and_disturbs_nobody_until_the_network_is_mended(cluster, victim):
     nodes = cluster(5, 2)
     cut_off(nodes, victim)
     others = {name(number) for number in range(5)} - {name(victim)}
@@ -80,18 +80,9 @@ def test_a_node_that_is_cut_off_is_left_out_and_disturbs_nobody(cluster, victim)
     assert in_round(nodes) == others
     assert len(nodes.rounds()) == rounds, "the round that works goes on"
     assert nodes.most_writes() == writes
-    nodes.verify()
-
-
-@pytest.mark.parametrize("victim", range(4))
-def test_it_gets_in_when_the_network_is_mended(cluster, victim):
-    nodes = cluster(4, 2)
-    cut_off(nodes, victim)
-    run_to(nodes, {name(number) for number in range(4)} - {name(victim)}, 60.0)
-    pass_time(nodes, 100.0)
     nodes.blocked.clear()
     mended = nodes.scheduler.now
-    assert nodes.settle(TIMEOUT_S, 4) - mended <= 70.0
+    assert nodes.settle(TIMEOUT_S, 5) - mended <= 70.0, "it gets in"
     nodes.verify()
 
 
@@ -170,15 +161,6 @@ def test_of_a_pair_of_members_one_stays_out_until_they_reach_each_other(cluster,
     nodes.verify()
 
 
-def test_below_the_minimum_a_pair_of_members_is_named_when_the_run_fails(cluster):
-    nodes = cluster(3, 3, timings=RendezvousTimings(max_failed_rounds=3))
-    nodes.block(name(1), name(2))
-    nodes.run(lambda: bool(nodes.rounds()) and nodes.rounds()[-1].state == "failed", 120.0)
-    message = nodes.rounds()[-1].message
-    assert message.startswith("3 rounds in a row broke because nodes could not reach each other")
-    assert "cannot reach node-0" in message
-
-
 @pytest.mark.parametrize("both", [True, False], ids=["both ways", "one way"])
 def test_a_pair_that_is_separated_while_a_round_runs_is_found_when_that_has_failed(cluster, both):
     nodes = cluster(4, 2)
@@ -208,10 +190,6 @@ def test_a_pair_that_was_reached_before_costs_a_later_round_nothing(cluster):
     nodes.run(lambda: victim.dead, 1.0)
     assert run_to(nodes, {name(0), name(2), name(3)}, 60.0) - lost_at <= 1.0
     nodes.verify()
-
-
-def reach_each_other(nodes: Cluster, round_: Round) -> bool:
-    return not any((one.node, other.node) in nodes.blocked for one, other in itertools.permutations(round_.members, 2))
 
 
 @pytest.mark.parametrize("seed", range(12))

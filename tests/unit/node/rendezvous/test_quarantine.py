@@ -51,21 +51,6 @@ def waits(nodes, name):
     return row is not None and row.value["state"] == "waiting"
 
 
-def test_a_quarantined_node_stays_outside_while_the_minimum_is_present_and_receives_the_end(nodes):
-    well = make(nodes, "well", 1, 2)
-    well.announce()  # the node that comes first waits for it
-    excluded = nodes.start(make(nodes, "a-excluded", 1, 2, lambda _: 2))[0]
-    until(lambda: waits(nodes, "a-excluded"))
-    assignment = nodes.join(well)[0]
-    assert names(assignment) == ["well"]
-    assert not excluded.done()
-    until(lambda: well.hub._state.watchers.nodes.get("a-excluded") is not None)
-    assert well.status().waiting == frozenset(), "no room is made for it"
-    assert well.round_end.write(Close(succeeded=True))
-    with pytest.raises(RunSucceeded):
-        excluded.result(TIMEOUT)
-
-
 def test_a_quarantined_node_is_taken_where_the_minimum_needs_it_and_never_leads(nodes):
     excluded = nodes.start(make(nodes, "a-excluded", 2, 3, lambda _: 3))[0]
     until(lambda: waits(nodes, "a-excluded"))

@@ -83,6 +83,14 @@ class Counted(nn.Module):
         SIZES.append(size)
 
 
+class Small(Counted):
+    """A model with a linear layer."""
+
+    def __init__(self, outputs=3):
+        super().__init__()
+        self.inner = nn.Linear(4, outputs)
+
+
 SIZES: list[int] = []
 
 
@@ -99,6 +107,16 @@ def is_divided(script, step):
     SIZES.clear()
     script.check(step, start=2)
     return max(SIZES[:3]) <= LIMIT
+
+
+def label_loss(model, batch):
+    """A step of a script with a batch of inputs and labels."""
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def mean_loss(model, batch):
+    """A step of a script with a model whose outputs have a time first."""
+    return functional.cross_entropy(model(batch[0]).mean(0), batch[1])
 
 
 # --- shapes that are divided -----------------------------------------------------------------------------------------
@@ -124,6 +142,11 @@ class Recurrent(Counted):
         return self.head(self.lstm(x)[0])
 
 
+class Last(Recurrent):
+    def forward(self, x):
+        return super().forward(x)[-1]
+
+
 @pytest.mark.parametrize("samples", [sequences(ragged=False), sequences()], ids=["equal", "padded"])
 @pytest.mark.parametrize("move", [lambda x: x, lambda x: x.float() * 1.0, lambda x: x.clone()])
 def test_time_first(samples, move):
@@ -135,33 +158,22 @@ def test_time_first(samples, move):
 
 @pytest.mark.parametrize("equal_at_first", [False, True])
 def test_a_part_is_padded_as_it_would_be_with_all_ranks_where_its_outputs_have_no_time(equal_at_first):
-    class Last(Recurrent):
-        def forward(self, x):
-            return super().forward(x)[-1]
-
     samples = sequences()
     if equal_at_first:  # those of which the layout is learned
         samples = [(torch.randn(5, 4), torch.tensor(0)) for _ in range(PROBED)] + samples
     script = Script(samples, time_first, Last())
 
-    def step(model, batch):
-        return functional.cross_entropy(model(batch[0]), batch[1])
-
     begin = PROBED if equal_at_first else 0
-    found, _ = script.train(step, start=begin)
+    found, _ = script.train(label_loss, start=begin)
     (whole,) = script.whole
     whole.zero_grad()
     for start in (begin, begin + 2, begin + 4):  # what three ranks train
-        (step(whole, time_first(samples[start : start + 2])) / 3).backward()
+        (label_loss(whole, time_first(samples[start : start + 2])) / 3).backward()
     for one, other in zip(found, [each.grad for each in whole.parameters()], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_computed_of_a_padded_batch_is_cut_with_its_padding():
-    class Last(Recurrent):
-        def forward(self, x):
-            return super().forward(x)[-1]
-
     def step(model, batch):
         return functional.cross_entropy(model(batch[0].transpose(0, 1)), batch[1])
 
@@ -175,10 +187,7 @@ def test_what_is_computed_of_a_padded_batch_is_cut_with_its_padding():
 def test_as_many_times_as_samples():
     samples = [(torch.randn(6, 4), torch.tensor(n % 3)) for n in range(12)]
 
-    def step(model, batch):
-        return functional.cross_entropy(model(batch[0]).mean(0), batch[1])
-
-    assert is_divided(Script(samples, time_first, Recurrent()), step)
+    assert is_divided(Script(samples, time_first, Recurrent()), mean_loss)
 
 
 class Detector(Counted):
@@ -401,23 +410,16 @@ class Chances(Counted):
 
 
 def test_dropout_and_random_numbers_do_not_keep_a_batch_whole(caplog):
-    def step(model, batch):
-        return functional.cross_entropy(model(batch.x), batch.y)
-
     script = Script(points(Pair), default_collate, Chances())
-    script.train(step)
+    script.train(label_loss)
     SIZES.clear()
-    script.train(step)
+    script.train(label_loss)
     assert not caplog.records
     assert max(SIZES[:3]) <= LIMIT
 
 
 def test_the_check_leaves_the_random_numbers_as_they_were():
-    class Noisy(Counted):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(4, 3)
-
+    class Noisy(Small):
         def forward(self, x):
             return self.inner(x) * torch.rand(())
 
@@ -450,21 +452,14 @@ def test_a_layer_of_zeros_hides_nothing(caplog):
             hidden = self.inner(x)
             return self.out(hidden - hidden.mean(0))
 
-    def step(model, batch):
-        return functional.cross_entropy(model(batch.x), batch.y)
-
-    assert not is_divided(Script(points(Pair), default_collate, Mixed()), step)
+    assert not is_divided(Script(points(Pair), default_collate, Mixed()), label_loss)
     assert caplog.text.count("gradients for a sample depend on the others") == 1
 
 
 # --- what is computed whole ------------------------------------------------------------------------------------------
 
 
-class Contrastive(Counted):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 5)
-
+class Contrastive(Small):
     def forward(self, one, other):
         self.note(len(one))
         scores = functional.normalize(self.inner(one)) @ functional.normalize(self.inner(other)).T
@@ -513,12 +508,8 @@ class Hooked(Counted):
         return self.out(self.inner(one + other))
 
 
-class Hinge(Counted):
+class Hinge(Small):
     """A loss that is zero as long as all is well."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 1)
 
     def forward(self, one, other):
         self.note(len(one))
@@ -548,7 +539,7 @@ def test_what_the_first_batch_sets_up_keeps_the_first_batch_whole_alone(caplog):
         (Standardized(), "fails by|depend on the others"),
         (Summing(), r"its Summing\.(seen|mean) changes"),
         (Hooked(), "hook"),
-        (Hinge(), "zero, which shows nothing"),
+        (Hinge(1), "zero, which shows nothing"),
     ],
     ids=lambda each: type(each).__name__ if isinstance(each, nn.Module) else "",
 )
@@ -670,16 +661,12 @@ def test_lengths_as_an_argument_are_packed_within():
 # --- means over labels -----------------------------------------------------------------------------------------------
 
 
-class Tagger(Counted):
+class Tagger(Small):
     """A model whose loss is a mean over labels, which it gets by a name or by position."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Linear(4, 3)
 
     def forward(self, x, labels):
         self.note(len(x))
-        return functional.cross_entropy(self.layers(x).flatten(0, 1), labels.flatten())
+        return functional.cross_entropy(self.inner(x).flatten(0, 1), labels.flatten())
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -700,14 +687,10 @@ def test_labels_that_are_first_all_there_and_later_not(named):
 
 
 def test_a_mean_over_a_mask_that_first_hides_nothing(caplog):
-    class MaskedMean(Counted):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.Linear(4, 1)
-
+    class MaskedMean(Small):
         def forward(self, x, mask):
             self.note(len(x))
-            return (self.layers(x)[..., 0].square() * mask).sum() / mask.sum()
+            return (self.inner(x)[..., 0].square() * mask).sum() / mask.sum()
 
     samples = [(torch.randn(5, 4), torch.ones(5)) for _ in range(12)]
     for n in range(6, 12):

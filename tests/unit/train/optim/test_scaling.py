@@ -71,18 +71,11 @@ def test_a_factor_falls_at_once(policy, before, after, momentum):
     assert shrink == 1.0
 
 
-@pytest.mark.parametrize(
-    ("ratio", "momentum", "steps"),
-    [(12, "0.9", 96), (2, "0.9", 16), (3, "0.9", 24), (1.5, "0.95", 24), (12, "0.98", 480), (12, "0.99", 960)],
-)
-def test_a_ramp_takes_as_long_as_the_momentum_remembers(ratio, momentum, steps):
-    assert steps == math.ceil(Fraction(8, 10) * Fraction(ratio) / (1 - Fraction(momentum)))
-    assert ramp_steps(Ramp(), ratio, float(momentum)) == steps
-
-
 @given(st.integers(1, 48), st.integers(1, 48), st.integers(1, 999))
 @example(12, 1, 900)
+@example(3, 2, 950)
 def test_the_steps_of_a_ramp_are_those_of_exact_arithmetic(after, before, thousandths):
+    """It takes as long as the momentum remembers."""
     exact = Fraction(8, 10) * Fraction(after, before) / (1 - Fraction(thousandths, 1000))
     assert ramp_steps(Ramp(), after / before, thousandths / 1000) == math.ceil(exact)
 
@@ -243,19 +236,6 @@ def test_estimates_are_right_on_the_mean_for_uneven_micro_batches():
     error = np.std(observed, axis=0) / math.sqrt(len(observed))
     assert (np.abs(np.mean(observed, axis=0) - truth) < 4 * error).all()
     assert (error < 0.01 * truth).all()
-
-
-@pytest.mark.parametrize("sizes", [[4, 4, 4], [1, 2, 9], [6, 6]])
-def test_the_gain_is_that_of_the_known_mean_and_covariance(sizes):
-    generator = np.random.default_rng(1)
-    mean, deviations = np.full(200, 0.4), np.full(200, 1.5)
-    noise, reference, k = GradientNoiseScale(), 4, 3
-    for _ in range(3000):
-        local, total = squares(sizes, micro_batches(generator, sizes, mean, deviations))
-        noise = noise.observe(local, total, micro_batches=len(sizes), count=12, reference=reference)
-    v, m = deviations @ deviations / reference, mean @ mean
-    assert noise.gain(1, k) == pytest.approx((v + m) / (v / k + m), rel=0.01)
-    assert 1.2 < noise.gain(1, k) < 2.8
 
 
 @pytest.mark.parametrize(

@@ -313,12 +313,14 @@ def test_an_update_that_was_not_announced_is_waited_for(guard, device, caplog):
     assert len(caplog.records) == 1, "it is said once"
 
 
-def test_nothing_is_waited_for_while_a_graph_is_captured(guard, device):
-    device.captures = True
+@pytest.mark.parametrize("alone", [True, False], ids=["one process", "a graph is captured"])
+def test_what_is_not_waited_for(guard, device, alone):
+    device.captures = not alone
+    guard.enter(1 if alone else 2)
     device.reduce()
     guard.before_update()
     assert device.marks == 0
-    assert not guard.step_is_covered()
+    assert guard.step_is_covered() is alone
 
 
 def test_an_error_of_a_communicator_ends_the_wait_as_a_lost_peer_does(guard, device):
@@ -336,14 +338,6 @@ def test_the_gradients_are_waited_for_before_a_scaler_sees_them(guard, device, s
     device.reduce()
     guard.before_scaler()
     assert device.marks == scales
-
-
-def test_one_process_waits_for_nothing(guard, device):
-    guard.enter(1)
-    device.reduce()
-    guard.before_update()
-    assert device.marks == 0
-    assert guard.step_is_covered()
 
 
 class Disturbing(torch.optim.SGD):
