@@ -196,6 +196,7 @@ _POOLS = [
     NodePool("other", min_instance_count=1, max_instance_count=1),
     NodePool("serverless", max_instance_count=1, instance_type="Standard_NC6", job_tier="Spot"),
 ]
+_SPOT = {"compute": None, "instance_type": "Standard_NC6", "job_tier": "Spot", "priority": "low"}
 
 BODIES = {
     **FIELDS,
@@ -253,7 +254,9 @@ BODIES = {
         {"resources": {"properties": {"AISuperComputer": {"x": 1, "y": [1, "2"], "z": {"a": True}}, "other": "v"}}},
         plain=False,
     ),
-    "serverless spot": Body({"compute": None, "instance_type": "Standard_NC6", "job_tier": "Spot"}, plain=False),
+    "serverless spot": Body(_SPOT, {"n.queueSettings": {"jobTier": "Spot", "priority": 1}}, plain=False),
+    "serverless pipeline": Body(_SPOT, {"a.computeId": "<workspace>/computes/serverless"}, ("fan_out",), plain=False),
+    "a fraction of a second": Body({"timeout": 0.5}, {"n.limits.timeout": "PT1S"}, plain=False),
     "serverless": Body({"compute": "serverless", "instance_type": "Standard_NC6"}),
     "one node": Body({"resources": {"max_instance_count": 1}}, plain=False),
     "node pools": Body(

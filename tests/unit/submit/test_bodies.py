@@ -6,7 +6,6 @@ The workspace that they arrive at refuses what the models of the service do not 
 import inspect
 import json
 import re
-from datetime import timedelta
 
 import pytest
 import yaml
@@ -235,7 +234,3 @@ def test_values_of_the_wrong_kind_are_refused_by_name(send, placement, fields, p
         send(placement, **fields)
     for part in parts:
         assert part in str(caught.value)
-
-
-def test_fractions_of_a_second_are_rounded_up(send):
-    assert send("gang", timeout=timedelta(seconds=0.5))["n"]["limits"]["timeout"] == "PT1S"

@@ -206,23 +206,6 @@ def test_one_node_is_one_job_without_a_distribution(submit, sent):
     assert sent() == [body]
 
 
-def test_serverless_spot_nodes(client, sent):
-    client.jobs.create_or_update(
-        make(
-            compute=None,
-            job_tier="Spot",
-            priority="low",
-            resources=ElasticResources(max_instance_count=2, instance_type="Standard_NC4as_T4_v3"),
-        )
-    )
-    (body,) = sent()
-    assert body["properties"]["computeId"] == "<workspace>/computes/serverless"
-    for node in body["properties"]["jobs"].values():
-        assert "computeId" not in node
-        assert node["queue_settings"] == {"job_tier": "Spot", "priority": 1}
-        assert node["resources"] == {"instance_count": 1, "instance_type": "Standard_NC4as_T4_v3"}
-
-
 def test_the_compute_given_at_submission_moves_every_node(client, sent):
     client.jobs.create_or_update(make(), compute="other", experiment_name="elsewhere", tags={"b": "2"})
     (body,) = sent()

@@ -1,6 +1,6 @@
 """Classification of every way in which a worker may fail.
 
-The texts in ``endings`` were written by real programs: see ``endings/produce.py``.
+The texts in ``worker_output`` were written by real programs: see ``worker_output/produce.py``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from azureml_elastic.memory import OomKillCounter
 from azureml_elastic.node.core.failures import Failure
 from azureml_elastic.node.failures.classification import FailedWorker, hang_failure, root_cause, signature_of
 from azureml_elastic.node.failures.tracebacks import ExceptionInfo, Frame, find_dump, find_error
+from tests.unit.node.failures.worker_output.produce import SCRIPTS
 
 ENDINGS = Path(__file__).parent / "worker_output"
 NAMES = sorted(path.stem for path in ENDINGS.glob("*.txt"))
@@ -307,28 +309,20 @@ def test_the_message_of_torchs_decorator_is_replaced_by_one_that_names_the_file(
 
 
 FAILING = {
-    "cause": "try:\n    int('x')\nexcept ValueError as error:\n    raise RuntimeError('no data') from error\n",
-    "context": "try:\n    int('x')\nexcept ValueError:\n    raise RuntimeError('no data')\n",
+    **{name: textwrap.dedent(SCRIPTS[name]) for name in (
+        "user", "user_cause", "user_context", "user_lines", "user_assertion", "user_interrupt", "user_loader",
+        "import_module", "import_syntax",
+    )},
     "suppressed": "try:\n    int('x')\nexcept ValueError:\n    raise RuntimeError('no data') from None\n",
-    "lines": "class Mismatch(Exception):\n    pass\n\nraise Mismatch('these keys differ:\\n  a\\n  b')\n",
     "half a surrogate pair": "raise ValueError('\\udcff')\n",
-    "no message": "assert False\n",
     "a key": "{}['a']\n",
-    "a qualified type": "import json\njson.loads('{')\n",
     "a class in a class": "class A:\n    class B(Exception):\n        pass\n\nraise A.B(3)\n",
-    "syntax": "x = (\n",
     "syntax of a module": (
         "from pathlib import Path\nPath(__file__).with_name('bad.py').write_text('x = (')\nimport bad\n"
     ),
-    "a missing module": "import numpyy\n",
-    "an interrupt": "raise KeyboardInterrupt\n",
     "recursion": "def f():\n    f()\n\nf()\n",
-    "another process": (
-        "from torch.utils.data import DataLoader\n\nclass Torn:\n    def __len__(self):\n        return 4\n\n"
-        "    def __getitem__(self, at):\n        raise ValueError('torn')\n\nlist(DataLoader(Torn(), num_workers=1))\n"
-    ),
     "a note": "error = ValueError('no')\nerror.add_note('see there')\nraise error\n",
-}
+}  # fmt: skip
 NEWER = {"a note"} if sys.version_info < (3, 11) else set()
 
 
