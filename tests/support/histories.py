@@ -21,6 +21,9 @@ from azureml_elastic.ledger.events import (
     WorkerFailed,
     WorkersStarted,
 )
+from azureml_elastic.ledger.picture import Picture
+from azureml_elastic.ledger.samples import SampleAudit
+from azureml_elastic.ledger.summary import FaultRecord, MissedFault, NodeSummary, Paths, Report
 
 
 def enter(number, members, *, at, slots=1, ran=True):
@@ -109,6 +112,25 @@ def long_run(events=100_000, *, nodes=8, rounds=200, failing=5):
         clock += 1.0
     found += [NodeLeft(time=clock, node=name, round=rounds, reason="done", exit_code=0) for name in names]
     return found
+
+
+def report_of_loss(folder, events=None, **changes):
+    """Return the report of :func:`loss_and_newcomer`, or of other events, with fields of its own."""
+    made = Report(
+        paths=Paths.of(folder),
+        outcome="succeeded",
+        exit_code=0,
+        name="run-7",
+        nodes=(
+            NodeSummary(name="node-0", exit_code=-9, ending="killed", pool="spot", size="Small", tier="low_priority"),
+            *(NodeSummary(name=f"node-{index}", exit_code=0, ending="exited", pool="base") for index in (1, 2, 3)),
+        ),
+        faults=(FaultRecord(fault="kill=rank0@step:12", nodes=("node-0",), step=12, time=23.0),),
+        missed_faults=(MissedFault(fault="kill=node-9@step:3", reason="there was no node-9"),),
+        audit=SampleAudit(dataset_size=100, epochs=3, steps=30, seen=300, rolled_back_steps=2, rolled_back_samples=20),
+    )
+    picture = Picture.of(loss_and_newcomer() if events is None else events)
+    return made.with_timeline(picture).model_copy(update=changes)
 
 
 def write_events(folder, events):

@@ -254,6 +254,12 @@ class Cluster:
             )
         return self.scheduler.now
 
+    def pass_time(self, seconds: float) -> None:
+        """Run for so many seconds."""
+        until = self.scheduler.now + seconds
+        self.at(until, self.check)
+        self.run(lambda: self.scheduler.now >= until, seconds + 1.0)
+
     def settle(self, limit_s: float, size: int | None = None) -> float:
         """Run until all living nodes are in one sealed round, and return the moment."""
 

@@ -20,12 +20,11 @@ from azureml_elastic.ledger.events import (
     WorkerFailed,
 )
 from azureml_elastic.ledger.picture import Picture
-from azureml_elastic.ledger.samples import SampleAudit
 from azureml_elastic.ledger.summary import FaultRecord, MissedFault, NodeSummary, Paths, Report, report_of
 from azureml_elastic.report.page import message_page, run_page, write_page
 from azureml_elastic.report.page_content import page_content
 from tests.support.chromium import Elements
-from tests.support.histories import any_events, long_run, loss_and_newcomer
+from tests.support.histories import any_events, long_run, loss_and_newcomer, report_of_loss
 
 TRACEBACK = "Traceback (most recent call last):\n  File 'train.py', line 3\nValueError: <b>&amp; \"bad\"</b>"
 EVIL = "</script></title><img src=x onerror=alert(1)>\"'&amp;<svg onload=alert(2)>\x1b[31m"
@@ -47,26 +46,9 @@ def extra_events():
     ]  # fmt: skip
 
 
-def report(tmp_path, events, **changes):
-    made = Report(
-        paths=Paths.of(tmp_path),
-        outcome="succeeded",
-        exit_code=0,
-        name="run-7",
-        nodes=(
-            NodeSummary(name="node-0", exit_code=-9, ending="killed", pool="spot", size="Small", tier="low_priority"),
-            *(NodeSummary(name=f"node-{index}", exit_code=0, ending="exited", pool="base") for index in (1, 2, 3)),
-        ),
-        faults=(FaultRecord(fault="kill=rank0@step:12", nodes=("node-0",), step=12, time=23.0),),
-        missed_faults=(MissedFault(fault="kill=node-9@step:3", reason="there was no node-9"),),
-        audit=SampleAudit(dataset_size=100, epochs=3, steps=30, seen=300, rolled_back_steps=2, rolled_back_samples=20),
-    )
-    return made.with_timeline(Picture.of(events)).model_copy(update=changes)
-
-
 def page(tmp_path, **changes):
     events = [*loss_and_newcomer(), *extra_events()]
-    return run_page(page_content(report(tmp_path, events, **changes), Picture.of(events)))
+    return run_page(page_content(report_of_loss(tmp_path, events, **changes), Picture.of(events)))
 
 
 def test_the_page_has_what_the_report_has(tmp_path):
@@ -138,7 +120,7 @@ def test_images_are_well_formed(tmp_path):
 
 def test_the_waterfall_goes_from_the_delivered_time_to_the_goodput(tmp_path):
     events = loss_and_newcomer()
-    made = report(tmp_path, events)
+    made = report_of_loss(tmp_path, events)
     bars = page_content(made, Picture.of(events)).waterfall
     assert bars[0].name == "delivered"
     assert bars[-1].seconds == pytest.approx(made.goodput * bars[0].seconds)
@@ -147,13 +129,13 @@ def test_the_waterfall_goes_from_the_delivered_time_to_the_goodput(tmp_path):
 
 def test_costs_and_savings_are_shown_with_prices_and_node_hours_without(tmp_path):
     events = loss_and_newcomer()
-    bare = page_content(report(tmp_path, events), Picture.of(events))
+    bare = page_content(report_of_loss(tmp_path, events), Picture.of(events))
     assert bare.cost is not None
     assert bare.cost.headings == ("pool", "size", "tier", "nodes", "node-hours")
     per_hour = {"Small": {"dedicated": 3600.0, "low_priority": 36.0}}
     prices = Prices.model_validate({"currency": "USD", "date": None, "source": "me", "per_hour": per_hour})
     only = NodeSummary(name="node-0", pool="spot", size="Small", tier="low_priority")
-    billed = report(tmp_path, events, nodes=(only,)).with_bill(Picture.of(events), prices)
+    billed = report_of_loss(tmp_path, events, nodes=(only,)).with_bill(Picture.of(events), prices)
     content = page_content(billed, Picture.of(events))
     assert content.cost.headings[-3:] == ("per hour", "cost", "dedicated")
     assert any("Saved against dedicated nodes" in note for note in content.cost_notes)
@@ -174,7 +156,7 @@ def page_with(text, tmp_path):
         if isinstance(event, Metrics):
             changes["values"] = {text: 1.0, "loss": 2.0}
         events.append(event.model_copy(update=changes))
-    made = report(tmp_path, events, name=text, message=f"{text}\n{TRACEBACK}", outcome="failed")
+    made = report_of_loss(tmp_path, events, name=text, message=f"{text}\n{TRACEBACK}", outcome="failed")
     faults = (FaultRecord(fault=text, nodes=(f"node-0{text}",), step=1, time=23.0),)
     made = made.model_copy(update={"faults": faults, "missed_faults": (MissedFault(fault=text, reason=text),)})
     return run_page(page_content(made, Picture.of(events)), notice=text)
@@ -219,7 +201,7 @@ def test_a_run_without_rounds_has_a_page_too(tmp_path):
 
 def test_running_runs_poll_and_others_do_not(tmp_path):
     events = loss_and_newcomer()
-    content = page_content(report(tmp_path, events), Picture.of(events), running=True)
+    content = page_content(report_of_loss(tmp_path, events), Picture.of(events), running=True)
     assert "The run is running" in run_page(content)
     assert 'data-poll="2000"' in run_page(content, poll_seconds=2)
     assert "connect-src 'self'" in run_page(content, poll_seconds=2)
@@ -258,15 +240,15 @@ def test_any_events_have_a_page_with_numbers_as_positions(events):
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(UsageError, match="cannot be written"):
-        write_page(report(tmp_path, []), Picture(), tmp_path / "no" / "page.html")
+        write_page(report_of_loss(tmp_path, []), Picture(), tmp_path / "no" / "page.html")
 
 
 def test_what_there_is_one_of_is_named_in_the_singular(tmp_path):
     events = [event for event in loss_and_newcomer() if event.round <= 1 and event.time < 23]
-    content = page_content(report(tmp_path, events, recoveries=()), Picture.of(events))
+    content = page_content(report_of_loss(tmp_path, events, recoveries=()), Picture.of(events))
     facts = {fact.name: fact for fact in content.facts}
     assert facts["World size"].detail == "1 round"
     assert "The world size was 3 in 1 round." in run_page(content)
-    two = page_content(report(tmp_path, loss_and_newcomer()), Picture.of(loss_and_newcomer()))
+    two = page_content(report_of_loss(tmp_path, loss_and_newcomer()), Picture.of(loss_and_newcomer()))
     recoveries = next(fact for fact in two.facts if fact.name == "Recoveries")
     assert (recoveries.value, "median" in recoveries.detail) == ("1", False)

@@ -10,7 +10,7 @@ from rich.console import Console
 from azureml_elastic.ledger.events import NodeLeft, RoundReopened, RunEnded
 from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.samples import SampleAudit
-from azureml_elastic.ledger.summary import FaultRecord, MissedFault, NodeSummary, Paths, Report
+from azureml_elastic.ledger.summary import MissedFault, NodeSummary, Paths, Report
 from azureml_elastic.ledger.timeline import RoundSpan
 from azureml_elastic.node.core.failures import Failure
 from azureml_elastic.node.failures.classification import describe_ending
@@ -24,23 +24,7 @@ from azureml_elastic.report.terminal import (
     time_axis,
     timeline_picture,
 )
-from tests.support.histories import enter, loss_and_newcomer
-
-
-def report(tmp_path, **changes):
-    made = Report(
-        paths=Paths.of(tmp_path),
-        outcome="succeeded",
-        exit_code=0,
-        name="run-7",
-        nodes=(
-            NodeSummary(name="node-0", exit_code=-9, ending="killed"),
-            *(NodeSummary(name=f"node-{index}", exit_code=0, ending="exited") for index in (1, 2, 3)),
-        ),
-        faults=(FaultRecord(fault="kill=rank0@step:12", nodes=("node-0",), step=12, time=23.0),),
-        audit=SampleAudit(dataset_size=100, epochs=3, steps=30, seen=300, rolled_back_steps=2, rolled_back_samples=20),
-    )
-    return made.with_timeline(Picture.of(loss_and_newcomer())).model_copy(update=changes)
+from tests.support.histories import enter, loss_and_newcomer, report_of_loss
 
 
 def rendered(renderable, width=120):
@@ -50,7 +34,7 @@ def rendered(renderable, width=120):
 
 
 def test_the_summary_has_rounds_recoveries_and_outcome(tmp_path):
-    text = rendered(summary(report(tmp_path)))
+    text = rendered(summary(report_of_loss(tmp_path)))
     for part in (
         "world sizes: 3 → 2 → 3",
         "node-0 is lost",
@@ -66,12 +50,12 @@ def test_the_summary_has_rounds_recoveries_and_outcome(tmp_path):
 
 def test_faults_that_did_not_happen_are_shown(tmp_path):
     missed = (MissedFault(fault="kill=node-9@step:3", reason="there was no node-9; started were node-0 to node-2"),)
-    text = rendered(summary(report(tmp_path, missed_faults=missed)))
+    text = rendered(summary(report_of_loss(tmp_path, missed_faults=missed)))
     assert "the fault kill=node-9@step:3 did not happen: there was no node-9; started were node-0 to node-2" in text
 
 
 def test_a_failure_s_message_is_shown_as_it_is(tmp_path):
-    failed = report(tmp_path, outcome="failed", exit_code=3, message="list[index] is [red]out[/red] of range")
+    failed = report_of_loss(tmp_path, outcome="failed", exit_code=3, message="list[index] is [red]out[/red] of range")
     assert "the run failed at step 30: list[index] is [red]out[/red] of range" in rendered(summary(failed))
 
 
@@ -96,9 +80,7 @@ def test_a_table_s_cell_has_one_line_of_a_message_of_many(tmp_path):
         *enter(4, ["node-1"], at=61.0),
         RunEnded(time=62.0, node="node-1", round=4, succeeded=False, message=MESSAGE),
     ]
-    failed = (
-        report(tmp_path).with_timeline(Picture.of(events)).model_copy(update={"outcome": "failed", "message": MESSAGE})
-    )
+    failed = report_of_loss(tmp_path, events, outcome="failed", message=MESSAGE)
     reasons = [round_.reason for round_ in failed.rounds[2:]]
     for start, reason in zip(("worker 0 on node-1 failed with exit code 1", "the run failed"), reasons, strict=True):
         assert reason.startswith(f"{start}: _pickle.UnpicklingError: while reading /data/state.pt (3 bytes")
@@ -115,8 +97,8 @@ def test_a_run_without_rounds_has_a_summary_too(tmp_path):
 
 
 def test_the_picture_fits_a_narrow_terminal(tmp_path):
-    assert all(len(line) <= 80 for line in rendered(summary(report(tmp_path)), width=80).splitlines())
-    assert "node-0 is lost" in rendered(summary(report(tmp_path)), width=80)
+    assert all(len(line) <= 80 for line in rendered(summary(report_of_loss(tmp_path)), width=80).splitlines())
+    assert "node-0 is lost" in rendered(summary(report_of_loss(tmp_path)), width=80)
 
 
 def test_failed_audits_are_reported():
@@ -130,7 +112,7 @@ def test_failed_audits_are_reported():
 
 
 def test_the_size_chart_shows_the_loss(tmp_path):
-    found = report(tmp_path)
+    found = report_of_loss(tmp_path)
     columns = TimeColumns(10.0, 47.0, 37)  # one column a second
     (three, upper), (two, lower) = size_chart([round_ for round_ in found.rounds if round_.ran], columns)
     assert (three, two) == (3, 2)
@@ -142,7 +124,7 @@ def test_the_size_chart_shows_the_loss(tmp_path):
 def test_sizes_and_nodes_have_one_time_axis(tmp_path):
     """A column of text is a time, from the start of the first node to the end of the last."""
     began, ended = [10.0, 10.0, 10.0, 30.0, 35.0], [24.0, 50.0, 50.0, 50.0, 45.0]
-    found = report(tmp_path)
+    found = report_of_loss(tmp_path)
     nodes = (*found.nodes, NodeSummary(name="node-4", exit_code=0, ending="exited"))
     nodes = tuple(
         node.model_copy(update={"began": first - 6, "ended": last})
@@ -175,7 +157,7 @@ def test_any_history_has_a_picture_of_the_given_width(history, width):
 
 
 def test_one_of_a_kind_is_named_so(tmp_path):
-    one = report(tmp_path, skipped_events=1, audit=SampleAudit(dataset_size=1, epochs=1, steps=1, seen=1))
+    one = report_of_loss(tmp_path, skipped_events=1, audit=SampleAudit(dataset_size=1, epochs=1, steps=1, seen=1))
     text = rendered(summary(one))
     assert "1 sample of 1 epoch, none missed" in text
     assert "1 line of the event files could not be read" in text

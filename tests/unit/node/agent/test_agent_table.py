@@ -7,11 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from azureml_elastic.config import TableRendezvous
-from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import NodeLeaving, RowChanged, RowExists
 from azureml_elastic.node.agent.agent_table import AgentTable
-from azureml_elastic.node.table import open_table
 
 
 class Held:
@@ -35,13 +32,6 @@ class Notices:
     def commit_to_leave(self):
         self.committed = True
         return True
-
-
-@pytest.fixture
-def table(tmp_path):
-    opened = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", NodeEnvironment.read({}))
-    yield opened
-    opened.close()
 
 
 def test_calls_and_their_errors_are_those_of_the_table(table):

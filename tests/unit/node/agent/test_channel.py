@@ -11,15 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from azureml_elastic.config import TableRendezvous
-from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.ipc import MessageClient
 from azureml_elastic.ipc.worker_messages import Assign, Decide, Prepare, Vote
 from azureml_elastic.ledger.events import CheckpointCommitted, Progress, Restored
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.records.event_recorder import Recorder
-from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.checkpoint_pointer import CHECKPOINT_KEY, CheckpointPointer
 from tests.support.channels import open_channel
 from tests.support.shards import describe
@@ -40,13 +37,6 @@ class Worker:
             on_close=lambda _: self.closed.set(),
         )
         self.client.send({"op": "hello", "rank": local_rank, "local_rank": local_rank, "round": number})
-
-
-@pytest.fixture
-def table(tmp_path):
-    opened = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", NodeEnvironment.read({}))
-    yield opened
-    opened.close()
 
 
 @pytest.fixture

@@ -1,20 +1,10 @@
 """Readers of the events in a run's table."""
 
-import pytest
-
 from azureml_elastic.ledger.events import NodeLeft, NodeStarted, Progress, RoundEntered
 from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.records.observation import EventRowReader, read_event_rows
 from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY
 from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
-from azureml_elastic.node.table.sqlite import SqliteTable
-
-
-@pytest.fixture
-def table(tmp_path):
-    table = SqliteTable(tmp_path / "table.sqlite", "elastic", "run")
-    yield table
-    table.close()
 
 
 def write(table, number, event):

@@ -11,7 +11,6 @@ from azureml_elastic.node.records.observation import read_run_state
 from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY, member_key
 from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
-from azureml_elastic.node.table.sqlite import SqliteTable
 
 FIRST, SECOND, SPARE, GONE = (
     Member("a", "1", round=2, slots=2),
@@ -19,13 +18,6 @@ FIRST, SECOND, SPARE, GONE = (
     Member("c", "3", round=2),
     Member("d", "4", state="left", round=1, reason="preempted"),
 )
-
-
-@pytest.fixture
-def table(tmp_path):
-    table = SqliteTable(tmp_path / "table.sqlite", "elastic", "run")
-    yield table
-    table.close()
 
 
 def write_nodes(table, *members):

@@ -41,28 +41,6 @@ def all_older(rows: Rows, old: Rows) -> None:
 HARMS = [round_gone, round_older, all_gone, all_older]
 
 
-@pytest.fixture
-def cluster():
-    made = []
-
-    def make(count: int = COUNT, minimum: int = 2, seed: int = 0) -> Cluster:
-        nodes = Cluster(seed=seed)
-        made.append(nodes)
-        for number in range(count):
-            nodes.add(f"node-{number}", Limits(minimum, count + 2))
-        return nodes
-
-    yield make
-    for each in made:
-        each.close()
-
-
-def pass_time(nodes: Cluster, seconds: float) -> None:
-    until = nodes.scheduler.now + seconds
-    nodes.at(until, nodes.check)
-    nodes.run(lambda: nodes.scheduler.now >= until, seconds + 1.0)
-
-
 def leader(nodes: Cluster) -> Node:
     return next(node for node in nodes.nodes if node.in_round and node.rendezvous.machine.leads)
 
@@ -73,7 +51,7 @@ def rounds_pass(nodes: Cluster, count: int = 3) -> Rows:
     old = dict(nodes.storage._rows)
     for _ in range(count):
         leader(nodes).break_round()
-        pass_time(nodes, 1.0)
+        nodes.pass_time(1.0)
         nodes.settle(TIMEOUT_S)
     return old
 
@@ -109,7 +87,7 @@ def heal(nodes: Cluster, number: int, size: int) -> float:
 @pytest.mark.parametrize("how", HARMS)
 @pytest.mark.parametrize("victim", ["leader", "follower"])
 def test_survivors_of_a_lost_node_go_on_with_a_higher_round(cluster, how, victim):
-    nodes = cluster()
+    nodes = cluster(COUNT, 2, COUNT + 2)
     old = rounds_pass(nodes)
     lost = leader(nodes) if victim == "leader" else next(node for node in nodes.nodes if node is not leader(nodes))
     number = lost.joined[-1].number
@@ -119,7 +97,7 @@ def test_survivors_of_a_lost_node_go_on_with_a_higher_round(cluster, how, victim
 
 
 def test_the_key_of_the_run_comes_back_with_the_next_heartbeat(cluster):
-    nodes = cluster()
+    nodes = cluster(COUNT, 2, COUNT + 2)
     rounds_pass(nodes)
     number = leader(nodes).joined[-1].number
     key = nodes.storage._rows[RUN_KEY].value
@@ -131,13 +109,13 @@ def test_the_key_of_the_run_comes_back_with_the_next_heartbeat(cluster):
 @pytest.mark.parametrize("makes", ["a new node", "an old node"])
 def test_all_nodes_end_up_with_the_tables_key(cluster, makes):
     """Only the key's row is gone; whichever node writes it first decides."""
-    nodes = cluster(minimum=1)
+    nodes = cluster(COUNT, 1, COUNT + 2)
     rounds_pass(nodes)
     number = leader(nodes).joined[-1].number
     key = nodes.storage._rows.pop(RUN_KEY).value
     if makes == "an old node":
         leader(nodes).break_round()
-        pass_time(nodes, 2.0)
+        nodes.pass_time(2.0)
     nodes.add("node-9", Limits(1, COUNT + 2), nodes.scheduler.now)
     assert heal(nodes, number, COUNT + 1) < 3 * HEARTBEAT_S
     assert (nodes.storage._rows[RUN_KEY].value == key) == (makes == "an old node")

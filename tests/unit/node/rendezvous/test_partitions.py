@@ -17,22 +17,6 @@ from tests.support.rendezvous.simulation import Cluster
 TIMEOUT_S = 300.0
 
 
-@pytest.fixture
-def cluster():
-    made = []
-
-    def make(count: int, minimum: int, **settings) -> Cluster:
-        nodes = Cluster(**settings)
-        made.append(nodes)
-        for number in range(count):
-            nodes.add(name(number), Limits(minimum, count))
-        return nodes
-
-    yield make
-    for each in made:
-        each.close()
-
-
 def name(number: int) -> str:
     return f"node-{number:02d}"
 
@@ -41,12 +25,6 @@ def cut_off(nodes: Cluster, number: int) -> None:
     for other in range(len(nodes.nodes)):
         if other != number:
             nodes.block(name(number), name(other))
-
-
-def pass_time(nodes: Cluster, seconds: float) -> None:
-    until = nodes.scheduler.now + seconds
-    nodes.at(until, nodes.check)
-    nodes.run(lambda: nodes.scheduler.now >= until, seconds + 1.0)
 
 
 def in_round(nodes: Cluster) -> set[str]:
@@ -74,9 +52,9 @@ def test_a_node_that_is_cut_off_is_left_out_and_disturbs_nobody_until_the_networ
     others = {name(number) for number in range(5)} - {name(victim)}
     assert run_to(nodes, others, 60.0) <= 10.0
     rounds = len(nodes.rounds())
-    pass_time(nodes, 10.0)  # the one that is left out learns of it
+    nodes.pass_time(10.0)  # the one that is left out learns of it
     writes = nodes.most_writes()
-    pass_time(nodes, 290.0)
+    nodes.pass_time(290.0)
     assert in_round(nodes) == others
     assert len(nodes.rounds()) == rounds, "the round that works goes on"
     assert nodes.most_writes() == writes
@@ -90,7 +68,7 @@ def test_a_node_that_is_cut_off_does_not_slow_down_a_later_round(cluster):
     nodes = cluster(5, 2)
     cut_off(nodes, 3)
     run_to(nodes, {name(number) for number in (0, 1, 2, 4)}, 60.0)
-    pass_time(nodes, 30.0)
+    nodes.pass_time(30.0)
     victim = nodes.nodes[0]
     lost_at = nodes.scheduler.now + 0.1
     nodes.at(lost_at, victim.kill)
@@ -111,7 +89,7 @@ def test_one_that_gets_through_in_time_stays_a_member_and_is_waited_for_again(cl
     assert states == ["starting", "waiting", "left", "waiting"]
     leader = next(node for node in nodes.nodes if node.rendezvous.machine.leads)
     leader.break_round()
-    pass_time(nodes, 5.0)
+    nodes.pass_time(5.0)
     assert in_round(nodes) == {name(0), name(1), name(2)}
     assert [round_.number for round_ in nodes.rounds() if round_.state == "sealed"] == [1, 2]
     nodes.verify()
@@ -124,7 +102,7 @@ def test_one_that_others_cannot_reach_although_it_reaches_them_is_left_out_with_
         nodes.block(name(number), name(0), both=False)
     assert run_to(nodes, {name(1), name(2)}, 60.0) <= 10.0
     rounds = len(nodes.rounds())
-    pass_time(nodes, 60.0)
+    nodes.pass_time(60.0)
     assert len(nodes.rounds()) == rounds
     assert "makes no room for node-00" in caplog.text
     nodes.verify()
@@ -152,7 +130,7 @@ def test_of_a_pair_of_members_one_stays_out_until_they_reach_each_other(cluster,
     assert "node-02 (host-of-node-02) cannot reach node-03 (host-of-node-03:" in caplog.text
     rounds = len(nodes.rounds())
     nodes.nodes[0].break_round()
-    pass_time(nodes, 100.0)
+    nodes.pass_time(100.0)
     assert in_round(nodes) == three
     assert len(nodes.rounds()) == rounds + 2, "whatever ended the round"
     nodes.blocked.clear()
@@ -203,9 +181,9 @@ def test_however_the_network_is_divided_the_round_that_stays_is_one_whose_member
     for one, other in itertools.combinations(range(count), 2):
         if side[one] != side[other]:
             nodes.block(name(one), name(other), both=choose.random() < 0.8)
-    pass_time(nodes, 180.0)
+    nodes.pass_time(180.0)
     rounds = len(nodes.rounds())
-    pass_time(nodes, 120.0)
+    nodes.pass_time(120.0)
     assert len(nodes.rounds()) == rounds, "it is stable"
     last = nodes.rounds()[-1]
     assert last.state == "sealed"

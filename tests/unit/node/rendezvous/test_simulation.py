@@ -21,19 +21,6 @@ LIMIT_S = 3.0  # from the arrival of all until they are in one round
 TIMEOUT_S = 300.0
 
 
-@pytest.fixture
-def cluster():
-    made = []
-
-    def make(**settings) -> Cluster:
-        made.append(Cluster(**settings))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
-
-
 def storm(cluster: Cluster, arrivals: list[float], minimum: int) -> float:
     """Let nodes arrive, check everything, and return how long the last one has waited."""
     for number, arrives_at in enumerate(arrivals):
@@ -170,8 +157,7 @@ def test_no_join_is_lost_and_nothing_is_written_twice(cluster, disturbance, seed
     if disturbance in ("connections", "all"):
         for _ in range(10):
             nodes.at(choose.uniform(0, 10), choose.choice(nodes.nodes).drop_connections)
-    nodes.at(10.0, nodes.check)
-    nodes.run(lambda: nodes.scheduler.now >= 10.0, 11.0)
+    nodes.pass_time(10.0)
     nodes.settle(TIMEOUT_S)
     nodes.verify()
 
@@ -184,8 +170,7 @@ def test_a_node_may_die_at_each_of_its_points(cluster, victim):
         for number in range(5):
             nodes.add(f"node-{number}", Limits(2, 5), 0.004 * (number * 3 % 5))
         nodes.nodes[victim].dies_at = point
-        nodes.at(4.0, nodes.check)
-        nodes.run(lambda nodes=nodes: nodes.scheduler.now >= 4.0, 5.0)
+        nodes.pass_time(4.0)
         nodes.settle(TIMEOUT_S)
         nodes.verify()
         if not nodes.nodes[victim].dead:
@@ -242,9 +227,8 @@ def test_a_clock_that_jumps_by_an_hour_loses_nobody(cluster, hours, who):
     rounds = len(nodes.rounds())
     jumping = next(node for node in nodes.nodes if node.rendezvous.machine.leads is (who == "leader"))
     jumping.clock_offset += 3600.0 * hours
-    end = nodes.scheduler.now + 30.0
-    nodes.at(end, nodes.check)
-    nodes.run(lambda: nodes.scheduler.now >= end, 31.0)
+    nodes.pass_time(30.0)
+    end = nodes.scheduler.now
     assert len(nodes.rounds()) == rounds
     lost = next(node for node in nodes.nodes if node is not jumping)
     nodes.at(end + 0.1, lost.kill)

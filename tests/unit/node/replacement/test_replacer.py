@@ -14,7 +14,6 @@ from azureml_elastic.node.core.round import Member, Round
 from azureml_elastic.node.rendezvous.row_keys import ROUND_KEY
 from azureml_elastic.node.replacement.jobs import RunRecord
 from azureml_elastic.node.replacement.replacer import NodeReplacer
-from azureml_elastic.node.table.sqlite import SqliteTable
 
 POOLS = (NodePool("spot", max_instance_count=2), NodePool("sure", max_instance_count=2))
 WORKSPACE = "/subscriptions/s/resourceGroups/g/providers/Microsoft.MachineLearningServices/workspaces/w"
@@ -133,13 +132,6 @@ def pipeline(the_plan, **nodes):
         "settings": {"force_rerun": True},
         "jobs": {name: {**step, **(fields or {})} for name, fields in nodes.items()},
     }
-
-
-@pytest.fixture
-def table(tmp_path):
-    table = SqliteTable(tmp_path / "table.sqlite", "elastic", "run")
-    yield table
-    table.close()
 
 
 def close(table, **fields):

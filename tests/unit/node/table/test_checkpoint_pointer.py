@@ -7,10 +7,7 @@ import time
 
 import pytest
 
-from azureml_elastic.config import TableRendezvous
-from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.errors import Fenced, TableUnavailable
-from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.checkpoint_pointer import CHECKPOINT_KEY, CheckpointPointer
 
 FIRST = {"directory": "step-1", "step": 1, "digest": "a"}
@@ -23,13 +20,6 @@ def short_wait(request, monkeypatch):
     """Wait for a table that answers, however slow it is; the one behind the gate does not."""
     if "gate" not in request.fixturenames:
         monkeypatch.setattr(FIRST_WAIT, 30.0)
-
-
-@pytest.fixture
-def table(tmp_path):
-    opened = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", NodeEnvironment.read({}))
-    yield opened
-    opened.close()
 
 
 def test_a_new_run_has_no_checkpoint(table):
