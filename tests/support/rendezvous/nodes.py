@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 
@@ -36,8 +37,7 @@ class Counting:
 
     def __init__(self, table):
         self._table = table
-        self.calls: dict[str, int] = {}
-        self.keys: list[str] = []
+        self.calls: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def __getattr__(self, name):
@@ -45,9 +45,7 @@ class Counting:
 
         def counted(*arguments):
             with self._lock:
-                self.calls[name] = self.calls.get(name, 0) + 1
-                if name == "insert":
-                    self.keys.append(arguments[0])
+                self.calls[name] += 1
             return call(*arguments)
 
         return counted
