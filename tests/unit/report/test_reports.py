@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from azureml_elastic.ledger.events import NodeLeft, RoundReopened, RunEnded
-from azureml_elastic.ledger.picture import Picture
 from azureml_elastic.ledger.samples import SampleAudit
 from azureml_elastic.ledger.summary import MissedFault, NodeSummary, Paths, Report
 from azureml_elastic.ledger.timeline import RoundSpan
