@@ -26,6 +26,8 @@ try:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what azure-ai-ml does with marshmallow while it is imported
         from azure.ai.ml import MLClient
+
+        from azureml_elastic.submit import ElasticCommandJob  # noqa: F401 this registers it with azure-ai-ml
 except ModuleNotFoundError:
     _USERS = """bodies compilation composition conversion paths_on_compute pools presets references
     request_bodies replacement_bodies sdk_hooks service_models step_edits steps submission validate_call yaml_job
