@@ -47,7 +47,7 @@ def test_the_other_modules_have_the_names_of_their_rows():
 
 
 def test_a_session_shows_what_the_page_says_and_about_a_dozen_verbs():
-    shown = {name for name in vars(Session) if not name.startswith("_")}
+    shown = {name for name in dir(Session) if not name.startswith("_")}
     assert in_table("A session, `run = train.start()`") == sorted(shown)
     assert sum(callable(getattr(Session, name)) for name in shown) <= 13
 
