@@ -159,14 +159,14 @@ def test_many_pairs_are_found_in_one_failed_round(cluster):
     nodes.verify()
 
 
-def test_a_pair_that_was_reached_before_costs_a_later_round_nothing(cluster):
+def test_a_pair_that_was_separated_while_it_trained_is_found_after_a_loss(cluster):
     nodes = cluster(4, 2)
     assert nodes.settle(60.0, 4) <= 10.0
     nodes.block(name(2), name(3))
     victim, lost_at = nodes.nodes[1], nodes.scheduler.now + 0.1
     nodes.at(lost_at, victim.kill)
     nodes.run(lambda: victim.dead, 1.0)
-    assert run_to(nodes, {name(0), name(2), name(3)}, 60.0) - lost_at <= 1.0
+    assert run_to(nodes, {name(0), name(2)}, 60.0) - lost_at <= 5.0
     nodes.verify()
 
 
