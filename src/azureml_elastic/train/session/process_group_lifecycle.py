@@ -277,6 +277,7 @@ class ProcessGroupLifecycle:
             return  # a compiled step would wait when it is compiled, and never again: complete_update() does
         self.state.found.begin_update()
         with self.guard():
+            self.state.before_update()
             self.updates.before_update()
 
     def _begin_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -95,6 +95,7 @@ class TrainingState:
         self._last_saved: tuple[int, str] | None = None
         self._pending: tuple[int, str] | None = None
         self._entered_at = 0
+        self._compared_at: int | None = None
         self._save_pending = False
         self._weights_watch = WeightsWatch(policy.on_nonfinite)
         self._origin = 0  # round that has trained the last step: parts of a step that two rounds trained are not mixed
@@ -188,6 +189,14 @@ class TrainingState:
         self._weights_watch.end_step(self.steps + 1)  # raises before the step counts: what is not finite is not saved
         self.steps += 1
         self._origin = self._identity.round
+
+    def before_update(self) -> None:
+        """Compare what the script has changed since the end of the epoch in which its round began. A collective."""
+        # A process that goes on in the code at the end of an epoch runs it before the first step of its round. What
+        # changes there for the first time would begin anew if the round ended again before that step's boundary.
+        if self.found.repeated and self.steps == self._entered_at != self._compared_at:
+            self._compared_at = self.steps
+            self.found.agree(self._world.control)
 
     def after_step(self, *, save: bool) -> None:
         """Take a checkpoint if it is requested or due, or else a snapshot if that is due. A collective if one is."""
