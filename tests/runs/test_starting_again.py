@@ -7,8 +7,10 @@ from importlib.util import find_spec
 
 import pytest
 
+from azureml_elastic.environment import names as variables
 from azureml_elastic.local.cluster import LocalCluster
-from tests.support.node_server import FORKED
+from tests.support.failing_node import THREADS
+from tests.support.node_server import FAILING, FORKED, StartAt
 from tests.support.paths import PROGRAMS
 
 
@@ -59,3 +61,15 @@ def test_a_script_that_starts_again_goes_on_in_its_mlflow_run_and_its_folders(tm
         assert [(each.step, each.value) for each in events.Scalars("loss")] == [
             (0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 1)
         ]  # fmt: skip
+
+
+@pytest.mark.parametrize("thread", [1, 4, 8])
+def test_a_node_that_an_unexpected_error_keeps_from_its_first_round_begins_once_more(tmp_path, thread):
+    """The others wait for it, as for the minimum of nodes it is needed."""
+    failing = StartAt(
+        more=lambda env: {THREADS: str(thread)} if env[variables.NODE_ID] == "node-1" else {}, starting=FAILING
+    )
+    cluster = LocalCluster((2, 2), run_dir=tmp_path / "run", start=failing, timeout=60)
+    report = cluster.run([str(PROGRAMS / "chaos_train.py"), "--epochs", "1"])
+    assert (report.outcome, report.world_sizes) == ("succeeded", (2,)), report.message
+    assert (tmp_path / "run" / "logs" / "node-1.log").read_text().count("It begins once more") == 1

@@ -125,6 +125,9 @@ WATCHED = ForkStart(
 )
 """The same, of nodes that write down which modules are entered; see :mod:`tests.support.entered_modules`."""
 
+FAILING = ForkStart(functools.partial(_server, _IMPORTS["training"]), "tests.support.failing_node:become_failing_node")
+"""The same, of nodes that cannot start all of their threads; see :mod:`tests.support.failing_node`."""
+
 
 def forked_with(script: Path) -> NodeStart:
     """Return the start of nodes that are forked from a server with the imports of a script."""

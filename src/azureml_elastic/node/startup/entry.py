@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
@@ -21,7 +22,7 @@ from azureml_elastic.config.exit_codes import UNHEALTHY
 from azureml_elastic.environment import names as variables
 from azureml_elastic.environment.node import NodeEnvironment
 from azureml_elastic.environment.process import change, set_defaults
-from azureml_elastic.errors import MissingExtra, NodeLeaving, RunFailed, RunSucceeded
+from azureml_elastic.errors import ElasticError, MissingExtra, NodeLeaving, RunFailed, RunSucceeded
 from azureml_elastic.forks.client import PreloadServer
 from azureml_elastic.ipc import Connection
 from azureml_elastic.ipc.message import ShardDescription
@@ -47,7 +48,7 @@ from azureml_elastic.node.driver import EventQueue
 from azureml_elastic.node.failures.host_strikes import HostStrikes
 from azureml_elastic.node.hangs.detector import HangDetector
 from azureml_elastic.node.hangs.stack_dump import StackReporter
-from azureml_elastic.node.host.identity import NodeIdentity
+from azureml_elastic.node.host.identity import NodeIdentity, new_incarnation
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
 from azureml_elastic.node.publishing.publisher import open_publishing
 from azureml_elastic.node.records.event_recorder import Recorder
@@ -79,12 +80,17 @@ def run_node(
     environment: NodeEnvironment,
     early_preload: PreloadServer | None = None,
     start_preload: Callable[..., PreloadServer] = PreloadServer,
+    *,
+    again: bool = False,
 ) -> int:
     """Run one node until the run ends or the node must leave.
+
+    Where an unexpected error keeps it from its first round, it begins once more: the others may wait for it.
 
     Args:
         early_preload: preload server that was started before the plan was read, closed by the caller.
         start_preload: function that starts the preload server, with the arguments of :class:`PreloadServer`.
+        again: whether it has begun before.
 
     Returns:
         The exit code, see :mod:`azureml_elastic.node.__main__`.
@@ -94,7 +100,18 @@ def run_node(
     """
     require_script(program)
     with contextlib.ExitStack() as stack:
-        return _Node(identity, program, environment, stack, early_preload, start_preload).run()
+        node = None
+        try:
+            node = _Node(identity, program, environment, stack, early_preload, start_preload)
+            return node.run()
+        except ElasticError:
+            raise
+        except Exception:
+            if again or (node is not None and node.has_trained):
+                raise
+            _LOG.exception("An unexpected error keeps this node from its first round. It begins once more.")
+    fresh = dataclasses.replace(identity, incarnation=new_incarnation())
+    return run_node(fresh, program, environment, None, start_preload, again=True)
 
 
 class _Node(Surroundings):
@@ -203,6 +220,11 @@ class _Node(Surroundings):
             self,
             stay=plan.resources.effective_placement == "gang" and plan.resources.max_instance_count > 1,
         )
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether the node has been in a round."""
+        return self._rendezvous.machine.last_round > 0
 
     def run(self) -> int:
         """Take part in the run and return the exit code."""
