@@ -41,6 +41,7 @@ import logging
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -252,8 +253,8 @@ class WeightsWatch:
         self._policy = policy
         self._probes: list[torch.Tensor] = []
         self._trained: list[int] = []  # those of the probes that an optimizer changes
-        # Sums of the probes while the weights were those of a completed step, float64 (probes,).
-        self._known: torch.Tensor | None = None
+        # Sum of each probe while the weights were those of a completed step, float64 ().
+        self._known: list[torch.Tensor] | None = None
         self._weights: list[torch.Tensor] = []
         self._watches_loss = True
         self._losses: list[torch.Tensor] = []
@@ -292,27 +293,27 @@ class WeightsWatch:
             RollbackRequired: the weights are not finite, and the policy restarts the run.
         """
         losses, self._losses = self._losses, []
-        if losses or self._probes:
-            with torch.no_grad():
-                # A sum is finite where all of its terms are, and on the CPU it takes a fifth of the time of isfinite().
-                sums = torch.stack(
-                    [each.sum(dtype=torch.float64) for each in (*losses, *self._probes)]
-                )  # (losses + probes,)
-                self._known = sums[len(losses) :]
-                self._pending.append((step, len(losses), device_of(sums.device).fetch(sums)))
+        self.note_weights()
+        numbers = [*losses, *(self._known or ())]
+        if not numbers:
+            return
+        device = device_of(numbers[0].device)
+        if not device.runs_behind:  # no copies: of a step of 10 ms they would take half a percent
+            self._respond(step, len(losses), numbers)
+            return
+        fetched = device.fetch(torch.stack([each.reshape(()).double() for each in numbers]))  # (losses + probes,)
+        self._pending.append((step, len(losses), fetched))
         while self._pending:
             number, count, values = self._pending[0]
             if not values.arrived() and len(self._pending) <= _MOST_PENDING:
                 break  # those behind it arrive later, in the order of the device's queue
             self._pending.popleft()
-            finite = [math.isfinite(each) for each in values.read().tolist()]
-            self._respond(number, loss=not all(finite[:count]), weights=not all(finite[count:]))
+            self._respond(number, count, values.read().tolist())
 
     def note_weights(self) -> None:
         """Note that the weights are those from which a run may continue, whatever has changed them."""
         if self._probes:
-            with torch.no_grad():
-                self._known = torch.stack([each.sum(dtype=torch.float64) for each in self._probes])
+            self._known = self._sums(range(len(self._probes)))
 
     def forget_weights(self) -> None:
         """Note that the weights are about to be replaced."""
@@ -323,11 +324,11 @@ class WeightsWatch:
         with torch.no_grad():
             if self._policy != "warn" and not all(bool(torch.isfinite(each).all()) for each in self._probes):
                 return False
-            if self._known is None or not self._trained:
-                return True
-            now = torch.stack([self._probes[index].sum(dtype=torch.float64) for index in self._trained])
-            # Bit by bit: the same kernel has added the same numbers up. NaN, which "warn" lets pass, equals NaN.
-            same = torch.isclose(now, self._known[self._trained], rtol=0, atol=0, equal_nan=True).all()
+        if self._known is None or not self._trained:
+            return True
+        # Bit by bit: the same kernel has added the same numbers up. NaN, which "warn" lets pass, equals NaN.
+        pairs = zip(self._sums(self._trained), [self._known[index] for index in self._trained], strict=True)
+        same = all(bool(torch.isclose(now, then, rtol=0, atol=0, equal_nan=True)) for now, then in pairs)
         if not same and "changed" not in self._reported:
             self._reported.add("changed")
             _LOG.warning(
@@ -335,7 +336,12 @@ class WeightsWatch:
                 "than an optimizer's step() has changed them, such as an exchange for their moving average. They are "
                 "not handed over; the run continues from another process's, or from the last snapshot."
             )
-        return bool(same)
+        return same
+
+    def _sums(self, probes: Sequence[int]) -> list[torch.Tensor]:
+        """Return the sum of each of these probes, float64 (): finite where all terms are, in a fifth of that time."""
+        with torch.no_grad():
+            return [self._probes[index].sum(dtype=torch.float64) for index in probes]
 
     def weights_are_finite(self) -> bool:
         """Return whether all weights of this rank are finite. Waits for the device."""
@@ -346,10 +352,11 @@ class WeightsWatch:
             largest = torch._foreach_norm(self._weights, float("inf"))  # noqa: SLF001 - what clip_grad_norm_ uses
             return bool(torch.isfinite(torch.stack([each.float() for each in largest])).all())
 
-    def _respond(self, step: int, *, loss: bool, weights: bool) -> None:
-        what = "weights" if weights else "loss" if loss else ""
-        if not what:
+    def _respond(self, step: int, losses: int, numbers: Sequence[float | torch.Tensor]) -> None:
+        if all(map(math.isfinite, numbers)):
             return
+        weights = not all(map(math.isfinite, numbers[losses:]))
+        what = "weights" if weights else "loss"
         if self._policy == "warn" or (self._policy == "rollback" and what == "loss"):
             if what not in self._reported:
                 self._reported.add(what)
