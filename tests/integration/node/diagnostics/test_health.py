@@ -219,7 +219,6 @@ def own_port(host):
         yield check_hub(host, port)
 
 
-FREE, _ = available_memory()
 SOFT, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
 MACHINES = {
     "new folder": (new_folder, "ok", "MiB free, written and read in"),
@@ -234,7 +233,7 @@ MACHINES = {
     "file of a killed check": (left_file, "ok"),
     "memory": (lambda _: [check_memory(0)], "ok"),
     "no memory": (lambda _: [check_memory(1 << 30)], "fail"),
-    "little memory": (lambda _: [check_memory(int(FREE / MIB / 1.5))], "warn"),
+    "little memory": (lambda _: [check_memory(int(available_memory()[0] / MIB / 1.5))], "warn"),
     "shared memory": (lambda _: [check_shared_memory(0)], "ok"),
     "little shared memory": (lambda _: [check_shared_memory(1 << 40)], "warn", "shm_size"),
     "no shared memory": (lambda _: [check_shared_memory(0, Path("/dev/nowhere"))], "warn"),
