@@ -1,6 +1,5 @@
 """What tests of several packages need, and the way to what lies beside them."""
 
-import functools
 import gc
 import os
 import signal
@@ -53,20 +52,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.xdist_group(f"{item.path.parent.name}/{item.path.stem}"))
         if item.get_closest_marker("shards_on_cpus"):
             item.add_marker(NOT_SHARDED)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_call():
-    """Have a session look for its state from the test's frame on: from those of pytest all tests are reached."""
-    state = sys.modules.get("azureml_elastic.train.found.state")
-    if state is not None and not isinstance(state.frames_of, functools.partial):
-        state.frames_of = functools.partial(frames_of_a_test, state.frames_of)
-
-
-def frames_of_a_test(frames_of, *arguments):
-    """Return the frames that a function returns, without those of pytest."""
-    runners = ("_pytest", "pluggy", "xdist", "execnet", "hypothesis", "tests.conftest", "tests.support.costs.plugin")
-    return [frame for frame in frames_of(*arguments) if not str(frame.f_globals.get("__name__")).startswith(runners)]
 
 
 def pytest_collection_finish():

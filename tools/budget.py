@@ -35,7 +35,7 @@ LIMITS: Mapping[str, int] = {
     "templates": 79,
     "testing": 4_483,
     "tests": 73_040,
-    "train": 16_428,
+    "train": 16_430,
 }
 """Lines by package, with those of its templates and of its blank lines; ``(modules)`` are those of the root."""
 

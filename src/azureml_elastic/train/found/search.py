@@ -43,6 +43,8 @@ _STACKS = frozenset({"accelerate", "deepspeed", "lightning", "lightning_fabric",
 
 _OWN = "azureml_elastic"
 _DATA = frozenset({"datasets", "torchdata", "webdataset"})
+# They call a script as a test, and reach all other tests with what these hold.
+_RUNNERS = frozenset({"pytest", "_pytest", "pluggy", "xdist", "execnet", "hypothesis"})
 _HOLDERS = (SimpleNamespace,)  # of the standard library, in which scripts keep things
 _TENSORS = (torch.Tensor, nn.Parameter)
 _ATOMS = frozenset({int, float, complex, bool, type(None), str, bytes, bytearray, range, slice})
@@ -302,7 +304,7 @@ def _named(prefix: str, names: dict[str, Any], bindings: _Bindings) -> Iterator[
 def _is_foreign(module: str) -> bool:
     """Return whether a module is neither the script's nor one of a library that it trains with."""
     package = module.partition(".")[0]
-    return package == _OWN or package in _STACKS or package in ("torch", "wrapt") or _is_of_library(package)
+    return package in (_OWN, "torch", "wrapt", *_STACKS, *_RUNNERS) or _is_of_library(package)
 
 
 def _is_of_library(package: str) -> bool:
@@ -318,7 +320,7 @@ def _is_left_out(value: Any, kind: type) -> bool:
         return False
     module = str(kind.__module__)
     package = module.partition(".")[0]
-    if module.startswith("torch.utils.data") or package in _DATA or package in (_OWN, "wrapt"):
+    if module.startswith("torch.utils.data") or package in (_OWN, "wrapt", *_DATA, *_RUNNERS):
         return True
     containers = (dict, list, tuple, deque, MethodType, GeneratorType, functools.partial, *_HOLDERS)
     return _is_of_library(package) and not issubclass(kind, containers)

@@ -225,6 +225,17 @@ def test_globals_of_a_module_whose_function_runs_are_found():
     assert "library_of_a_script.average" in [each.path for each in module.run().tensors]
 
 
+def test_what_runs_the_script_as_a_test_is_not_looked_into(request):
+    """From it all other tests are reachable, and with them whatever these hold."""
+    held = request.config.held_by_pytest = torch.zeros(1)
+    try:
+        found = search(frames_of(threading.get_ident())).tensors
+    finally:
+        del request.config.held_by_pytest
+    assert [each.path.rpartition(".")[2] for each in found if each.tensor is held] == ["held"], "the variable alone"
+    assert not [each for each in found if each.tensor is held and each.others]
+
+
 @pytest.mark.parametrize("count", [30_000])
 def test_containers_with_many_elements_are_data(count):
     def holder():
