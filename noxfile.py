@@ -350,8 +350,8 @@ def oldest_torch(session: nox.Session, torch: str | None) -> None:
         session.run("python", "-m", "pytest", *(session.posargs or TWO), *paths)
 
 
-def run_deepspeed_tests(session: nox.Session, version: str, *others: str) -> None:
-    """Run the tests that need DeepSpeed, and other ones."""
+def run_deepspeed_tests(session: nox.Session, version: str) -> None:
+    """Run the tests that need DeepSpeed."""
     install_wheel(session, "node", "transformers", "accelerate", groups=("test",), others=(f"deepspeed=={version}",))
     extensions = Path(session.create_tmp()) / "extensions"
     shutil.rmtree(extensions, ignore_errors=True)
@@ -363,7 +363,7 @@ def run_deepspeed_tests(session: nox.Session, version: str, *others: str) -> Non
     }
     # It compiles a part of itself when it is first used: here, outside of the tests' time limits.
     session.run("python", "-c", "from deepspeed.comm.torch import build_shm_op; build_shm_op()", env=env)
-    paths = ("tests/integration/deepspeed", "tests/stacks/test_deepspeed.py", *others)
+    paths = ("tests/integration/deepspeed", "tests/stacks/test_deepspeed.py", "tests/trainers/test_trainers.py")
     session.run("python", "-m", "pytest", *(session.posargs or FOUR), *paths, env=env)
 
 
@@ -375,8 +375,8 @@ def deepspeed(session: nox.Session) -> None:
 
 @nox.session(tags=[FULL])
 def deepspeed_oldest(session: nox.Session) -> None:
-    """Run the tests that need DeepSpeed on the oldest supported release, and the trainer of its own."""
-    run_deepspeed_tests(session, OLDEST_DEEPSPEED, "tests/trainers/test_trainers.py")
+    """Run the tests that need DeepSpeed on the oldest supported release."""
+    run_deepspeed_tests(session, OLDEST_DEEPSPEED)
 
 
 @nox.session(tags=[FULL])

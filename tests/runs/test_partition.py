@@ -37,9 +37,10 @@ from azureml_elastic.ledger.events import (
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.local.azurite import Azurite
 from azureml_elastic.local.cluster import NODE_COMMAND
+from azureml_elastic.local.node_start import NodeStart
 from azureml_elastic.local.processes import NodeProcess, NodeProcesses
 from tests.support.namespaces import Namespaces
-from tests.support.node_server import StartAt
+from tests.support.node_server import FORKED, StartAt
 from tests.support.paths import PROGRAMS
 
 REPORTED_WITHIN_S = 30.0
@@ -51,10 +52,10 @@ PORTS = (29400, 29420)
 class Network(Namespaces):
     """Three machines on one switch, with a table beside it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, starting: NodeStart = FORKED) -> None:
         super().__init__(NODES)
         self.folder = folder
-        self._starting = StartAt(network=lambda env: self.space(env[variables.NODE_ID]))
+        self._starting = StartAt(network=lambda env: self.space(env[variables.NODE_ID]), starting=starting)
         self._go = folder / "go"
         self._nodes: dict[str, NodeProcess] = {}
 
@@ -165,12 +166,12 @@ class Network(Namespaces):
 
 
 @pytest.fixture
-def network(tmp_path):
-    with Network(tmp_path) as made:
+def network(tmp_path, request):
+    with Network(tmp_path, getattr(request, "param", FORKED)) as made:
         yield made
 
 
-@pytest.mark.parametrize("version", [4, 6])
+@pytest.mark.parametrize(("network", "version"), [(NodeStart(), 4), (FORKED, 6)], indirect=["network"])
 def test_nodes_that_reach_each_other_train_on_the_ports_of_the_range(network, version):
     network.start(minimum=3, steps=40, version=version)
     network.until(lambda: all(network.worlds(name) == [3] for name in NODES))
