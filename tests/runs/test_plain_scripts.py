@@ -65,3 +65,9 @@ def test_a_fault_in_seconds_comes_in_a_script_that_only_names_the_library(tmp_pa
     assert (report.outcome, report.exit_code, report.missed_faults) == ("succeeded", 0, ()), report.message
     assert report.world_sizes == (2, 1)
     assert ("trains all its steps again" in (report.paths.logs / "node-0.log").read_text()) == bool(words)
+
+
+def test_a_model_that_is_released_after_its_group_does_not_keep_the_script_from_ending(tmp_path):
+    cluster = LocalCluster((1, 1), run_dir=tmp_path / "run", start=FORKED, timeout=60)
+    report = cluster.run([str(PROGRAMS / "released_models.py")])
+    assert report.outcome == "succeeded", report.message

@@ -63,9 +63,10 @@ class RoundStore:
         return cls(*EngineEnvironment.read().store, key, is_over)
 
     def set(self, name: str, value: bytes) -> None:
-        """Store a value."""
+        """Store a value, which all nodes get from then on."""
         name = _PREFIX + name
         self._do(lambda: self._store.set(name, value))  # type: ignore[arg-type]  # bytes are taken as they are
+        self._do(lambda: self._store.check([name]))  # whose answer says that the server has it: set() waits for none
 
     def get(self, name: str) -> bytes | None:
         """Return a value, ``None`` while there is none."""

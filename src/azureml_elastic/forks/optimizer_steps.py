@@ -14,6 +14,7 @@ has certainly saved what it continues from and not left its training loop.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import itertools
 import mmap
@@ -107,6 +108,7 @@ class StepCounter:
         self._opened = self._steps_are_seen = False
         self._at_save = b""
         self._saving: set[str] = set()
+        self._kept: set[int] = set()
         self._quiet_from = 0.0
         register_post_import_hook(lambda m: m.register_optimizer_step_post_hook(self._on_step), "torch.optim.optimizer")
         register_post_import_hook(self._count_backward_passes, "torch.autograd")
@@ -151,10 +153,25 @@ class StepCounter:
         place = self._places.get(of)
         if place is None:
             place = self._places[of] = next(self._free) % _OPTIMIZERS * _COUNT.size
+            if is_open:
+                self._keep_groups()
         _COUNT.pack_into(self._shared, place, _COUNT.unpack_from(self._shared, place)[0] + 1)
         # Not an optimizer that begins after the save: the training may be over by then.
         if self._at_save and _COUNT.unpack_from(self._at_save, place)[0]:
             self._trains_on()
+
+    def _keep_groups(self) -> None:
+        """Keep the script's groups of gloo until the process ends, also once it has destroyed them.
+
+        A model of ``DistributedDataParallel`` that is released after ``destroy_process_group()`` waits, with the GIL,
+        for the threads of its group. In torch 2.13 these need the GIL to release the collectives of a backward pass:
+        the script would never end.
+        """
+        groups = sys.modules["torch.distributed.distributed_c10d"]._world.pg_map  # noqa: SLF001 - no other list of them
+        for group, (backend, _) in groups.items():
+            if "gloo" in str(backend) and id(group) not in self._kept:
+                self._kept.add(id(group))
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # not in a list, which the interpreter would clear
 
     def _trains_on(self) -> None:
         """The script has taken a step after a save."""
